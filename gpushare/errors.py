@@ -1,0 +1,124 @@
+"""Errors and exit codes: what went wrong, why, and the next command.
+
+Exit codes read like ``nvmlReturn_t`` and like ``nvidia-smi``'s own (man nvidia-smi, RETURN VALUE),
+so that a script written for one understands the other.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every gpushare command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_SUPPORTED = 3
+    NO_PERMISSION = 4
+    NOT_FOUND = 6
+    NOT_AS_REQUESTED = 7
+    DRIVER_NOT_LOADED = 9
+    NVML_MISSING = 12
+    IN_USE = 19
+    INTERRUPTED = 130
+
+
+class GpushareError(Exception):
+    """One error with its hint; every subclass has a stable code and an exit code.
+
+    ``message`` says what failed and why, ``hint`` names the next command, ``gpu`` is the index
+    or UUID concerned, or None.
+    """
+
+    code: str = "failed"
+    exit_code: ExitCode = ExitCode.FAILED
+
+    def __init__(self, message: str, hint: str, *, gpu: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message: Final = message
+        self.hint: Final = hint
+        self.gpu: Final = gpu
+        if code is not None:
+            self.code = code
+
+
+class OperationFailed(GpushareError):
+    """The host refused, or did not do what it accepted."""
+
+
+class TimedOut(OperationFailed):
+    """A program or a condition did not answer within its bound."""
+
+    code = "timeout"
+
+
+class BadUsage(GpushareError):
+    """The command line is wrong: unknown level, size, percentage, option."""
+
+    code = "usage"
+    exit_code = ExitCode.USAGE
+
+
+class NotSupported(GpushareError):
+    """This GPU, driver or program cannot do it."""
+
+    code = "not_supported"
+    exit_code = ExitCode.NOT_SUPPORTED
+
+
+class NoPermission(GpushareError):
+    """The user may not do it."""
+
+    code = "no_permission"
+    exit_code = ExitCode.NO_PERMISSION
+
+
+class NotFound(GpushareError):
+    """The GPU, instance, daemon or process is not there."""
+
+    code = "not_found"
+    exit_code = ExitCode.NOT_FOUND
+
+
+class NotAsRequested(GpushareError):
+    """A check found the host different from what was asked."""
+
+    code = "not_as_requested"
+    exit_code = ExitCode.NOT_AS_REQUESTED
+
+
+class DriverNotLoaded(GpushareError):
+    """libnvidia-ml is there but the kernel driver does not answer."""
+
+    code = "driver_not_loaded"
+    exit_code = ExitCode.DRIVER_NOT_LOADED
+
+
+class NvmlMissing(GpushareError):
+    """libnvidia-ml.so.1 is not on this machine."""
+
+    code = "nvml_missing"
+    exit_code = ExitCode.NVML_MISSING
+
+
+class InUse(GpushareError):
+    """Somebody uses the GPU, the instance or the daemon."""
+
+    code = "in_use"
+    exit_code = ExitCode.IN_USE
+
+
+class GpuLost(NotFound):
+    """The GPU fell off the bus or is otherwise inaccessible (NVML_ERROR_GPU_IS_LOST, 15)."""
+
+    code = "gpu_lost"
+
+
+class Interrupted(GpushareError):
+    """The user pressed Ctrl-C."""
+
+    code = "interrupted"
+    exit_code = ExitCode.INTERRUPTED

@@ -1,0 +1,204 @@
+"""The vocabulary: what a host with GPUs is. Frozen, pure; unknown is None everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+
+class ComputeMode(IntEnum):
+    """Compute mode of a GPU (nvmlComputeMode_t; ``nvidia-smi -q -d COMPUTE``)."""
+
+    DEFAULT = 0
+    EXCLUSIVE_THREAD = 1
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
+
+    @property
+    def title(self) -> str:
+        """Return the name as users read it: ``exclusive-process``."""
+        return self.name.lower().replace("_", "-")
+
+
+class TimeSlice(IntEnum):
+    """Time-slice level (``nvidia-smi compute-policy --set-timeslice``). No millisecond value is published."""
+
+    DEFAULT = 0
+    SHORT = 1
+    MEDIUM = 2
+    LONG = 3
+
+    @property
+    def title(self) -> str:
+        """Return the name as users type it: ``short``."""
+        return self.name.lower()
+
+
+class Mechanism(str, Enum):
+    """The way of sharing in force on a GPU."""
+
+    TIME_SLICING = "time-slicing"
+    MPS = "MPS"
+    MIG = "MIG"
+    EXCLUSIVE = "exclusive"
+    PROHIBITED = "prohibited"
+
+
+class Priority(IntEnum):
+    """MPS client priority (``set_default_client_priority``); a hint to the hardware."""
+
+    NORMAL = 0
+    LOW = 1
+
+    @property
+    def title(self) -> str:
+        """Return the name as users type it: ``low``."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
+    """One process on one GPU (``nvidia-smi pmon``). ``sm_percent`` 0 is idle, None is unknown."""
+
+    pid: int
+    compute: bool = False
+    graphics: bool = False
+    mps: bool = False
+    user: str | None = None
+    name: str | None = None
+    command_line: tuple[str, ...] | None = None
+    started_at: float | None = None
+    container: str | None = None
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+    memory_used_bytes: int | None = None
+    sm_percent: int | None = None
+
+    @property
+    def type(self) -> str:
+        """Return nvidia-smi's letters: ``C``, ``G``, ``C+G``, ``M+C``."""
+        letters = [
+            letter for letter, on in (("M", self.mps), ("C", self.compute or self.mps), ("G", self.graphics)) if on
+        ]
+        return "+".join(letters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigInstance:
+    """One MIG device: a compute instance in its GPU instance (``nvidia-smi -L``)."""
+
+    uuid: str
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+    profile: str | None = None
+    multiprocessors: int | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsClient:
+    """One client of an MPS server (``ps`` of nvidia-cuda-mps-control)."""
+
+    pid: int
+    server_pid: int | None = None
+    name: str | None = None
+    user: str | None = None
+    # In force for this client: the smaller of the server's and the client's own.
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    priority: Priority | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsServer:
+    """One MPS server: one user's clients (``get_server_list``, ``get_server_status``)."""
+
+    pid: int
+    user: str | None = None
+    status: str | None = None
+    threads_percent: float | None = None
+    clients: tuple[MpsClient, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsDaemon:
+    """One MPS control daemon. ``ours`` is False for one that gpushare did not start."""
+
+    pid: int | None
+    ours: bool
+    pipe_directory: str | None
+    log_directory: str | None = None
+    device_uuid: str | None = None
+    # The GPU it serves, and all of them where it serves several; None and () when unknown.
+    gpu_index: int | None = None
+    gpu_indexes: tuple[int, ...] = ()
+    user: str | None = None
+    version: str | None = None
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    priority: Priority | None = None
+    max_clients: int | None = None
+    servers: tuple[MpsServer, ...] = ()
+    # Started by `gpushare run`, and stopped with its last client.
+    transient: bool = False
+    # Why the daemon could not be asked, or None.
+    error: str | None = None
+
+    @property
+    def clients(self) -> tuple[MpsClient, ...]:
+        """Return the clients of all servers."""
+        return tuple(client for server in self.servers for client in server.clients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as NVML tells it. ``error`` is set, and the rest unknown, when it does not answer."""
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    pci_bus_id: str | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    utilization_percent: int | None = None
+    compute_mode: ComputeMode | None = None
+    mig_capable: bool | None = None
+    mig_enabled: bool | None = None
+    mig_pending: bool | None = None
+    time_slice: TimeSlice | None = None
+    mig_instances: tuple[MigInstance, ...] = ()
+    # None: NVML would not tell; empty: nobody is on the GPU.
+    processes: tuple[GpuProcess, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One look at a host: GPUs, MPS daemons, and what could not be seen."""
+
+    host: str
+    driver_version: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    daemons: tuple[MpsDaemon, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+    taken_at: float | None = None
+
+
+def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
+    """Return the way of sharing in force on a GPU; None when it is unknown.
+
+    Time-slicing is what the driver does when nothing else is set up (compute mode default).
+    """
+    if gpu.error is not None or gpu.compute_mode is None:
+        return None
+    if gpu.mig_enabled:
+        return Mechanism.MIG
+    if gpu.compute_mode is ComputeMode.PROHIBITED:
+        return Mechanism.PROHIBITED
+    if any(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) and daemon.error is None for daemon in daemons):
+        return Mechanism.MPS
+    if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
+        return Mechanism.EXCLUSIVE
+    return Mechanism.TIME_SLICING

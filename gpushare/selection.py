@@ -1,0 +1,141 @@
+"""Which device a user means: index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, all. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpushare.errors import BadUsage, GpuLost, NotFound
+from gpushare.model import Gpu, MigInstance
+
+_PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
+# "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.
+_UUID: Final = re.compile(r"^(gpu|mig)-[0-9a-f-]{4,}$", re.IGNORECASE | re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device that a command works on: a GPU, or one MIG instance of it."""
+
+    gpu: Gpu
+    mig: MigInstance | None = None
+
+    @property
+    def uuid(self) -> str:
+        """Return the UUID that CUDA_VISIBLE_DEVICES takes for it."""
+        return self.mig.uuid if self.mig is not None else (self.gpu.uuid or "")
+
+    @property
+    def title(self) -> str:
+        """Return what people call it: ``GPU 0``, ``MIG 1g.18gb of GPU 0``."""
+        if self.mig is None:
+            return f"GPU {self.gpu.index}"
+        return f"MIG {self.mig.profile or self.mig.uuid} of GPU {self.gpu.index}"
+
+    @property
+    def selector(self) -> str:
+        """Return what ``-g`` takes to mean exactly this device."""
+        return self.mig.uuid if self.mig is not None else str(self.gpu.index)
+
+    @property
+    def memory_total_bytes(self) -> int | None:
+        """Return its memory."""
+        return self.mig.memory_total_bytes if self.mig is not None else self.gpu.memory_total_bytes
+
+
+def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
+    """Return the devices that a ``-g`` value names, in its order, each once. None and ``all`` are all GPUs.
+
+    Raises:
+        NotFound: no such device on this host.
+        BadUsage: empty, or a prefix that fits several.
+    """
+    if text is None or text.strip().lower() == "all":
+        return tuple(Device(gpu=gpu) for gpu in gpus)
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise BadUsage(f"'{text}' is not a list of GPUs", "give -g 0, -g 0,1, -g GPU-<uuid> or -g all", code="bad_gpu")
+    found: dict[str, Device] = {}
+    for word in words:
+        device = _one(word, gpus)
+        found.setdefault(device.uuid or f"#{device.gpu.index}", device)
+    return tuple(found.values())
+
+
+def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
+    """Return the one device that a change works on. Without ``-g`` only a host with one GPU has one.
+
+    Raises:
+        NotFound: no such device, or no GPU at all.
+        BadUsage: several.
+        GpuLost: the GPU does not answer.
+    """
+    devices = select_for_change(text, gpus)
+    if len(devices) > 1:
+        raise BadUsage(f"'{text}' names {len(devices)} GPUs; this takes one", "give one: -g 0", code="one_gpu")
+    return devices[0]
+
+
+def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
+    """Return the devices that a change works on: on a host with several GPUs it names its GPU.
+
+    Raises:
+        NotFound, BadUsage: as `select`, and BadUsage when several GPUs are there and none is named.
+        GpuLost: one of them does not answer.
+    """
+    if not gpus:
+        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+    if text is None and len(gpus) > 1:
+        raise BadUsage(
+            f"this host has {len(gpus)} GPUs, and a change names its GPU",
+            "name one: -g 0, or all of them: -g all",
+            code="gpu_not_named",
+        )
+    devices = select(text, gpus)
+    for device in devices:
+        if device.gpu.error is not None:
+            raise GpuLost(device.gpu.error, "see: gpushare status", gpu=str(device.gpu.index))
+    return devices
+
+
+def _one(word: str, gpus: Sequence[Gpu]) -> Device:
+    if word.isascii() and word.isdigit():
+        matches = [Device(gpu=gpu) for gpu in gpus if gpu.index == int(word)]
+    elif _UUID.match(word):
+        matches = _by_uuid(word.lower(), gpus)
+    elif _PCI.match(word):
+        matches = [Device(gpu=gpu) for gpu in gpus if gpu.pci_bus_id and _pci_key(gpu.pci_bus_id) == _pci_key(word)]
+    else:
+        matches = []
+    if not matches:
+        raise NotFound(f"there is no GPU '{word}' on this host", _available(gpus), code="unknown_gpu", gpu=word)
+    if len(matches) > 1:
+        names = ", ".join(device.uuid for device in matches)
+        raise BadUsage(
+            f"'{word}' fits {len(matches)} devices: {names}", "give more of the UUID", code="ambiguous_gpu", gpu=word
+        )
+    return matches[0]
+
+
+def _by_uuid(prefix: str, gpus: Sequence[Gpu]) -> list[Device]:
+    devices = [Device(gpu=gpu) for gpu in gpus]
+    devices += [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances]
+    exact = [device for device in devices if device.uuid.lower() == prefix]
+    return exact or [device for device in devices if device.uuid.lower().startswith(prefix)]
+
+
+def _pci_key(text: str) -> tuple[int, int, int, int] | None:
+    match = _PCI.match(text)
+    if match is None:
+        return None
+    domain, bus, device, function = match.groups()
+    return int(domain or "0", 16), int(bus, 16), int(device, 16), int(function or "0")
+
+
+def _available(gpus: Sequence[Gpu]) -> str:
+    if not gpus:
+        return "this host has no GPU; see: gpushare doctor"
+    indexes = ", ".join(str(gpu.index) for gpu in gpus[:16])
+    return f"this host has GPU {indexes}; see: gpushare status"

@@ -1,0 +1,147 @@
+"""Sizes, percentages and durations as users type them and as the drivers take them.
+
+Pure. MPS takes a memory limit only as a whole number of M or G: ``1.5G`` becomes 1M, ``1024K``
+becomes 1G, in silence (seen on nvidia-cuda-mps-control 550). So every size is parsed here, and
+leaves as whole mebibytes.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation, localcontext
+from typing import Final
+
+from gpushare.errors import BadUsage
+
+KIB: Final = 1024
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+TIB: Final = 1024**4
+
+# Binary throughout: nvidia-smi's MiB and MPS's M and G are powers of 1024.
+_SIZE: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE | re.ASCII)
+_FACTORS: Final = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_PERCENT: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$", re.ASCII)
+_SECONDS: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h)?\s*$", re.IGNORECASE | re.ASCII)
+_SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_MAX_SIZE: Final = 1024 * TIB
+
+
+def parse_memory_limit(text: str) -> int:
+    """Return a memory limit in bytes, rounded down to whole mebibytes (what MPS can hold).
+
+    ``4G``, ``4GiB``, ``4096M``, ``1.5g``, ``0.5 GB``: all binary. A bare number has no unit and is
+    refused, because MPS would take it as M and a user may mean bytes.
+
+    Raises:
+        BadUsage: not a size, no unit, below 1 MiB, or absurdly large.
+    """
+    hint = "give a size with its unit, for example --memory 4G or --memory 1500M"
+    match = _SIZE.match(text)
+    if match is None:
+        raise BadUsage(f"'{text}' is not a memory size", hint, code="bad_size")
+    number, prefix, _ = match.groups()
+    if not prefix:
+        raise BadUsage(f"the memory size '{text}' has no unit", hint, code="bad_size")
+    with localcontext() as context:
+        context.prec = 60
+        exact = Decimal(number) * _FACTORS[prefix.lower()]
+    if exact > _MAX_SIZE:
+        raise BadUsage(f"the memory size '{text}' is larger than any GPU", hint, code="bad_size")
+    size = int(exact) // MIB * MIB
+    if size == 0:
+        raise BadUsage(
+            f"the memory size '{text}' is below 1 MiB, which MPS would take as no limit", hint, code="bad_size"
+        )
+    return size
+
+
+def parse_thread_percentage(text: str) -> float:
+    """Return an active thread percentage in (0, 100].
+
+    MPS keeps the old value, and exits 0, when it is given one out of range; so it is refused here.
+
+    Raises:
+        BadUsage: not a number, or outside (0, 100].
+    """
+    hint = "give a percentage above 0 and up to 100, for example --threads 25"
+    match = _PERCENT.match(text)
+    try:
+        value = float(Decimal(match.group(1))) if match else None
+    except (InvalidOperation, OverflowError):  # pragma: no cover - the pattern excludes it
+        value = None
+    if value is None:
+        raise BadUsage(f"'{text}' is not a percentage", hint, code="bad_percentage")
+    if not 0.0 < value <= 100.0:
+        raise BadUsage(f"the thread percentage {text.strip()} is outside (0, 100]", hint, code="bad_percentage")
+    # The daemon keeps and prints one decimal; a value that it would round to 0.0 is not one.
+    if round(value, 1) == 0.0:
+        raise BadUsage(f"the thread percentage {text.strip()} rounds to 0.0 in MPS", hint, code="bad_percentage")
+    return round(value, 1)
+
+
+def parse_seconds(text: str) -> float:
+    """Return a duration in seconds: ``5``, ``2.5s``, ``250ms``, ``10m``, ``1h``.
+
+    Raises:
+        BadUsage: not a duration.
+    """
+    match = _SECONDS.match(text)
+    if match is None:
+        raise BadUsage(f"'{text}' is not a duration", "give seconds, or 250ms, 2s, 10m, 1h", code="bad_duration")
+    number, unit = match.groups()
+    return float(number) * _SECOND_FACTORS[(unit or "s").lower()]
+
+
+def mps_memory(size_bytes: int) -> str:
+    """Return the size as the MPS control daemon takes it: whole M, never anything else."""
+    return f"{size_bytes // MIB}M"
+
+
+def mps_memory_readback(size_bytes: int) -> str:
+    """Return what ``get_default_device_pinned_mem_limit`` prints for a limit of this size.
+
+    From 1024M up the daemon floors to whole G: 2000M reads back as 1G (nvidia-cuda-mps-control
+    535 and 550 without a GPU).
+    """
+    mebibytes = size_bytes // MIB
+    return f"{mebibytes // 1024}G" if mebibytes >= 1024 else f"{mebibytes}M"
+
+
+def mps_percentage(value: float) -> str:
+    """Return a percentage as the MPS control daemon prints it: ``25.0``."""
+    return f"{value:.1f}"
+
+
+def format_bytes(size: int | None) -> str:
+    """Return a size for people: ``4.0 GiB``, ``512 MiB``, ``-`` when unknown."""
+    if size is None:
+        return "-"
+    if size >= TIB:
+        return f"{size / TIB:.1f} TiB"
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    if size >= MIB or size == 0:
+        return f"{size // MIB} MiB"
+    return f"{size // KIB} KiB" if size >= KIB else f"{size} B"
+
+
+def format_percent(value: float | None) -> str:
+    """Return a percentage for people: ``25 %``, ``33.3 %``, ``-`` when unknown."""
+    return "-" if value is None else f"{value:g} %"
+
+
+def parse_pinned_limits(text: str, uuid: str) -> int | None:
+    """Return the limit in bytes that ``CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`` sets for a process that sees one device.
+
+    ``0=1G`` or ``GPU-uuid=512M``. An entry that names another device makes CUDA drop all limits, so
+    then the answer is None; as it is for text that is no limit.
+    """
+    limit = None
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        device, _, value = entry.partition("=")
+        match = re.fullmatch(r"(\d+)([MG])B?", value.strip(), re.IGNORECASE | re.ASCII)
+        if match is None or device.strip().lower() not in {"0", uuid.lower()}:
+            return None
+        limit = int(match.group(1)) * (GIB if match.group(2).upper() == "G" else MIB)
+    return limit or None
