@@ -1,0 +1,3 @@
+"""The only code that touches the machine: one file per external thing."""
+
+from __future__ import annotations

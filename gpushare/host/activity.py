@@ -1,0 +1,88 @@
+"""How busy a GPU is right now: the measure of a drained queue (GPM on Hopper and later, else utilisation)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError
+
+if TYPE_CHECKING:
+    from gpushare.host.nvml import NvmlReader
+
+# GPM averages between two samples: shorter windows are noise.
+_WINDOW_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Activity:
+    """One reading: percent of the SMs that were busy, and where from (``gpm`` or ``utilization``)."""
+
+    percent: float
+    source: str
+
+
+class ActivityMeter:
+    """Reads the activity of one GPU, or of one GPU instance on it, in windows of 0.1 s."""
+
+    def __init__(self, nvml: NvmlReader, index: int, gpu_instance_id: int | None = None) -> None:
+        self._nvml, self._index, self._instance = nvml, index, gpu_instance_id
+        self._gpm: bool | None = None
+
+    def read(self) -> Activity | None:
+        """Return the activity over the next 0.1 s, or None where the driver cannot tell.
+
+        GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates,
+        which averages over the driver's own period (up to 1 s) and knows no MIG.
+        """
+        if self._gpm is None:
+            self._gpm = self._supported()
+        if self._gpm:
+            percent = self._gpm_percent()
+            return None if percent is None else Activity(percent, "gpm")
+        time.sleep(_WINDOW_SECONDS)
+        if self._instance is not None:
+            return None
+        handle = self._nvml.handle(self._index)
+        rates = self._nvml.ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle))
+        return None if rates is None else Activity(float(rates.gpu), "utilization")
+
+    def _supported(self) -> bool:
+        handle = self._nvml.handle(self._index)
+        try:
+            support = self._nvml.ask(lambda nvml: nvml.nvmlGpmQueryDeviceSupport(handle))
+        except GpushareError:
+            return False
+        return support is not None and bool(support.isSupportedDevice)
+
+    def _gpm_percent(self) -> float | None:
+        try:
+            return self._nvml.ask(self._between_samples)
+        except GpushareError:
+            return None
+
+    def _between_samples(self, nvml: Any) -> float | None:
+        first, second = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        try:
+            self._take(nvml, first)
+            time.sleep(_WINDOW_SECONDS)
+            self._take(nvml, second)
+            request = nvml.c_nvmlGpmMetricsGet_t()
+            request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+            request.numMetrics = 1
+            request.sample1, request.sample2 = first, second
+            request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+            nvml.nvmlGpmMetricsGet(request)
+            metric = request.metrics[0]
+            return float(metric.value) if metric.nvmlReturn == 0 else None
+        finally:
+            nvml.nvmlGpmSampleFree(first)
+            nvml.nvmlGpmSampleFree(second)
+
+    def _take(self, nvml: Any, sample: Any) -> None:
+        handle = self._nvml.handle(self._index)
+        if self._instance is None:
+            nvml.nvmlGpmSampleGet(handle, sample)
+        else:
+            nvml.nvmlGpmMigSampleGet(handle, self._instance, sample)

@@ -1,0 +1,35 @@
+"""From a host specification to a host: ``local``, or ``sim:...`` for a simulated one."""
+
+from __future__ import annotations
+
+from gpushare.errors import BadUsage
+from gpushare.host.host import Host, local_host
+from gpushare.host.nvml import NvmlReader
+
+
+def connect(spec: str) -> Host:
+    """Return the host that ``--host`` names; nothing of it is asked yet.
+
+    Raises:
+        BadUsage: neither ``local`` nor a simulated host.
+    """
+    if spec == "local":
+        return local_host()
+    if not spec.startswith("sim:"):
+        raise BadUsage(
+            f"'{spec}' is not a host",
+            "give local, or a simulated one: --host sim:h200, --host sim:2xt4,a30",
+            code="bad_host",
+        )
+    # The simulation is loaded only for a simulated host; it knows this room's protocols, not the other way.
+    from gpushare.sim import open_simulated
+
+    simulated = open_simulated(spec)
+    return Host(
+        spec=simulated.spec,
+        nvml=NvmlReader(simulated.library),
+        programs=simulated.programs,
+        processes=simulated.processes,
+        run_directory=simulated.run_directory,
+        uid=simulated.uid,
+    )

@@ -1,0 +1,119 @@
+"""One host: its NVML, its programs, its processes, and where gpushare keeps what dies with a reboot."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpushare.errors import NoPermission
+from gpushare.host.nvml import NvmlReader
+from gpushare.host.process import LocalProcesses, Processes
+from gpushare.host.program import LocalPrograms, Programs
+from gpushare.host.smi import ComputePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Everything that commands need of a host, real or simulated.
+
+    ``run_directory`` holds our MPS daemons and undo records; ``shared_run_directories`` are those
+    of others that this user may use (root's). ``uid`` is the user that commands run as there.
+    """
+
+    spec: str
+    nvml: NvmlReader
+    programs: Programs
+    processes: Processes
+    run_directory: Path
+    uid: int
+    shared_run_directories: Sequence[Path] = field(default=())
+
+    @property
+    def policy(self) -> ComputePolicy:
+        """Return the time-slice policy of this host."""
+        return ComputePolicy(self.programs)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Return whether this host is a simulated one."""
+        return self.spec.startswith("sim:")
+
+
+def local_host() -> Host:
+    """Return this machine."""
+    uid = os.geteuid()
+    run_directory = local_run_directory(uid)
+    shared = () if run_directory == SYSTEM_RUN_DIRECTORY else (SYSTEM_RUN_DIRECTORY,)
+    return Host(
+        spec="local",
+        nvml=NvmlReader(),
+        programs=LocalPrograms(),
+        processes=LocalProcesses(),
+        run_directory=run_directory,
+        uid=uid,
+        shared_run_directories=shared,
+    )
+
+
+def local_run_directory(uid: int) -> Path:
+    """Return where the daemons of a user live.
+
+    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; ``$XDG_RUNTIME_DIR/gpushare``; else a directory
+    in ``/tmp``. Short, because a pipe directory may have 87 bytes.
+    """
+    explicit = os.environ.get("GPUSHARE_RUN_DIR")
+    if explicit:
+        return Path(explicit).absolute()
+    if uid == 0:
+        return SYSTEM_RUN_DIRECTORY
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isdir(runtime):
+        return Path(runtime) / "gpushare"
+    return Path(tempfile.gettempdir()) / f"gpushare-{uid}"
+
+
+def make_private_directory(path: Path, mode: int = 0o755) -> None:
+    """Create a directory (and its parents) that only its owner may write.
+
+    The MPS daemon itself would create it 0777 without a sticky bit. An existing directory must be ours
+    or root's and not writable for others: its pipe decides who talks to whose GPU.
+
+    Raises:
+        NoPermission: it cannot be created, belongs to somebody else, or others may write into it.
+    """
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise NoPermission(
+            f"cannot create the directory {path}: {error.strerror}",
+            "set GPUSHARE_RUN_DIR to a short directory that you may write",
+            code="directory_unwritable",
+        ) from None
+    if found.st_uid not in {os.geteuid(), 0}:
+        raise NoPermission(
+            f"the directory {path} belongs to user {found.st_uid}",
+            "remove it, or set GPUSHARE_RUN_DIR to a directory of your own",
+            code="wrong_owner",
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise NoPermission(
+            f"the directory {path} is not writable",
+            "run as its owner, or set GPUSHARE_RUN_DIR",
+            code="directory_unwritable",
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise NoPermission(
+            f"the directory {path} is writable for others (mode {stat.S_IMODE(found.st_mode):o})",
+            f"close it: chmod go-w {path}",
+            code="directory_open",
+        )

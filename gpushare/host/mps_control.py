@@ -1,0 +1,294 @@
+"""The conversation with nvidia-cuda-mps-control: one command language, asked through stdin.
+
+Commands as arguments exist only from driver 580 on and are ignored with exit 0 before; so stdin always.
+Its exit code is 0 for nearly every rejected command: each setter here reads back. Facts: NVIDIA's MPS
+guide, the man page, and the programs of drivers 535, 550 and 580.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.host.mps_text import (
+    ClientRow,
+    Overview,
+    ServerRow,
+    parse_memory,
+    parse_percentage,
+    parse_pids,
+    parse_ps,
+)
+from gpushare.model import Priority
+from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
+
+if TYPE_CHECKING:
+    from gpushare.host.program import Completed, Programs
+
+PROGRAM: Final = "nvidia-cuda-mps-control"
+SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
+# The daemon puts "<dir>/control_privileged" into a socket address of 108 bytes.
+MAX_PIPE_DIRECTORY_BYTES: Final = 87
+# The one device that a daemon of ours sees (CUDA_VISIBLE_DEVICES holds one UUID) is its device 0.
+DEVICE: Final = "0"
+
+_TIMEOUT: Final = 5.0
+
+
+class MpsControl:
+    """Talks to the daemon of one pipe directory."""
+
+    def __init__(self, programs: Programs, pipe_directory: str) -> None:
+        self._programs = programs
+        self.pipe_directory = pipe_directory
+
+    def ask(self, command: str, *, timeout: float = _TIMEOUT) -> str:
+        """Send one command (or several, one a line) and return what the daemon prints.
+
+        Raises:
+            NotFound: no daemon answers at this pipe directory (code ``no_daemon``).
+            NoPermission: the daemon belongs to another user.
+            TimedOut: it does not answer within ``timeout`` seconds (code ``daemon_hangs``).
+        """
+        try:
+            done = self._programs.run(
+                [PROGRAM], stdin=command + "\n", env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
+            )
+        except TimedOut:
+            raise TimedOut(
+                f"the MPS daemon at {self.pipe_directory} did not answer '{command.splitlines()[0]}' within {timeout:g} s",
+                "see its log: gpushare mps logs; end it: gpushare mps stop --force",
+                code="daemon_hangs",
+            ) from None
+        self._check(done, command)
+        return done.stdout
+
+    def _check(self, done: Completed, command: str) -> None:
+        said = done.text
+        if "Cannot find MPS control daemon" in said:
+            raise NotFound(
+                f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start", code="no_daemon"
+            )
+        if "Insufficient privileges" in said or "Not enough privilege" in said or "Cannot authenticate" in said:
+            raise NoPermission(
+                f"the MPS daemon at {self.pipe_directory} belongs to another user and refuses '{command}'",
+                "ask its owner, or run as root: sudo gpushare ...",
+                code="not_your_daemon",
+            )
+        if done.exit_code != 0:
+            raise OperationFailed(
+                f"'{command}' failed at the MPS daemon: {said or f'exit code {done.exit_code}'}",
+                "see its log: gpushare mps logs",
+                code="mps_control",
+            )
+
+    def answers(self, timeout: float = _TIMEOUT) -> bool:
+        """Return whether a daemon answers; a hanging one raises TimedOut."""
+        try:
+            self.ask("get_default_active_thread_percentage", timeout=timeout)
+        except NotFound:
+            return False
+        return True
+
+    # -- defaults: for servers that start from now on --------------------------------------------------
+
+    def default_threads(self) -> float | None:
+        """Return the default active thread percentage."""
+        return parse_percentage(self.ask("get_default_active_thread_percentage"))
+
+    def set_default_threads(self, percent: float) -> None:
+        """Set the default active thread percentage and read it back.
+
+        Out of range the daemon prints the old value and exits 0; so the value read decides.
+
+        Raises:
+            OperationFailed: the daemon holds another value.
+        """
+        self.ask(f"set_default_active_thread_percentage {mps_percentage(percent)}")
+        self._same("active thread percentage", self.default_threads(), percent)
+
+    def default_memory(self) -> str | None:
+        """Return the default pinned memory limit of the daemon's device as printed, or None when unset.
+
+        From 1024M up the daemon prints whole G, rounded down: the exact limit stands in the server's log.
+        """
+        return self.ask(f"get_default_device_pinned_mem_limit {DEVICE}").strip() or None
+
+    def set_default_memory(self, size_bytes: int) -> None:
+        """Set the default pinned memory limit, as whole M, and read it back.
+
+        Raises:
+            OperationFailed: the daemon holds another value.
+        """
+        self.ask(f"set_default_device_pinned_mem_limit {DEVICE} {mps_memory(size_bytes)}")
+        # Both forms are right: floored to G, as 535 to 580 print, or exact.
+        held = self.default_memory()
+        if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
+            self._same("pinned memory limit", held, mps_memory(size_bytes))
+
+    def clear_default_memory(self) -> None:
+        """Remove the default pinned memory limit (``0G`` clears it) and read back."""
+        self.ask(f"set_default_device_pinned_mem_limit {DEVICE} 0G")
+        self._same("pinned memory limit", self.default_memory(), None)
+
+    def default_priority(self) -> Priority | None:
+        """Return the default client priority."""
+        said = self.ask("get_default_client_priority").strip()
+        return Priority(int(said)) if said in {"0", "1"} else None
+
+    def set_default_priority(self, priority: Priority) -> None:
+        """Set the default client priority and read it back.
+
+        Raises:
+            OperationFailed: the daemon holds another value.
+        """
+        self.ask(f"set_default_client_priority {int(priority)}")
+        self._same("client priority", self.default_priority(), priority)
+
+    def _same(self, what: str, held: object, wanted: object) -> None:
+        if held != wanted:
+            raise OperationFailed(
+                f"the MPS daemon did not take the {what} {wanted}: it holds {'none' if held is None else held}",
+                "see its log: gpushare mps logs",
+                code="limit_not_held",
+            )
+
+    # -- servers and clients ---------------------------------------------------------------------------
+
+    def servers(self) -> list[int]:
+        """Return the PIDs of the MPS servers (``get_server_list``)."""
+        return parse_pids(self.ask("get_server_list"))
+
+    def server_status(self, server_pid: int) -> str | None:
+        """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone."""
+        said = self.ask(f"get_server_status {server_pid}").strip()
+        return said.splitlines()[-1] if said and "not found" not in said else None
+
+    def server_threads(self, server_pid: int) -> float | None:
+        """Return the active thread percentage of a server, for clients that start from now on."""
+        return parse_percentage(self.ask(f"get_active_thread_percentage {server_pid}"))
+
+    def set_server_threads(self, server_pid: int, percent: float) -> None:
+        """Set the active thread percentage of a running server, for future clients, and read it back.
+
+        A running client keeps what it has (seen on an H200, driver 580).
+
+        Raises:
+            OperationFailed: the server holds another value.
+        """
+        self.ask(f"set_active_thread_percentage {server_pid} {mps_percentage(percent)}")
+        self._same("active thread percentage", self.server_threads(server_pid), percent)
+
+    def server_memory(self, server_pid: int) -> str | None:
+        """Return the pinned memory limit of a server as printed, or None."""
+        said = self.ask(f"get_device_pinned_mem_limit {server_pid} {DEVICE}").strip()
+        return said if parse_memory(said) is not None else None
+
+    def set_server_memory(self, server_pid: int, size_bytes: int) -> None:
+        """Set the pinned memory limit of a running server, for future clients, and read it back.
+
+        Raises:
+            OperationFailed: the server holds another value.
+        """
+        self.ask(f"set_device_pinned_mem_limit {server_pid} {DEVICE} {mps_memory(size_bytes)}")
+        held = self.server_memory(server_pid)
+        if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
+            self._same("pinned memory limit", held, mps_memory(size_bytes))
+
+    def overview(self) -> Overview:
+        """Return the daemon's state in two conversations: each one adds lines to a log that is never rotated."""
+        lines = self.ask(
+            "get_default_active_thread_percentage\nget_default_client_priority\n"
+            f"get_default_device_pinned_mem_limit {DEVICE}\nget_server_list"
+        ).splitlines()
+        defaults, memory = lines[:2], [limit for limit in map(parse_memory, lines[2:]) if limit is not None]
+        pids = parse_pids("\n".join(lines[2:]))
+        priority = defaults[1].strip() if len(defaults) > 1 else ""
+        return Overview(
+            threads_percent=parse_percentage(defaults[0]) if defaults else None,
+            priority=Priority(int(priority)) if priority in {"0", "1"} else None,
+            memory_limit_bytes=memory[0] if memory else None,
+            servers=tuple(self._server(pid) for pid in pids),
+            clients=tuple(self.clients()) if pids else (),
+        )
+
+    def _server(self, pid: int) -> ServerRow:
+        lines = self.ask(
+            f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
+        ).splitlines()
+        status = lines[0].strip() if lines and "not found" not in lines[0] else None
+        memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
+        return ServerRow(pid, status, parse_percentage("\n".join(lines[1:2])), memory)
+
+    def clients(self) -> list[ClientRow]:
+        """Return all clients (``ps``; where a daemon has none of it, ``get_client_list`` per server)."""
+        said = self.ask("ps")
+        if "Unknown command" not in said:
+            return parse_ps(said)
+        return [ClientRow(pid, server, None, None) for server in self.servers() for pid in self._client_list(server)]
+
+    def _client_list(self, server_pid: int) -> list[int]:
+        return parse_pids(self.ask(f"get_client_list {server_pid}"))
+
+    def terminate_client(self, server_pid: int, client_pid: int) -> bool:
+        """Terminate the GPU work of a client; return whether the daemon says that it did (prints 0).
+
+        Only for an idle client: with work in flight, the end of its process then breaks the others on
+        the server. A second call on one client, or one on a stopped client, hangs the server.
+        """
+        said = self.ask(f"terminate_client {server_pid} {client_pid}", timeout=10.0).split()
+        return said[-1:] == ["0"]
+
+    def quit(self, seconds: float | None = None) -> None:
+        """Tell the daemon to end; with ``seconds`` it forces its servers down after that time.
+
+        Its exit code says nothing; wait for the process to be gone.
+        """
+        if seconds is None:
+            self.ask("quit", timeout=10.0)
+        else:
+            self.ask(f"quit -t {max(1, round(seconds))}", timeout=max(1.0, seconds) + 15.0)
+
+
+def probe_version(programs: Programs) -> int | None:
+    """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
+
+    Before 580 ``-v`` is no option: the program silently takes commands from stdin. So it gets a pipe
+    directory where nobody answers, and no stdin.
+    """
+    try:
+        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=_TIMEOUT)
+    except GpushareError:
+        return None
+    match = re.search(r"Binary version:\s*(\d+)", done.stdout)
+    return int(match.group(1)) if match else None
+
+
+def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
+    """Return how many client contexts one server takes on a device, or None when unknown.
+
+    16 before Volta, 48 since, 60 from CUDA 13.1 (binary 13010) on; on a MIG instance its fraction of
+    that (NVIDIA's MPS guide; the real cap is connections, with CUDA_DEVICE_MAX_CONNECTIONS=2).
+    """
+    if compute_capability is None:
+        return None
+    whole = 16 if compute_capability < (7, 0) else 60 if version is not None and version >= 13010 else 48
+    return max(1, int(whole * fraction))
+
+
+def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
+    """Return the daemon's environment: one device by UUID, private directories, no limits by accident.
+
+    The daemon would take a caller's own MPS variables as its defaults, so they are removed.
+    """
+    return {
+        "CUDA_VISIBLE_DEVICES": uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
+        "CUDA_MPS_LOG_DIRECTORY": log_directory,
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": None,
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": None,
+        "CUDA_MPS_CLIENT_PRIORITY": None,
+        "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING": None,
+    }

@@ -1,0 +1,215 @@
+"""Where one MPS daemon of ours lives: directories, record, lock and leases.
+
+``<run>/mps/<gpu-0d54321e>/`` holds ``pipe/``, ``log/``, ``daemon.json`` (what is needed to undo),
+``lock`` and ``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the
+truth; the record only says whose it is and what to restore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from gpushare.errors import BadUsage, OperationFailed
+from gpushare.host.host import make_private_directory
+from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES
+
+RECORD_SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonRecord:
+    """What gpushare remembers of a daemon that it started."""
+
+    device_uuid: str
+    pid: int
+    started_at: float | None
+    uid: int
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    priority: int | None = None
+    # The compute mode to restore, by name, or None when it was not changed.
+    previous_compute_mode: str | None = None
+    transient: bool = False
+    schema: int = RECORD_SCHEMA
+
+
+@dataclass(frozen=True)
+class DaemonHome:
+    """The directory of the daemon of one device."""
+
+    directory: Path
+
+    @property
+    def pipe(self) -> Path:
+        """Return CUDA_MPS_PIPE_DIRECTORY."""
+        return self.directory / "pipe"
+
+    @property
+    def log(self) -> Path:
+        """Return CUDA_MPS_LOG_DIRECTORY."""
+        return self.directory / "log"
+
+    @property
+    def leases(self) -> Path:
+        """Return the directory of the leases of `gpushare run`."""
+        return self.directory / "leases"
+
+    def create(self) -> None:
+        """Create the directories, closed to others.
+
+        Raises:
+            BadUsage: the pipe directory would be longer than 87 bytes, where the daemon dies silently.
+            NoPermission: a directory is not writable, or belongs to somebody else.
+        """
+        length = len(os.fsencode(str(self.pipe)))
+        if length > MAX_PIPE_DIRECTORY_BYTES:
+            raise BadUsage(
+                f"the MPS pipe directory {self.pipe} has {length} bytes; {MAX_PIPE_DIRECTORY_BYTES} is the limit",
+                "set GPUSHARE_RUN_DIR to a shorter directory, for example /run/gpushare",
+                code="path_too_long",
+            )
+        for path in (
+            self.directory.parent.parent,
+            self.directory.parent,
+            self.directory,
+            self.pipe,
+            self.log,
+            self.leases,
+        ):
+            make_private_directory(path)
+
+    def read(self) -> DaemonRecord | None:
+        """Return the record, or None when there is none or it cannot be understood."""
+        try:
+            raw = json.loads((self.directory / "daemon.json").read_text(encoding="utf-8"))
+            names = {field.name for field in fields(DaemonRecord)}
+            return DaemonRecord(**{name: value for name, value in raw.items() if name in names})
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+    def write(self, record: DaemonRecord) -> None:
+        """Write the record atomically."""
+        descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".daemon-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(record), file, indent=2)
+        # Other users may look at it: `gpushare status` shows root's daemons.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, self.directory / "daemon.json")
+
+    def clear(self) -> None:
+        """Remove the record and what a dead daemon left in the pipe directory; the logs stay."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.directory / "daemon.json").unlink()
+        self.live_leases()
+        for path in [*self.leftovers(), *self.directory.glob("terminated-*")]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def leftovers(self) -> list[Path]:
+        """Return the files that a daemon left in the pipe directory."""
+        try:
+            return sorted(path for path in self.pipe.iterdir() if not path.is_dir())
+        except OSError:
+            return []
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float = 60.0) -> Iterator[None]:
+        """Hold the lock of this daemon: starting, setting and stopping exclude each other.
+
+        Raises:
+            OperationFailed: another gpushare holds it for longer than ``seconds``.
+        """
+        make_private_directory(self.directory)
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock_within(descriptor, seconds, self.directory)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def live_leases(self) -> list[int]:
+        """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed."""
+        live = []
+        for path in sorted(self.leases.glob("*.lease")) if self.leases.is_dir() else ():
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:
+                live.append(int(path.stem))
+            finally:
+                os.close(descriptor)
+        return live
+
+    def take_lease(self) -> Lease:
+        """Take a lease: the daemon is in use until it is released, or until every holder has ended."""
+        path = self.leases / f"{os.getpid()}.lease"
+        # Inheritable across fork: the guard holds it on when gpushare itself is killed.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return Lease(path, descriptor)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One user of a daemon."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Give the lease back."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
+
+
+def device_key(uuid: str) -> str:
+    """Return the short name of a device's directory: ``gpu-0d54321e``, ``mig-8443519f``."""
+    kind, _, rest = uuid.partition("-")
+    return f"{kind.lower()}-{rest[:8].lower()}"
+
+
+def home_of(run_directory: Path, uuid: str) -> DaemonHome:
+    """Return the home of the daemon of one device."""
+    return DaemonHome(run_directory / "mps" / device_key(uuid))
+
+
+def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
+    """Return the homes that have a record, in these run directories."""
+    found = []
+    for run_directory in run_directories:
+        with contextlib.suppress(OSError):
+            found += [DaemonHome(path.parent) for path in sorted((run_directory / "mps").glob("*/daemon.json"))]
+    return found
+
+
+def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
+    import time
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise OperationFailed(
+                    f"another gpushare has been changing the daemon in {directory} for {seconds:g} s",
+                    f"see which: fuser -v {directory}/lock",
+                    code="locked",
+                ) from None
+            time.sleep(0.02)
+        else:
+            return

@@ -1,0 +1,294 @@
+"""NVML, read through one choke point. The only importer of pynvml.
+
+Every call goes through `NvmlReader.ask`, which turns return codes into None (the driver cannot tell)
+or into an error of ours. Nothing starts NVML at import: `nvmlInit` runs at the first question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, NvmlMissing
+from gpushare.host.nvml_errors import CANNOT_TELL, nvml_error
+from gpushare.host.nvml_lists import read_processes, read_samples
+from gpushare.model import ComputeMode, Gpu, GpuProcess, MigInstance
+
+T = TypeVar("T")
+
+
+class NvmlReader:
+    """Reads GPUs through NVML. Static facts are read once per reader, moving ones at each sweep.
+
+    ``library`` stands in for libnvidia-ml.so.1 beneath the real bindings: an object with methods of
+    the C entry points' names. None is the real library.
+    """
+
+    def __init__(self, library: object | None = None) -> None:
+        self._library = library
+        self._bindings: Any = None
+        self._handles: dict[int, Any] = {}
+        self._static: dict[int, dict[str, Any]] = {}
+        self._mig: dict[int, tuple[tuple[Any, dict[str, Any]], ...]] = {}
+
+    # -- the choke point ---------------------------------------------------------------------------
+
+    def ask(self, call: Callable[[Any], T], gpu: str | None = None) -> T | None:
+        """Return what NVML answers, or None where the driver cannot tell (NotSupported and its like).
+
+        Raises:
+            GpushareError: as `nvml_error` says; a lost GPU is GpuLost.
+        """
+        bindings = self._api()
+        try:
+            return call(bindings)
+        except bindings.NVMLError as error:
+            if error.value in CANNOT_TELL:
+                return None
+            raise nvml_error(error.value, str(error), gpu) from None
+        except UnicodeDecodeError:
+            # A dying GPU answers with garbage instead of a name.
+            return None
+
+    def demand(self, call: Callable[[Any], T], gpu: str | None = None) -> T:
+        """Return what NVML answers; here NotSupported and NoPermission are errors too."""
+        bindings = self._api()
+        try:
+            return call(bindings)
+        except bindings.NVMLError as error:
+            raise nvml_error(error.value, str(error), gpu) from None
+
+    def _api(self) -> Any:
+        if self._bindings is None:
+            import pynvml
+
+            self._attach(pynvml)
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as error:
+                raise nvml_error(error.value, str(error)) from None
+            self._bindings = pynvml
+        elif self._bindings.nvmlLib is not self._library and self._library is not None:
+            self._attach(self._bindings)
+        return self._bindings
+
+    def _attach(self, bindings: Any) -> None:
+        """Put our library beneath the bindings; another reader of this process may have had its own there."""
+        if self._library is None and not hasattr(bindings.nvmlLib, "is_simulated"):
+            return
+        bindings.nvmlLib = self._library
+        bindings._nvmlGetFunctionPointer_cache.clear()
+
+    # -- the host ----------------------------------------------------------------------------------
+
+    def driver_version(self) -> str | None:
+        """Return the driver's version (nvmlSystemGetDriverVersion)."""
+        version = self.ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
+        return None if version is None else str(version)
+
+    def count(self) -> int:
+        """Return the number of GPUs, lost ones included (nvmlDeviceGetCount_v2)."""
+        return int(self.demand(lambda nvml: nvml.nvmlDeviceGetCount()))
+
+    def identities(self) -> tuple[Gpu, ...]:
+        """Return index, UUID, name, PCI bus id and MIG instances of every GPU; no moving values."""
+        return tuple(self._guarded(index, self._identity) for index in range(self.count()))
+
+    def sweep(self) -> tuple[Gpu, ...]:
+        """Return every GPU with memory, utilisation, modes and processes.
+
+        A GPU that does not answer becomes a row with its error; the others stay.
+        """
+        return tuple(self._guarded(index, self._gpu) for index in range(self.count()))
+
+    def gpu(self, index: int) -> Gpu:
+        """Return one GPU as `sweep` does."""
+        return self._guarded(index, self._gpu)
+
+    def _guarded(self, index: int, read: Callable[[int], Gpu]) -> Gpu:
+        try:
+            return read(index)
+        except (DriverNotLoaded, NvmlMissing):
+            raise
+        except GpushareError as error:
+            known = self._static.get(index, {})
+            return Gpu(index=index, error=error.message, **known)
+
+    # -- one GPU -----------------------------------------------------------------------------------
+
+    def handle(self, index: int) -> Any:
+        """Return the NVML handle of a GPU (nvmlDeviceGetHandleByIndex_v2), asked for once."""
+        if index not in self._handles:
+            self._handles[index] = self.demand(lambda nvml: nvml.nvmlDeviceGetHandleByIndex(index), str(index))
+        return self._handles[index]
+
+    def _facts(self, index: int) -> dict[str, Any]:
+        if index not in self._static:
+            handle, gpu = self.handle(index), str(index)
+            pci = self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle), gpu)
+            self._static[index] = {
+                "uuid": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetUUID(handle), gpu)),
+                "name": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(handle), gpu)),
+                "pci_bus_id": None if pci is None else _text(pci.busId),
+            }
+        return self._static[index]
+
+    def _modes(self, index: int) -> dict[str, Any]:
+        handle, gpu = self.handle(index), str(index)
+        mig = self.ask(lambda nvml: nvml.nvmlDeviceGetMigMode(handle), gpu)
+        enabled = None if mig is None else bool(mig[0])
+        return {
+            # NotSupported is NVML's way to say that this GPU has no MIG.
+            "mig_capable": mig is not None,
+            "mig_enabled": enabled,
+            "mig_pending": None if mig is None else bool(mig[1]),
+            "mig_instances": self._mig_instances(index) if enabled else (),
+        }
+
+    def _identity(self, index: int) -> Gpu:
+        return Gpu(index=index, **self._facts(index), **self._modes(index))
+
+    def _gpu(self, index: int) -> Gpu:
+        handle, gpu = self.handle(index), str(index)
+        facts, modes = self._facts(index), self._modes(index)
+        memory = self._memory(handle, gpu)
+        rates = self.ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle), gpu)
+        return Gpu(
+            index=index,
+            **facts,
+            **modes,
+            memory_total_bytes=None if memory is None else int(memory.total),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_reserved_bytes=getattr(memory, "reserved", None),
+            utilization_percent=None if rates is None else int(rates.gpu),
+            compute_mode=self.compute_mode(index),
+            processes=self.processes(index),
+        )
+
+    def _memory(self, handle: Any, gpu: str) -> Any:
+        """Return nvmlMemory_v2: with v1 "used" holds the reserved part and disagrees with nvidia-smi."""
+        memory = self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2), gpu)
+        return memory if memory is not None else self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle), gpu)
+
+    def compute_mode(self, index: int) -> ComputeMode | None:
+        """Return the compute mode (nvmlDeviceGetComputeMode; ``nvidia-smi --query-gpu=compute_mode``)."""
+        handle = self.handle(index)
+        mode = self.ask(lambda nvml: nvml.nvmlDeviceGetComputeMode(handle), str(index))
+        return None if mode is None else ComputeMode(mode)
+
+    def set_compute_mode(self, index: int, mode: ComputeMode) -> None:
+        """Set the compute mode (nvmlDeviceSetComputeMode; ``nvidia-smi -i N -c MODE``). Root only.
+
+        Raises:
+            NoPermission: not root.
+            NotSupported: not on this GPU, or MIG is enabled.
+        """
+        handle = self.handle(index)
+        self.demand(lambda nvml: nvml.nvmlDeviceSetComputeMode(handle, int(mode)), str(index))
+
+    def persistence(self, index: int) -> bool | None:
+        """Return whether persistence mode is on (nvmlDeviceGetPersistenceMode)."""
+        handle = self.handle(index)
+        mode = self.ask(lambda nvml: nvml.nvmlDeviceGetPersistenceMode(handle), str(index))
+        return None if mode is None else bool(mode)
+
+    def compute_capability(self, index: int) -> tuple[int, int] | None:
+        """Return the CUDA compute capability (nvmlDeviceGetCudaComputeCapability)."""
+        handle = self.handle(index)
+        value = self.ask(lambda nvml: nvml.nvmlDeviceGetCudaComputeCapability(handle), str(index))
+        return None if value is None else (int(value[0]), int(value[1]))
+
+    # -- MIG ---------------------------------------------------------------------------------------
+
+    def max_mig_devices(self, index: int) -> int | None:
+        """Return how many MIG devices the GPU can hold (nvmlDeviceGetMaxMigDeviceCount)."""
+        handle = self.handle(index)
+        return self.ask(lambda nvml: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), str(index))
+
+    def _mig_instances(self, index: int) -> tuple[MigInstance, ...]:
+        handle, gpu = self.handle(index), str(index)
+        found = []
+        for slot in range(self.max_mig_devices(index) or 0):
+            mig = self._mig_handle(handle, slot, gpu)
+            if mig is not None:
+                found.append(self._mig_instance(mig, gpu))
+        return tuple(found)
+
+    def _mig_handle(self, handle: Any, slot: int, gpu: str) -> Any:
+        try:
+            return self.ask(lambda nvml: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot), gpu)
+        except NotFound:
+            # Indices may have gaps: NOT_FOUND is a hole, not the end.
+            return None
+
+    def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
+        name = _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
+        attributes = self.ask(lambda nvml: nvml.nvmlDeviceGetAttributes(mig), gpu)
+        memory = self._memory(mig, gpu)
+        return MigInstance(
+            uuid=_text(self.demand(lambda nvml: nvml.nvmlDeviceGetUUID(mig), gpu)) or "",
+            gpu_instance_id=self.ask(lambda nvml: nvml.nvmlDeviceGetGpuInstanceId(mig), gpu),
+            compute_instance_id=self.ask(lambda nvml: nvml.nvmlDeviceGetComputeInstanceId(mig), gpu),
+            # "NVIDIA H200 MIG 1g.18gb"
+            profile=name.rpartition("MIG ")[2] if name and "MIG " in name else None,
+            multiprocessors=None if attributes is None else int(attributes.multiprocessorCount),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            memory_used_bytes=None if memory is None else int(memory.used),
+        )
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def processes(self, index: int) -> tuple[GpuProcess, ...] | None:
+        """Return the processes on a GPU: compute, graphics and MPS lists merged, with SM % where told.
+
+        None when the driver will not list them. Owners and command lines are not NVML's: the caller adds them.
+        """
+        handle, gpu = self.handle(index), str(index)
+        lists = {
+            kind: self._process_list(f"nvmlDeviceGet{kind}RunningProcesses", handle, gpu)
+            for kind in ("Compute", "Graphics", "MPSCompute")
+        }
+        if all(rows is None for rows in lists.values()):
+            return None
+        merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
+        for kind, rows in lists.items():
+            for pid, used, gpu_instance, compute_instance in rows or ():
+                entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": used})
+                entry[{"Compute": "compute", "Graphics": "graphics", "MPSCompute": "mps"}[kind]] = True
+        samples = self._sm_samples(handle, gpu) if merged else {}
+        return tuple(
+            GpuProcess(
+                pid=pid,
+                gpu_instance_id=gpu_instance,
+                compute_instance_id=compute_instance,
+                # Under MPS the driver books all work on the server's PID: a client's share is unknown.
+                sm_percent=None if samples is None or entry.get("mps") else samples.get(pid, 0),
+                **entry,
+            )
+            for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
+        )
+
+    def _process_list(
+        self, name: str, handle: Any, gpu: str
+    ) -> Sequence[tuple[int, int | None, int | None, int | None]] | None:
+        rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v3", handle), gpu)
+        if rows is None:
+            # Drivers before R510 have _v2 only, with the same structure.
+            rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v2", handle), gpu)
+        return rows
+
+    def _sm_samples(self, handle: Any, gpu: str) -> dict[int, int] | None:
+        """Return SM % by PID (nvmlDeviceGetProcessUtilization; ``nvidia-smi pmon``).
+
+        NotFound means no sample since then, so everybody is idle (empty); NotSupported means unknown (None).
+        """
+        try:
+            return self.ask(lambda nvml: read_samples(nvml, handle), gpu)
+        except NotFound:
+            return {}
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

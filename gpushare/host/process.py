@@ -1,0 +1,289 @@
+"""The processes of a host: who they are, and signals to them. The only importer of psutil."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal as signals
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from gpushare.errors import NoPermission, NotFound, OperationFailed
+
+if TYPE_CHECKING:
+    import psutil
+
+T = TypeVar("T")
+
+# PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
+_HOST_PID_NAMESPACE = 4026531836
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """One process; what could not be read is None."""
+
+    pid: int
+    user: str | None = None
+    uid: int | None = None
+    name: str | None = None
+    command_line: tuple[str, ...] | None = None
+    started_at: float | None = None
+    container: str | None = None
+    stopped: bool = False
+
+
+class Spawned(Protocol):
+    """A program that `Processes.spawn` started."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit status as subprocess does (negative: killed by that signal), or None."""
+
+    def stopped_by(self) -> int | None:
+        """Return the signal that has stopped it since the last call, or None."""
+
+
+class Processes(Protocol):
+    """The process table of a host."""
+
+    def describe(self, pid: int) -> ProcessInfo | None:
+        """Return what is known of a process, or None when there is none."""
+
+    def alive(self, pid: int, started_at: float | None = None) -> bool:
+        """Return whether the process lives; a zombie does not. ``started_at`` guards against a reused PID."""
+
+    def environment(self, pid: int) -> Mapping[str, str] | None:
+        """Return its initial environment, or None when it may not be read."""
+
+    def named(self, name: str) -> Sequence[int]:
+        """Return the PIDs of the processes whose executable has this name."""
+
+    def descendants(self, pid: int) -> Sequence[int]:
+        """Return the PID itself and all that descend from it."""
+
+    def catches(self, pid: int, signal: int) -> bool | None:
+        """Return whether the process has its own handler for a signal; None when it cannot be told."""
+
+    def send(self, pid: int, signal: int) -> None:
+        """Send a signal. Raises NotFound, NoPermission."""
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> Spawned:
+        """Start the user's program in its own process group with the caller's stdin, stdout and stderr."""
+
+    def namespace_is_host(self) -> bool | None:
+        """Return whether this PID namespace is the host's; None when it cannot be told."""
+
+
+_CONTAINER = re.compile(
+    r"(?:docker|libpod|cri-containerd|crio|containerd)-([0-9a-f]{12,64})\.scope"
+    r"|/(?:docker|kubepods[^:]*|lxc|machine\.slice[^:]*|libpod_parent[^:]*)/(?:.*/)?([0-9a-f]{32,64})(?:$|/)"
+    r"|/lxc(?:\.payload\.|/)([^/\n]+)"
+    r"|/slurm[^\n]*/(job_\d+)",
+)
+
+
+def container_of(cgroup: str) -> str | None:
+    """Return the container that a ``/proc/PID/cgroup`` text names, short id or name, or None.
+
+    Knows Docker, Podman, containerd and CRI-O (with Kubernetes pods), LXC, and Slurm's ``job_N``;
+    cgroup v1 and v2. None means that the process is in none of them.
+    """
+    for match in _CONTAINER.finditer(cgroup):
+        scope, path, lxc, slurm = match.groups()
+        if scope or path:
+            return (scope or path)[:12]
+        return lxc or slurm
+    return None
+
+
+class _Child:
+    """Waits for a child with waitpid(2), which unlike subprocess also tells that it was stopped."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self._stopped: int | None = None
+
+    def poll(self) -> int | None:
+        while self._process.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            except ChildProcessError:
+                # Somebody else reaped it, and its status with it.
+                self._process.returncode = 0
+                break
+            if pid == 0:
+                break
+            if os.WIFSTOPPED(status):
+                self._stopped = os.WSTOPSIG(status)
+                continue
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+        return self._process.returncode
+
+    def stopped_by(self) -> int | None:
+        self.poll()
+        stopped, self._stopped = self._stopped, None
+        return stopped
+
+
+class LocalProcesses:
+    """The process table of this machine."""
+
+    def describe(self, pid: int) -> ProcessInfo | None:
+        """Return what is known of a process (psutil; container from ``/proc/PID/cgroup``)."""
+        import psutil
+
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                command_line = _allowed(process.cmdline)
+                return ProcessInfo(
+                    pid=pid,
+                    user=_allowed(process.username),
+                    uid=_effective_uid(process),
+                    name=_allowed(process.name),
+                    command_line=tuple(command_line) if command_line else None,
+                    started_at=_allowed(process.create_time),
+                    container=container_of(_read(f"/proc/{pid}/cgroup") or ""),
+                    stopped=_allowed(process.status) == psutil.STATUS_STOPPED,
+                )
+        except psutil.NoSuchProcess:
+            return None
+
+    def alive(self, pid: int, started_at: float | None = None) -> bool:
+        """Return whether the process lives (field 3 of ``/proc/PID/stat``)."""
+        stat = _read(f"/proc/{pid}/stat")
+        if stat is None or stat.rpartition(")")[2].split()[0] in {"Z", "X", "x"}:
+            return False
+        if started_at is None:
+            return True
+        info = self.describe(pid)
+        return info is not None and info.started_at is not None and abs(info.started_at - started_at) < 1.0
+
+    def environment(self, pid: int) -> Mapping[str, str] | None:
+        """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""
+        text = _read(f"/proc/{pid}/environ")
+        if text is None:
+            return None
+        return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+    def named(self, name: str) -> Sequence[int]:
+        """Return the PIDs whose executable has this name; by ``comm`` where ``exe`` may not be read."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit():
+                continue
+            try:
+                same = os.path.basename(os.readlink(f"/proc/{entry}/exe")).removesuffix(" (deleted)") == name
+            except OSError:
+                # The kernel cuts comm at 15 bytes: it cannot tell the MPS daemon from its server, the command line can.
+                argv0 = (_read(f"/proc/{entry}/cmdline") or "").split("\0", 1)[0]
+                same = os.path.basename(argv0) == name
+            if same and self.alive(int(entry)):
+                found.append(int(entry))
+        return sorted(found)
+
+    def descendants(self, pid: int) -> Sequence[int]:
+        """Return the PID itself and all that descend from it, parents first."""
+        import psutil
+
+        try:
+            return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return []
+
+    def catches(self, pid: int, signal: int) -> bool | None:
+        """Return whether the process handles a signal itself (SigCgt of ``/proc/PID/status``)."""
+        match = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status") or "", re.MULTILINE)
+        return bool(int(match.group(1), 16) >> (signal - 1) & 1) if match else None
+
+    def send(self, pid: int, signal: int) -> None:
+        """Send a signal (kill(2)).
+
+        Raises:
+            NotFound: there is no such process.
+            NoPermission: it belongs to another user.
+        """
+        name = signals.Signals(signal).name
+        try:
+            os.kill(pid, signal)
+        except ProcessLookupError:
+            raise NotFound(f"there is no process {pid}", "see who is there: gpushare status") from None
+        except PermissionError:
+            raise NoPermission(
+                f"may not send {name} to process {pid}: it belongs to another user",
+                f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
+            ) from None
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> Spawned:
+        """Start a program in its own process group.
+
+        Raises:
+            NotFound: there is no such program.
+            NoPermission: it may not be executed.
+        """
+        try:
+            # process_group= needs Python 3.11.
+            process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=os.setpgrp)  # noqa: PLW1509
+        except FileNotFoundError:
+            raise NotFound(
+                f"there is no program '{argv[0]}'",
+                f"check the spelling: command -v {argv[0]}",
+                code="command_not_found",
+            ) from None
+        except PermissionError:
+            raise NoPermission(
+                f"may not execute '{argv[0]}'", f"check its mode: ls -l {argv[0]}", code="command_not_executable"
+            ) from None
+        except OSError as error:
+            raise OperationFailed(
+                f"cannot execute '{argv[0]}': {error.strerror}", "give a program that this machine can run"
+            ) from None
+        return _Child(process)
+
+    def namespace_is_host(self) -> bool | None:
+        """Return whether ``/proc/self/ns/pid`` is the host's namespace (inode 4026531836).
+
+        NVML reports the PIDs of the host: in another namespace its process list is empty or wrong.
+        """
+        try:
+            return os.stat("/proc/self/ns/pid").st_ino == _HOST_PID_NAMESPACE
+        except OSError:
+            return None
+
+
+def wait_gone(processes: Processes, pids: Iterable[int], seconds: float, *, interval: float = 0.02) -> list[int]:
+    """Wait until the processes are gone and return those that are not after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    left = [pid for pid in pids if processes.alive(pid)]
+    while left and time.monotonic() < deadline:
+        time.sleep(interval)
+        left = [pid for pid in left if processes.alive(pid)]
+    return left
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def _effective_uid(process: psutil.Process) -> int | None:
+    uids = _allowed(process.uids)
+    return None if uids is None else int(uids.effective)
+
+
+def _allowed(read: Callable[[], T]) -> T | None:
+    import psutil
+
+    try:
+        return read()
+    except (psutil.AccessDenied, psutil.ZombieProcess):
+        return None

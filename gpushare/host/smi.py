@@ -1,0 +1,133 @@
+"""nvidia-smi: only what NVML does not offer. The time-slice is read and set nowhere else."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import (
+    DriverNotLoaded,
+    GpushareError,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    NvmlMissing,
+    OperationFailed,
+)
+from gpushare.model import TimeSlice
+
+if TYPE_CHECKING:
+    from gpushare.host.program import Completed, Pending, Programs
+
+PROGRAM: Final = "nvidia-smi"
+# 14 (infoROM corrupt) comes with good output.
+_GOOD_EXIT: Final = frozenset({0, 14})
+
+
+def list_argv() -> list[str]:
+    """Return the command that lists the time-slice of every GPU; there is no CSV or JSON for it."""
+    return [PROGRAM, "compute-policy", "-l"]
+
+
+def set_argv(uuid: str, level: TimeSlice) -> list[str]:
+    """Return the command that sets the time-slice of one GPU, as NVIDIA's DRA driver calls it."""
+    return [PROGRAM, "compute-policy", "-i", uuid, "--set-timeslice", str(int(level))]
+
+
+def compute_mode_command(uuid: str, mode_name: str) -> str:
+    """Return the plain command that sets a compute mode (for a plan; gpushare itself uses NVML)."""
+    return f"{PROGRAM} -i {uuid} -c {mode_name}"
+
+
+def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
+    """Return the time-slice by GPU index from the table of ``nvidia-smi compute-policy -l``.
+
+    Columns are found by the header's words, because the vendor promises no stable text; a value that
+    is no known level is None.
+
+    Raises:
+        OperationFailed: there is no such table in the text.
+    """
+    lines = [line.strip().strip("|").strip() for line in text.splitlines()]
+    header = next(
+        (line.lower().split() for line in lines if {"gpu", "name", "value"} <= set(line.lower().split())), None
+    )
+    if header is None:
+        raise OperationFailed(
+            "nvidia-smi compute-policy -l printed no table of policies",
+            "see what it prints: nvidia-smi compute-policy -l",
+            code="smi_text",
+        )
+    gpu_at, name_at, value_at = (header.index(word) for word in ("gpu", "name", "value"))
+    found: dict[int, TimeSlice | None] = {}
+    for line in lines:
+        words = line.split()
+        if len(words) < len(header) or not words[gpu_at].isdigit() or words[name_at].lower() != "timeslice":
+            continue
+        found[int(words[gpu_at])] = parse_level(words[value_at])
+    return found
+
+
+def parse_level(text: str) -> TimeSlice | None:
+    """Return the level that a cell of the table names (``Default``, ``Long``, or its number), or None."""
+    word = text.strip().lower()
+    by_name = {level.name.lower(): level for level in TimeSlice}
+    by_number = {str(int(level)): level for level in TimeSlice}
+    return by_name.get(word, by_number.get(word))
+
+
+class ComputePolicy:
+    """The time-slice policy of a host, through ``nvidia-smi compute-policy``."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+
+    def start(self, timeout: float = 5.0) -> Pending:
+        """Start listing; the child runs beside the NVML sweep. Errors as `Programs.start`."""
+        return self._programs.start(list_argv(), timeout=timeout)
+
+    def read(self, timeout: float = 10.0) -> dict[int, TimeSlice | None]:
+        """Return the time-slice by GPU index.
+
+        Raises:
+            GpushareError: nvidia-smi is missing, hangs, or prints something else.
+        """
+        return policies_of(self._programs.run(list_argv(), timeout=timeout))
+
+    def set(self, uuid: str, level: TimeSlice) -> Completed:
+        """Set the time-slice of one GPU by UUID. Its exit code proves nothing: read back.
+
+        Raises:
+            NoPermission, NotSupported, NotFound, OperationFailed: as nvidia-smi says.
+        """
+        done = self._programs.run(set_argv(uuid, level), timeout=30.0)
+        if done.exit_code not in _GOOD_EXIT or re.search(r"\bfailed\b", done.text, re.IGNORECASE):
+            raise smi_error(done)
+        return done
+
+
+def policies_of(done: Completed) -> dict[int, TimeSlice | None]:
+    """Return the time-slice by GPU index from a finished ``compute-policy -l``; errors as `smi_error`."""
+    if done.exit_code not in _GOOD_EXIT:
+        raise smi_error(done)
+    return parse_compute_policies(done.stdout)
+
+
+def smi_error(done: Completed) -> GpushareError:
+    """Return the error of a failed nvidia-smi; its exit codes equal nvmlReturn_t (man nvidia-smi)."""
+    said = " ".join(done.text.split()) or f"exit code {done.exit_code}, no text"
+    message = f"'{' '.join(done.argv)}' failed: {said}"
+    lowered = said.lower()
+    if done.exit_code == 9:
+        return DriverNotLoaded(
+            "the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia; then: gpushare doctor"
+        )
+    if done.exit_code == 12:
+        return NvmlMissing("nvidia-smi finds no libnvidia-ml.so", "install the NVIDIA driver; then: gpushare doctor")
+    if done.exit_code == 4 or "permission" in lowered:
+        return NoPermission(message, "run it as root: sudo gpushare ...")
+    if done.exit_code == 3 or "not supported" in lowered:
+        return NotSupported(message, "this GPU has no time-slice policy; see: gpushare timeslice show")
+    if done.exit_code == 6:
+        return NotFound(message, "see which GPUs are there: gpushare status")
+    return OperationFailed(message, "see: gpushare doctor", code="smi")
