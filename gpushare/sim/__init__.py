@@ -1,0 +1,57 @@
+"""Simulated hosts: they stand in at the lowest seam, so everything above them runs unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gpushare.sim.library import SimulatedLibrary
+    from gpushare.sim.processes import SimulatedProcesses
+    from gpushare.sim.programs import SimulatedPrograms
+    from gpushare.sim.state import StateFile
+
+
+@dataclass(frozen=True)
+class SimulatedHost:
+    """A simulated host: NVML library, programs, processes, and the user that commands run as there."""
+
+    spec: str
+    state_file: StateFile
+    library: SimulatedLibrary
+    programs: SimulatedPrograms
+    processes: SimulatedProcesses
+    run_directory: Path
+    uid: int
+
+
+def open_simulated(spec: str) -> SimulatedHost:
+    """Return the simulated host of a name like ``sim:8xa100-80gb``, created when it was never used.
+
+    Raises:
+        BadUsage: not a simulated host's name, or an unknown GPU model.
+        NoPermission: its state cannot be written.
+    """
+    from gpushare.sim.library import SimulatedLibrary
+    from gpushare.sim.processes import SimulatedProcesses
+    from gpushare.sim.programs import SimulatedPrograms
+    from gpushare.sim.spec import initial_state, parse_spec
+    from gpushare.sim.state import StateFile
+
+    canonical = parse_spec(spec).text
+    state_file = StateFile(canonical)
+    state = state_file.read()
+    if state is None:
+        with state_file.changed(initial_state(canonical)) as state:
+            pass
+    return SimulatedHost(
+        spec=canonical,
+        state_file=state_file,
+        library=SimulatedLibrary(state_file),
+        programs=SimulatedPrograms(state_file),
+        processes=SimulatedProcesses(state_file),
+        run_directory=state_file.directory / "run",
+        uid=state.uid,
+    )

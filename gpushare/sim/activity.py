@@ -1,0 +1,173 @@
+"""Who is on a simulated GPU, and how busy it is: what the process lists, memory and sensors are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from gpushare.sim.clients import on_gpu
+from gpushare.sim.devices import daemon_devices
+from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now
+from gpushare.units import MIB
+
+MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
+_RESERVED_MIB: Final = 512
+
+
+@dataclass(frozen=True)
+class Resident:
+    """One entry of a process list: a process, or an MPS server, on one GPU."""
+
+    pid: int
+    memory_bytes: int
+    sm_percent: float
+    graphics: bool = False
+    mps_client: bool = False
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+
+
+def is_busy(process: SimulatedProcess, at: float) -> bool:
+    """Return whether a process keeps the GPU busy: it runs, or what it queued before SIGSTOP still drains."""
+    # A client that was terminated, or lost its context, has no work on the GPU any more.
+    if process.broken or process.terminated_at is not None:
+        return False
+    return process.stopped_at is None or at - process.stopped_at < process.queue_seconds
+
+
+def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
+    """Return who is on a GPU, or on one MIG device, by PID: processes and MPS servers.
+
+    ``sm_percent`` is what nvidia-smi pmon would show alone; 0 for one that is not busy. A client of
+    an MPS server has its own here, see `samples` for what NVML attributes to whom.
+    """
+    at = now()
+    found = [
+        Resident(
+            pid=process.pid,
+            memory_bytes=process.memory_bytes,
+            sm_percent=process.sm_percent if is_busy(process, at) else 0,
+            graphics=process.graphics,
+            mps_client=process.mps_daemon is not None,
+            gpu_instance_id=process.gpu_instance_id,
+            compute_instance_id=process.compute_instance_id,
+        )
+        for process in state.processes
+        if process.gpu_uuid == target.gpu.uuid and on_gpu(process)
+    ]
+    found.extend(_servers(state, target.gpu))
+    return sorted((one for one in found if _belongs(one, target)), key=lambda one: one.pid)
+
+
+def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
+    """Return SM utilisation in percent by PID, as nvmlDeviceGetProcessUtilization attributes it.
+
+    Idle ones are missing. Work of MPS clients counts for their server (H200, driver 580), and
+    together nobody has more than the GPU.
+    """
+    servers = {process.pid: process.mps_server for process in state.processes if process.mps_server is not None}
+    found: dict[int, float] = {}
+    for one in residents(state, target):
+        if one.sm_percent:
+            pid = servers.get(one.pid, one.pid)
+            found[pid] = found.get(pid, 0.0) + one.sm_percent
+    total = sum(found.values())
+    return {pid: percent * min(1.0, 100.0 / total) for pid, percent in found.items()} if total else {}
+
+
+def utilization(state: SimulatedHostState, target: Target) -> float:
+    """Return the utilisation of a GPU or MIG device in percent: the sum of its busy processes, at most 100.
+
+    A process in a MIG device loads the GPU by that device's share of the SMs.
+    """
+    if target.instance is not None or not target.mig_enabled:
+        return min(100.0, sum(one.sm_percent for one in residents(state, target)))
+    shares = {instance.gpu_instance_id: _share(target, instance) for instance in target.gpu.mig}
+    return min(
+        100.0, sum(one.sm_percent * shares.get(one.gpu_instance_id or 0, 0.0) for one in residents(state, target))
+    )
+
+
+def memory_bandwidth(busy: float) -> int:
+    """Return memory utilisation in percent for an SM utilisation: 20 at 96, as our large matmul on an H200."""
+    return round(busy * 20 / 96)
+
+
+def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]:
+    """Return total, reserved and used bytes (nvmlMemory_v2_t) of a GPU or MIG device.
+
+    Raises:
+        Refused: NOT_SUPPORTED, the model's memory is not known (unified memory).
+    """
+    total, reserved = target.model.memory_bytes, target.model.memory_reserved_bytes
+    if total is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    if reserved is None:
+        reserved = _RESERVED_MIB * MIB
+    if target.instance is not None:
+        total, reserved = profile_memory_mib(target, target.instance.profile) * MIB, 0
+    used = sum(one.memory_bytes for one in residents(state, target))
+    return total, reserved, min(used, total - reserved)
+
+
+def profile_memory_mib(target: Target, name: str) -> int:
+    """Return a GPU instance's memory in MiB; where it is not published, its share of the memory axis.
+
+    NVML has no "unknown" in this struct.
+    """
+    profile = target.model.profile(name)
+    if profile is not None and profile.memory_mib is not None:
+        return profile.memory_mib
+    size, axis, total = profile.size if profile else None, target.model.axis, target.model.memory_mib
+    if size is None or axis is None or total is None:
+        return 0
+    return total * size // axis // 64 * 64
+
+
+def profile_multiprocessors(target: Target, name: str) -> int:
+    """Return a GPU instance's SM count; where it is not published, its share of the memory axis."""
+    profile = target.model.profile(name)
+    if profile is not None and profile.multiprocessors is not None:
+        return profile.multiprocessors
+    size, axis, total = profile.size if profile else None, target.model.axis, target.model.multiprocessors
+    if size is None or axis is None or total is None:
+        return 0
+    return total * size // axis
+
+
+def process_names(state: SimulatedHostState) -> dict[int, str]:
+    """Return the names of all processes that NVML knows, by PID."""
+    names = {process.pid: process.name for process in state.processes}
+    servers = (server.pid for daemon in state.daemons for server in daemon.servers)
+    return names | dict.fromkeys(servers, MPS_SERVER_NAME)
+
+
+def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:
+    for daemon in state.daemons:
+        # A server has a context on every device that its daemon offers.
+        for device in daemon_devices(state, daemon):
+            if device.gpu.uuid != gpu.uuid:
+                continue
+            for server in daemon.servers:
+                yield Resident(
+                    pid=server.pid,
+                    memory_bytes=MPS_SERVER_BYTES,
+                    sm_percent=0,
+                    gpu_instance_id=device.mig.gpu_instance_id if device.mig else None,
+                    compute_instance_id=device.mig.compute_instance_id if device.mig else None,
+                )
+
+
+def _belongs(one: Resident, target: Target) -> bool:
+    instance = target.instance
+    if instance is None:
+        return True
+    same = (instance.gpu_instance_id, instance.compute_instance_id)
+    return (one.gpu_instance_id, one.compute_instance_id) == same
+
+
+def _share(target: Target, instance: SimulatedMigInstance) -> float:
+    total = target.model.multiprocessors
+    return profile_multiprocessors(target, instance.profile) / total if total else 0.0

@@ -1,0 +1,231 @@
+"""Looking at simulated hosts and arranging them: what ``gpushare sim`` does."""
+
+from __future__ import annotations
+
+import shutil
+import signal as signals
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from gpushare.errors import NotFound, OperationFailed
+from gpushare.sim import clients, faults
+from gpushare.sim.faults import user_id
+from gpushare.sim.mig_layout import place
+from gpushare.sim.models import find_model
+from gpushare.sim.processes import signal_process, user_name
+from gpushare.sim.settled import changing, current
+from gpushare.sim.spec import initial_state, parse_spec
+from gpushare.sim.state import (
+    SimulatedGpu,
+    SimulatedHostState,
+    SimulatedMigInstance,
+    SimulatedProcess,
+    StateFile,
+    now,
+    state_root,
+)
+from gpushare.units import GIB
+
+_SHOW: Final = "see the host: gpushare sim show"
+
+
+@dataclass(frozen=True)
+class UsedHost:
+    """One simulated host that was used: how much is on it."""
+
+    spec: str
+    gpus: int
+    processes: int
+    daemons: int
+    created_at: float
+    directory: str
+
+
+@dataclass(frozen=True)
+class ResetResult:
+    """What `reset` removed, and the real processes that it left alone."""
+
+    spec: str
+    ended: tuple[int, ...]
+    left_alone: tuple[int, ...]
+
+
+def list_hosts() -> list[UsedHost]:
+    """Return every simulated host of this user that was used, by name."""
+    import json
+
+    found = []
+    for path in sorted(state_root().glob("*/state.json")):
+        try:
+            spec = json.loads(path.read_text(encoding="utf-8"))["spec"]
+            state = StateFile(spec).read()
+        except (OSError, ValueError, KeyError, TypeError):
+            # A file of another version, or half removed.
+            continue
+        if state is not None:
+            clients.settle(state)
+            counts = (len(state.gpus), len(state.processes), len(state.daemons))
+            found.append(UsedHost(spec, *counts, state.created_at, str(path.parent)))
+    return sorted(found, key=lambda host: host.spec)
+
+
+def describe(spec: str) -> dict[str, Any]:
+    """Return everything about a simulated host, ready for JSON; one that was never used is not created."""
+    state_file = _file(spec)
+    used = state_file.exists()
+    state = current(state_file) if used else initial_state(state_file.spec)
+    raw = asdict(state)
+    for process, shown in zip(state.processes, raw["processes"], strict=True):
+        shown["on_gpu"] = clients.on_gpu(process)
+    return {**raw, "used": used, "directory": str(state_file.directory)}
+
+
+def reset(spec: str) -> ResetResult:
+    """Forget a simulated host: its simulated processes end, state and run directory are removed.
+
+    Real processes that run on it are left alone, and named in the result.
+    """
+    state_file = _file(spec)
+    if not state_file.exists():
+        return ResetResult(state_file.spec, (), ())
+    with changing(state_file) as (state, _):
+        ended = tuple(process.pid for process in state.processes if not process.real)
+        ended += tuple(daemon.pid for daemon in state.daemons)
+        left = tuple(process.pid for process in state.processes if process.real)
+        # The lock file goes last, with the directory: a writer that waits for it then starts anew.
+        state_file.path.unlink()
+        state.processes, state.daemons = [], []
+        shutil.rmtree(state_file.directory / "run", ignore_errors=True)
+    shutil.rmtree(state_file.directory, ignore_errors=True)
+    return ResetResult(state_file.spec, ended, left)
+
+
+def add_process(
+    spec: str,
+    gpu: str = "0",
+    *,
+    memory_bytes: int = GIB,
+    sm_percent: int = 50,
+    name: str = "python3",
+    user: str | None = None,
+    queue_seconds: float = 0.0,
+    graphics: bool = False,
+    mps: bool = False,
+    mig: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    catches: Sequence[int] = (signals.SIGINT,),
+) -> int:
+    """Put a simulated process on a GPU and return its PID.
+
+    ``gpu`` is an index or UUID (or its beginning); ``mig`` a MIG UUID or GPU instance id; ``mps`` lets it
+    look for a daemon at the CUDA_MPS_PIPE_DIRECTORY of ``environment``, as libcuda does.
+
+    Raises:
+        NotFound: no such GPU, MIG device or user.
+        OperationFailed: CUDA refuses it a context (compute mode, MPS server in FAULT, too many clients).
+    """
+    with changing(_file(spec)) as (state, lines):
+        _, chosen = _gpu(state, gpu)
+        instance = _instance(chosen, mig)
+        uid = state.uid if user is None else user_id(user)
+        given = dict(environment or {})
+        given.setdefault("CUDA_VISIBLE_DEVICES", instance.uuid if instance else chosen.uuid)
+        if not mps:
+            given[clients.OUTSIDE] = "1"
+        process = SimulatedProcess(
+            pid=state.new_pid(),
+            real=False,
+            gpu_uuid=chosen.uuid,
+            name=name,
+            user=user or user_name(uid),
+            uid=uid,
+            started_at=now(),
+            command_line=[name],
+            environment=given,
+            memory_bytes=memory_bytes,
+            sm_percent=sm_percent,
+            queue_seconds=queue_seconds,
+            graphics=graphics,
+            catches=list(catches),
+        )
+        state.processes.append(process)
+        if not graphics:
+            lines += clients.attach(state, process, given)
+        if process.refused is not None:
+            raise OperationFailed(
+                f"CUDA refuses '{name}' on GPU {gpu}: {process.refused}", _SHOW, gpu=gpu, code="cuda_refused"
+            )
+        return process.pid
+
+
+def end_process(spec: str, pid: int, signal: int | None = None) -> None:
+    """End a simulated process: by a signal, or (None) by itself.
+
+    Raises:
+        NotFound: there is no such simulated process.
+    """
+    with changing(_file(spec)) as (state, lines):
+        process = next((one for one in state.processes if one.pid == pid and not one.real), None)
+        if process is None:
+            raise NotFound(f"there is no simulated process {pid}", _SHOW)
+        lines += clients.end(state, process, None) if signal is None else signal_process(state, process, signal)
+
+
+def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
+    """Give a GPU exactly these MIG instances; none turns MIG off.
+
+    Raises:
+        NotFound: no such GPU.
+        OperationFailed: somebody is on it, or the instances do not fit.
+        NotSupported, BadUsage: see `mig_layout.place`.
+    """
+    with changing(_file(spec)) as (state, _):
+        index, chosen = _gpu(state, gpu)
+        if any(process.gpu_uuid == chosen.uuid for process in state.processes):
+            raise OperationFailed(f"there are processes on GPU {gpu}", _SHOW, gpu=gpu, code="in_use")
+        if names:
+            state.gpus[index] = place(chosen, find_model(chosen.model), list(names))
+        elif chosen.mig_mode is not None:
+            chosen.mig, chosen.mig_mode, chosen.mig_pending = [], 0, 0
+
+
+def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = None) -> None:
+    """Make something fail on a simulated host: see `faults.apply`; ``busy`` puts a process on a GPU.
+
+    Raises:
+        BadUsage: an unknown kind, or its value is missing or wrong.
+        NotFound: no such GPU or user.
+    """
+    if kind == "busy":
+        add_process(spec, gpu or "0", name=value or "busy", sm_percent=100)
+        return
+    with changing(_file(spec)) as (state, _):
+        chosen = state.gpus if gpu is None else [_gpu(state, gpu)[1]]
+        faults.apply(state, chosen, kind, value)
+
+
+def clear_faults(spec: str) -> None:
+    """Take every fault back; processes, MIG and the driver version stay."""
+    with changing(_file(spec)) as (state, _):
+        faults.clear(state)
+
+
+def _file(spec: str) -> StateFile:
+    return StateFile(parse_spec(spec).text)
+
+
+def _gpu(state: SimulatedHostState, text: str) -> tuple[int, SimulatedGpu]:
+    for index, gpu in enumerate(state.gpus):
+        if text == str(index) or (len(text) > len("GPU-") and gpu.uuid.startswith(text)):
+            return index, gpu
+    raise NotFound(f"there is no GPU '{text}' on {state.spec}", _SHOW, gpu=text)
+
+
+def _instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | None:
+    if text is None:
+        return gpu.mig[0] if gpu.mig_mode and gpu.mig else None
+    for instance in gpu.mig:
+        if text in {instance.uuid, str(instance.gpu_instance_id)}:
+            return instance
+    raise NotFound(f"there is no MIG device '{text}' on {gpu.uuid}", _SHOW, gpu=gpu.uuid)

@@ -1,0 +1,287 @@
+"""What CUDA and MPS do with the processes of a simulated host. Pure on the state; log lines are returned.
+
+Facts: NVIDIA's MPS documentation, and measurements on an H200 (driver 580.159.04) for how the end of a
+client breaks its neighbours. The simulated break is deterministic where the real one is likely.
+"""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+from collections.abc import Mapping
+
+from gpushare.sim import mps_limits, mps_servers
+from gpushare.sim.devices import Device, daemon_devices, host_devices, split, visible
+from gpushare.sim.liveness import lives
+from gpushare.sim.mps_logs import CONTROL, DEFAULT_DIRECTORY, LogLine
+from gpushare.sim.mps_servers import server_line
+from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, now
+
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
+DEFAULT_LOG_DIRECTORY = DEFAULT_DIRECTORY
+OUTSIDE = "GPUSHARE_SIM_OUTSIDE"
+# Below it a queue drains before the context is torn down: 0 of 9 broke (queue of at most 7 ms).
+HARMLESS_QUEUE_SECONDS = 0.02
+_KILLING = {signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT, signals.SIGABRT}
+
+
+def on_gpu(process: SimulatedProcess) -> bool:
+    """Return whether the process has a context: not refused, not pending, not still starting."""
+    waiting = process.mps_daemon is not None and process.mps_server is None
+    return process.refused is None and process.attach_at is None and not waiting
+
+
+def daemon_of(state: SimulatedHostState, environment: Mapping[str, str]) -> SimulatedDaemon | None:
+    """Return the live daemon whose pipe directory the environment names, or None."""
+    directory = os.path.realpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY)
+    return next((daemon for daemon in state.daemons if os.path.realpath(daemon.pipe_directory) == directory), None)
+
+
+def clients_of(state: SimulatedHostState, server_pid: int) -> list[SimulatedProcess]:
+    """Return the clients of a server, oldest first."""
+    return [process for process in state.processes if process.mps_server == server_pid]
+
+
+def attach(state: SimulatedHostState, process: SimulatedProcess, environment: Mapping[str, str]) -> list[LogLine]:
+    """Do what libcuda does at the first CUDA context of a process of the state.
+
+    With a live daemon at CUDA_MPS_PIPE_DIRECTORY it becomes a client (or waits, or is refused); with
+    none it silently runs outside MPS, on the whole GPU, without limits.
+    """
+    process.attach_at = None
+    daemon = None if environment.get(OUTSIDE) == "1" else daemon_of(state, environment)
+    if daemon is not None:
+        return _attach_client(state, process, daemon, environment)
+    devices = visible(host_devices(state), split(environment.get("CUDA_VISIBLE_DEVICES")))
+    if not devices:
+        _refuse(process, "CUDA_ERROR_NO_DEVICE")
+    elif _closed(state, process, devices[0], daemon):
+        _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
+    else:
+        _place(process, devices[0])
+    return []
+
+
+def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None) -> list[LogLine]:
+    """Remove a process that died (``signal``: by what; None: it ended by itself) with what that does to others."""
+    at = now()
+    daemon, server = mps_servers.of_process(state, process)
+    state.processes = [other for other in state.processes if other.pid != process.pid]
+    for other in state.daemons:
+        if other.hangs_on == process.pid:
+            other.hangs_on = None
+    lines: list[LogLine] = []
+    if daemon is not None and server is not None:
+        if breaks_neighbours(process, signal, at):
+            lines = mps_servers.fault(daemon, server, process, clients_of(state, server.pid))
+        else:
+            left = len(clients_of(state, server.pid))
+            lines = mps_servers.disconnected(daemon, server, process, left)
+    return lines + _progress(state)
+
+
+def breaks_neighbours(process: SimulatedProcess, signal: int | None, at: float) -> bool:
+    """Return whether this end of an MPS client tears its neighbours' contexts down.
+
+    Measured: SIGKILL with a deep queue 6 of 9, SIGTERM 1 of 3, any end after ``terminate_client`` of a
+    busy client 13 of 17; SIGSTOP, drained queue, SIGKILL 0 of 11; shallow queue or idle 0.
+    """
+    if process.broken:
+        return False
+    if process.terminated_at is not None:
+        return busy(process)
+    if signal not in _KILLING or (signal in process.catches and signal != signals.SIGKILL):
+        return False
+    return in_flight(process, at)
+
+
+def busy(process: SimulatedProcess) -> bool:
+    """Return whether the process keeps the GPU working."""
+    return process.sm_percent > 0 or process.queue_seconds > HARMLESS_QUEUE_SECONDS
+
+
+def in_flight(process: SimulatedProcess, at: float) -> bool:
+    """Return whether work that the process launched ahead is on the GPU at this time."""
+    if process.queue_seconds <= HARMLESS_QUEUE_SECONDS:
+        return False
+    return process.stopped_at is None or at - process.stopped_at < process.queue_seconds
+
+
+def due(state: SimulatedHostState) -> bool:
+    """Return whether `settle` would change anything; cheap, for readers."""
+    at = now()
+    return any(
+        (process.attach_at is not None and process.attach_at <= at) or (process.real and not lives(process))
+        for process in state.processes
+    )
+
+
+def settle(state: SimulatedHostState) -> list[LogLine]:
+    """Bring the state up to date: real processes that died, contexts that are due, clients that waited."""
+    lines: list[LogLine] = []
+    for process in [process for process in state.processes if process.real and not lives(process)]:
+        lines += end(state, process, None)
+    for process in state.processes:
+        if process.attach_at is not None and process.attach_at <= now():
+            lines += attach(state, process, process.environment)
+    return lines + _progress(state)
+
+
+def drop_daemon(state: SimulatedHostState, daemon: SimulatedDaemon) -> None:
+    """Remove a daemon that ended, with its servers; clients that are left lose their contexts."""
+    for process in state.processes:
+        if process.mps_daemon == daemon.pid:
+            _refuse(process, process.refused or "CUDA_ERROR_MPS_CONNECTION_FAILED")
+            process.broken = True
+            process.mps_daemon = process.mps_server = None
+    state.daemons = [other for other in state.daemons if other.pid != daemon.pid]
+
+
+def drop_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
+    """Remove a server that was shut down; clients that are left lose their contexts, waiting ones come in."""
+    return _drop(state, daemon, server) + _progress(state)
+
+
+def _drop(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
+    for process in clients_of(state, server.pid):
+        _refuse(process, "CUDA_ERROR_MPS_RPC_FAILURE")
+        process.broken = True
+        process.mps_daemon = process.mps_server = None
+    daemon.servers = [other for other in daemon.servers if other.pid != server.pid]
+    text = f"Server {server.pid} exited with status 0"
+    return [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text)]
+
+
+def _attach_client(
+    state: SimulatedHostState, process: SimulatedProcess, daemon: SimulatedDaemon, environment: Mapping[str, str]
+) -> list[LogLine]:
+    process.mps_daemon, process.mps_server, process.gpu_uuid = daemon.pid, None, ""
+    if daemon.hangs or daemon.stopped or daemon.hangs_on is not None:
+        return []
+    devices = visible(daemon_devices(state, daemon), split(environment.get("CUDA_VISIBLE_DEVICES")))
+    if not devices:
+        _refuse(process, "CUDA_ERROR_NO_DEVICE")
+        return []
+    log = [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, "Accepting connection...")]
+    text = f"NEW CLIENT {process.pid} from user {process.uid}: "
+    if any(other.uid != process.uid and clients_of(state, other.pid) for other in daemon.servers):
+        text += "Server is not ready, push client to pending list"
+        return [*log, LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text)]
+    server = next((server for server in daemon.servers if server.uid == process.uid), None)
+    if _closed(state, process, devices[0], daemon):
+        _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
+        return log
+    if server is None:
+        text += "Server is not ready, push client to pending list"
+        log.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text))
+        for other in list(daemon.servers):
+            log += _drop(state, daemon, other)
+        server, lines = mps_servers.start(state, daemon, process.uid)
+        log += lines
+    else:
+        text += "Server already exists"
+        log.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text))
+    return log + _connect(state, process, daemon, server, devices, environment)
+
+
+def _connect(
+    state: SimulatedHostState,
+    process: SimulatedProcess,
+    daemon: SimulatedDaemon,
+    server: SimulatedServer,
+    devices: list[Device],
+    environment: Mapping[str, str],
+) -> list[LogLine]:
+    if server.status == "FAULT":
+        _refuse(process, "CUDA_ERROR_MPS_SERVER_NOT_READY")
+        text = f"MPS server teardown in progress. Refusing to accept new client {{PID: {process.pid}, Context ID: 0}}"
+        return [server_line(daemon, server, text)]
+    limit = mps_servers.max_clients(state.driver)
+    if len(clients_of(state, server.pid)) >= limit:
+        _refuse(process, "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED")
+        return [server_line(daemon, server, f"Number of active client contexts reached limit ({limit})")]
+    process.mps_server = server.pid
+    _place(process, devices[0])
+    own = _own_threads(environment)
+    process.threads = server.threads if own is None else min(own, server.threads)
+    process.sm_percent = round(process.sm_percent * process.threads / 100)
+    process.memory_limit_bytes = _memory_limit(state, daemon, server, devices, environment)
+    if process.memory_limit_bytes is not None:
+        process.memory_bytes = min(process.memory_bytes, process.memory_limit_bytes)
+    return mps_servers.connected(daemon, server, process)
+
+
+def _memory_limit(
+    state: SimulatedHostState,
+    daemon: SimulatedDaemon,
+    server: SimulatedServer,
+    devices: list[Device],
+    environment: Mapping[str, str],
+) -> int | None:
+    own = mps_limits.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    if mps_limits.names_invisible(own, devices):
+        return None
+    given = {key: value for key, value in own.items() if value is not None}
+    both = (
+        mps_limits.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
+        mps_limits.limit_of(given, devices, devices[0]),
+    )
+    limits = [limit for limit in both if limit is not None]
+    return min(limits) * mps_limits.MIB if limits else None
+
+
+def _own_threads(environment: Mapping[str, str]) -> float | None:
+    try:
+        value = float(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
+    except ValueError:
+        return None
+    return value if 0.0 < value <= 100.0 else None
+
+
+def _closed(
+    state: SimulatedHostState, process: SimulatedProcess, device: Device, daemon: SimulatedDaemon | None
+) -> bool:
+    """Return whether the compute mode shuts the process out (MIG devices have none)."""
+    if device.mig is not None or device.gpu.compute_mode == 0:
+        return False
+    if device.gpu.compute_mode == 2:
+        return True
+    plain = any(
+        other.gpu_uuid == device.gpu.uuid and on_gpu(other) and other.mps_server is None and not other.graphics
+        for other in state.processes
+        if other.pid != process.pid
+    )
+    foreign = any(
+        other.servers and device in daemon_devices(state, other)
+        for other in state.daemons
+        if daemon is None or other.pid != daemon.pid
+    )
+    served = daemon is not None and bool(daemon.servers)
+    return (plain or foreign) and not served
+
+
+def _refuse(process: SimulatedProcess, error: str) -> None:
+    process.refused, process.gpu_uuid = error, ""
+
+
+def _place(process: SimulatedProcess, device: Device) -> None:
+    process.gpu_uuid = device.gpu.uuid
+    process.gpu_instance_id = device.mig.gpu_instance_id if device.mig else None
+    process.compute_instance_id = device.mig.compute_instance_id if device.mig else None
+
+
+def _progress(state: SimulatedHostState) -> list[LogLine]:
+    """Recover servers whose affected clients are gone, then let waiting clients in."""
+    lines: list[LogLine] = []
+    for daemon in state.daemons:
+        for server in daemon.servers:
+            if server.status == "FAULT" and not any(client.broken for client in clients_of(state, server.pid)):
+                lines += mps_servers.recovered(daemon, server)
+        if daemon.hangs or daemon.stopped or daemon.hangs_on is not None:
+            continue
+        for process in state.processes:
+            pending = process.mps_daemon == daemon.pid and process.mps_server is None and process.refused is None
+            # A waiting client of another user asks again only when it could be let in: else its log line repeats.
+            if pending and not any(s.uid != process.uid and clients_of(state, s.pid) for s in daemon.servers):
+                lines += _attach_client(state, process, daemon, process.environment)
+    return lines

@@ -1,0 +1,120 @@
+"""What can fail on a simulated host. Pure on the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from gpushare.errors import BadUsage, NotFound
+from gpushare.sim.programs import MPS_CONTROL, SMI
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState
+
+# Short names of the fault `not-supported`, and the NVML entry points that then refuse.
+ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "utilization": (
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetProcessUtilization",
+        "nvmlDeviceGetProcessesUtilizationInfo",
+    ),
+    "processes": (
+        "nvmlDeviceGetComputeRunningProcesses",
+        "nvmlDeviceGetGraphicsRunningProcesses",
+        "nvmlDeviceGetMPSComputeRunningProcesses",
+    ),
+    "memory": ("nvmlDeviceGetMemoryInfo",),
+    "mig": ("nvmlDeviceGetMigMode", "nvmlDeviceSetMigMode"),
+    "compute-mode": ("nvmlDeviceGetComputeMode", "nvmlDeviceSetComputeMode"),
+    # nvidia-smi compute-policy: NVML has no entry point for it.
+    "time-slice": ("compute-policy",),
+}
+_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported")
+_FLAGS: Final = {
+    "no-driver": ("driver_loaded", False),
+    "no-nvml": ("nvml_installed", False),
+    "no-permission": ("permission_denied", True),
+    "blind": ("pid_namespace_is_host", False),
+}
+KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", "busy")
+
+
+def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, value: str | None) -> None:
+    """Set one fault; those of GPUs hit the given ones.
+
+    ``lost``, ``persistence-off`` and ``not-supported`` (value: an NVML entry point, or one of
+    `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
+    namespace), ``hang`` and ``missing`` (value: a program), ``user`` (value: uid or name) and ``driver``
+    (value: version) are faults of the host.
+
+    Raises:
+        BadUsage: an unknown kind, or its value is missing or wrong.
+        NotFound: no such user.
+    """
+    if kind in _GPU_FAULTS:
+        for gpu in gpus:
+            _set_gpu_fault(gpu, kind, value)
+    elif kind in _FLAGS:
+        name, on = _FLAGS[kind]
+        setattr(state, name, on)
+    else:
+        _set_host_fault(state, kind, value)
+
+
+def clear(state: SimulatedHostState) -> None:
+    """Take every fault back."""
+    state.driver_loaded = state.nvml_installed = state.pid_namespace_is_host = True
+    state.permission_denied = False
+    state.uid = 0
+    state.hanging_programs, state.missing_programs = [], []
+    for gpu in state.gpus:
+        gpu.lost, gpu.persistence, gpu.not_supported = False, True, []
+    for daemon in state.daemons:
+        daemon.hangs = False
+
+
+def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
+    if kind == "lost":
+        gpu.lost = True
+    elif kind == "persistence-off":
+        gpu.persistence = False
+    else:
+        if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
+            known = ", ".join(ENTRY_POINTS)
+            raise BadUsage(
+                "the fault not-supported needs an NVML entry point",
+                f"give nvml..., or one of: {known}",
+                code="bad_fault",
+            )
+        for name in ENTRY_POINTS.get(value, (value,)):
+            if name not in gpu.not_supported:
+                gpu.not_supported.append(name)
+
+
+def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:
+    if kind in {"hang", "missing"}:
+        if value not in {SMI, MPS_CONTROL}:
+            raise BadUsage(f"the fault {kind} needs a program", f"give {SMI} or {MPS_CONTROL}", code="bad_fault")
+        programs = state.hanging_programs if kind == "hang" else state.missing_programs
+        if value not in programs:
+            programs.append(value)
+    elif kind == "user":
+        if value is None:
+            raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")
+        state.uid = user_id(value)
+    elif kind == "driver":
+        if value is None or not value.split(".")[0].isdigit():
+            raise BadUsage(
+                "the fault driver needs a version", "give for example 535.261.03 or 580.159.04", code="bad_fault"
+            )
+        state.driver = value
+    else:
+        raise BadUsage(f"there is no fault '{kind}'", f"faults: {', '.join(KINDS)}", code="bad_fault")
+
+
+def user_id(text: str) -> int:
+    """Return the id of a user given by id or name. Raises NotFound."""
+    import pwd
+
+    try:
+        return int(text) if text.isdigit() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise NotFound(f"there is no user '{text}'", "give a user id, for example 1000") from None

@@ -1,0 +1,178 @@
+"""A stand-in for libnvidia-ml.so.1 beneath the real pynvml bindings: ``pynvml.nvmlLib = SimulatedLibrary(file)``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from gpushare.errors import NoPermission
+from gpushare.sim import (
+    clients,
+    library_compute,
+    library_device,
+    library_gpm,
+    library_mig,
+    library_processes,
+    library_sensors,
+    settled,
+)
+from gpushare.sim.models import load_models
+from gpushare.sim.nvml_abi import (
+    ENTRY_POINTS,
+    Code,
+    EntryPoint,
+    Handle,
+    Kind,
+    On,
+    Refused,
+    Target,
+    pointer_value,
+    unversioned,
+)
+from gpushare.sim.spec import initial_state
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
+
+# Importing these rooms fills the table of entry points.
+ROOMS: Final = (library_compute, library_device, library_gpm, library_mig, library_processes, library_sensors)
+# How long a look at real processes holds, in seconds: they end without anybody writing the state.
+_SETTLED_FOR: Final = 0.05
+
+
+class SimulatedLibrary:
+    """The entry points of NVML on a simulated host.
+
+    ``getattr`` gives a callable for each entry point, as ctypes does; a name that the library does
+    not have raises AttributeError, which pynvml turns into FunctionNotFound. ``calls`` counts the
+    calls by entry point.
+    """
+
+    # Whoever puts a library beneath pynvml can tell this one from the real one.
+    is_simulated: Final = True
+
+    def __init__(self, file: StateFile) -> None:
+        self.file: Final = file
+        self.calls: Final[Counter[str]] = Counter()
+        # Samples of nvmlGpmSampleAlloc by pointer value.
+        self.samples: Final[dict[int, library_gpm.Sample | None]] = {}
+        self.references = 0
+        self._state: SimulatedHostState | None = None
+        self._stamp: tuple[int, int, int] | None = None
+        self._settled_at = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        entry = ENTRY_POINTS.get(name)
+        if entry is None:
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls[name] += 1
+            return self._call(entry, arguments)
+
+        if name != "nvmlErrorString":
+            return call
+
+        # The only entry point that returns no code; ctypes lets its restype be set.
+        def error_string(code: Any) -> bytes:
+            self.calls[name] += 1
+            return library_device.error_text(code).encode()
+
+        return error_string
+
+    @property
+    def state(self) -> SimulatedHostState:
+        """Return the host's state: read anew when the file changed, and what time did to it settled."""
+        stamp = self._file_stamp()
+        at = time.monotonic()
+        if self._state is None or stamp != self._stamp:
+            self._state, self._stamp = self.file.read() or initial_state(self.file.spec), stamp
+        elif at - self._settled_at < _SETTLED_FOR:
+            return self._state
+        self._settled_at = at
+        if clients.due(self._state):
+            self._settle()
+        return self._state
+
+    def _settle(self) -> None:
+        try:
+            self._state = settled.current(self.file)
+            self._stamp = self._file_stamp()
+        except NoPermission:
+            # Another user's host: what happened is seen here, and written by its owner.
+            if self._state is not None:
+                clients.settle(self._state)
+
+    def forget(self) -> None:
+        """Read the state anew at the next call."""
+        self._state = None
+
+    @contextmanager
+    def changed_gpu(self, target: Target) -> Iterator[SimulatedGpu]:
+        """Yield a GPU to change, under the lock of the state file.
+
+        Raises:
+            Refused: NO_PERMISSION, every setter needs root.
+        """
+        if self.state.uid != 0:
+            raise Refused(Code.NO_PERMISSION)
+        with settled.changing(self.file) as (state, _):
+            yield state.gpus[target.handle.index]
+        self.forget()
+
+    def gpu(self, index: int) -> Target:
+        """Return a GPU by its index.
+
+        Raises:
+            Refused: INVALID_ARGUMENT, there is none; GPU_IS_LOST.
+        """
+        gpus = self.state.gpus
+        if not 0 <= index < len(gpus):
+            raise Refused(Code.INVALID_ARGUMENT)
+        if gpus[index].lost:
+            raise Refused(Code.GPU_IS_LOST)
+        return Target(Handle(Kind.GPU, index), gpus[index], load_models()[gpus[index].model])
+
+    def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
+        try:
+            if entry.needs_init and not self.references:
+                raise Refused(Code.UNINITIALIZED)
+            if entry.on is On.NOTHING:
+                entry.function(self, *arguments)
+            else:
+                target = self._target(entry, arguments[0])
+                entry.function(self, target, *arguments[1:])
+        except Refused as refused:
+            return int(refused.code)
+        return int(Code.SUCCESS)
+
+    def _target(self, entry: EntryPoint, pointer: Any) -> Target:
+        handle = Handle.unpack(pointer_value(pointer))
+        if handle.kind not in entry.on.value:
+            # A MIG device where only a whole GPU will do.
+            raise Refused(Code.NOT_SUPPORTED if handle.kind is Kind.MIG_DEVICE else Code.INVALID_ARGUMENT)
+        whole = self.gpu(handle.index)
+        refused = whole.gpu.not_supported
+        if refused and unversioned(entry.name) in map(unversioned, refused):
+            raise Refused(Code.NOT_SUPPORTED)
+        if handle.kind is Kind.GPU:
+            return whole
+        return Target(handle, whole.gpu, whole.model, _instance(whole, handle))
+
+    def _file_stamp(self) -> tuple[int, int, int] | None:
+        try:
+            status = self.file.path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _instance(whole: Target, handle: Handle) -> SimulatedMigInstance:
+    for instance in whole.gpu.mig if whole.mig_enabled else []:
+        if instance.gpu_instance_id == handle.gpu_instance and (
+            handle.kind is Kind.GPU_INSTANCE or instance.compute_instance_id == handle.compute_instance
+        ):
+            return instance
+    # It was destroyed after the caller took the handle.
+    raise Refused(Code.INVALID_ARGUMENT)

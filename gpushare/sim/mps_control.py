@@ -1,0 +1,203 @@
+"""nvidia-cuda-mps-control of a simulated host: its argv, stdin, environment, output and exit code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from gpushare.host.program import Completed, timed_out
+from gpushare.sim import clients, mps_changes, mps_daemon, mps_queries, mps_texts
+from gpushare.sim.mps_logs import CONTROL, LogLine
+from gpushare.sim.mps_logs import render as render_line
+from gpushare.sim.mps_request import Reply, Request, refused
+from gpushare.sim.mps_servers import binary_version, driver_major
+from gpushare.sim.settled import changing, current
+from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, StateFile
+
+_POLL_SECONDS = 0.01
+_ACTIONS = ("-h", "--help", "-v", "-d", "--daemon", "-f", "--forground")
+_STATIC = ("-S", "--static-partitioning")
+_IGNORED = ("-M", "--multiuser-server", "-multiuser-server", "-q", "--ready-devices")
+_Command = Callable[[Request], "Reply | None"]
+
+_COMMANDS: dict[str, _Command] = {
+    "get_server_list": mps_queries.get_server_list,
+    "get_client_list": mps_queries.get_client_list,
+    "get_device_client_list": mps_queries.get_device_client_list,
+    "get_default_active_thread_percentage": mps_queries.get_default_active_thread_percentage,
+    "get_active_thread_percentage": mps_queries.get_active_thread_percentage,
+    "get_default_device_pinned_mem_limit": mps_queries.get_default_device_pinned_mem_limit,
+    "get_device_pinned_mem_limit": mps_queries.get_device_pinned_mem_limit,
+    "get_default_client_priority": mps_queries.get_default_client_priority,
+    "ps": mps_queries.ps,
+    "set_default_active_thread_percentage": mps_changes.set_default_active_thread_percentage,
+    "set_active_thread_percentage": mps_changes.set_active_thread_percentage,
+    "set_default_device_pinned_mem_limit": mps_changes.set_default_device_pinned_mem_limit,
+    "set_device_pinned_mem_limit": mps_changes.set_device_pinned_mem_limit,
+    "set_default_client_priority": mps_changes.set_default_client_priority,
+    "start_server": mps_changes.start_server,
+    "shutdown_server": mps_changes.shutdown_server,
+    "terminate_client": mps_changes.terminate_client,
+    "quit": mps_changes.quit_daemon,
+}
+# The driver branch that brought a command.
+_NEWER: dict[str, tuple[int, _Command]] = {
+    "get_server_status": (550, mps_queries.get_server_status),
+    "device_query": (580, mps_queries.device_query),
+    "lspart": (590, mps_queries.lspart),
+    "sm_partition": (590, mps_changes.sm_partition),
+}
+
+
+def main(
+    argv: Sequence[str], stdin: str, env: Mapping[str, str], state_file: StateFile, timeout: float = 10.0
+) -> Completed:
+    """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds.
+
+    Raises:
+        TimedOut: it blocks (a stopped daemon, ``quit`` with clients, ``-f``), as the caller would see.
+    """
+    deadline = time.monotonic() + timeout
+    words = list(argv[1:])
+    state = current(state_file)
+    major = driver_major(state.driver)
+    if major < 580:
+        action = words[0] if len(words) == 1 and words[0] in {"-d", "-f", "-h", "--help"} else ""
+        # Anything else silently becomes the UI.
+        return _act(argv, action, stdin, env, state_file, deadline, timeout)
+    static, action = False, ""
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        if word in _STATIC and major >= 590:
+            static = True
+        elif word in _ACTIONS:
+            action = action or word
+        elif word not in _IGNORED:
+            return Completed(tuple(argv), 0, mps_texts.UNRECOGNIZED + mps_texts.usage(major), "")
+    if words and not action:
+        stdin = " ".join(words) + "\n"
+    return _act(argv, action, stdin, env, state_file, deadline, timeout, static=static)
+
+
+def _act(
+    argv: Sequence[str],
+    action: str,
+    stdin: str,
+    env: Mapping[str, str],
+    state_file: StateFile,
+    deadline: float,
+    timeout: float,
+    *,
+    static: bool = False,
+) -> Completed:
+    name = tuple(argv)
+    if action in {"-h", "--help", "-v"}:
+        driver = current(state_file).driver
+        text = mps_texts.version(binary_version(driver)) if action == "-v" else mps_texts.usage(driver_major(driver))
+        return Completed(name, 0, text, "")
+    if not action:
+        return _Session(name, env, state_file, deadline, timeout).run(stdin)
+    with changing(state_file) as (state, lines):
+        daemon, code, error, started = mps_daemon.start(state, env, static=static)
+        lines += started
+    if error == mps_texts.RUNNING and driver_major(state.driver) < 550:
+        # 535 says that on stdout.
+        return Completed(name, code, error, "")
+    if daemon is None or action in {"-d", "--daemon"}:
+        return Completed(name, code, "", error)
+    _foreground(name, daemon.pid, state_file, deadline, timeout)
+    text = "".join(render_line(line, daemon.started_at) for line in started)
+    return Completed(name, 0, text, error)
+
+
+def _foreground(argv: tuple[str, ...], pid: int, state_file: StateFile, deadline: float, timeout: float) -> None:
+    """Block until the daemon is gone; at the time-out it is killed, as the caller kills a program."""
+    while any(daemon.pid == pid for daemon in current(state_file).daemons):
+        if time.monotonic() >= deadline:
+            with changing(state_file) as (state, _):
+                for daemon in [daemon for daemon in state.daemons if daemon.pid == pid]:
+                    mps_daemon.ended(state, daemon, cleanly=False)
+            raise timed_out(argv, timeout)
+        time.sleep(_POLL_SECONDS)
+
+
+class _Session:
+    """One run of the UI: commands on stdin, one per line, until its end or until the daemon quits."""
+
+    def __init__(
+        self, argv: tuple[str, ...], env: Mapping[str, str], state_file: StateFile, deadline: float, timeout: float
+    ) -> None:
+        self._argv, self._env, self._state_file = argv, env, state_file
+        self._deadline, self._timeout = deadline, timeout
+        self._opened = False
+
+    def run(self, stdin: str) -> Completed:
+        """Return what the program prints for this stdin."""
+        output = ""
+        if clients.daemon_of(current(self._state_file), self._env) is None:
+            return Completed(self._argv, 1, "", mps_texts.NO_DAEMON)
+        for line in stdin.split("\n")[: -1 if stdin.endswith("\n") else None] if stdin else []:
+            reply = self._answer(line.strip())
+            if reply is None:
+                error = "Cannot send command to MPS control daemon process\n" if self._opened else mps_texts.NO_DAEMON
+                return Completed(self._argv, 1, output, error)
+            output += reply.text
+            if reply.ended:
+                return Completed(self._argv, 0, output, "")
+        self._close()
+        return Completed(self._argv, 0, output, "")
+
+    def _answer(self, command: str) -> Reply | None:
+        """Return the reply when it comes; None when the daemon is gone."""
+        begun = time.monotonic()
+        first, hanging = True, None
+        while True:
+            with changing(self._state_file) as (state, lines):
+                daemon = clients.daemon_of(state, self._env)
+                if daemon is None:
+                    return None
+                silent = daemon.hangs or daemon.stopped or (daemon.hangs_on is not None and daemon.hangs_on != hanging)
+                if not silent:
+                    request = self._request(state, daemon, lines, command)
+                    request.elapsed = 0.0 if first else time.monotonic() - begun
+                    request.hanging = hanging
+                    if first:
+                        request.log(f"Cmd:{command}")
+                    first = False
+                    reply = execute(command, request)
+                    hanging = request.daemon.hangs_on if reply is None else None
+                    if reply is not None:
+                        for text in reply.text.splitlines():
+                            request.log(text)
+                        return reply
+            if time.monotonic() >= self._deadline:
+                raise timed_out(self._argv, self._timeout)
+            time.sleep(_POLL_SECONDS)
+
+    def _request(
+        self, state: SimulatedHostState, daemon: SimulatedDaemon, lines: list[LogLine], command: str
+    ) -> Request:
+        if not self._opened:
+            texts = ("Accepting connection...", "NEW UI")
+            lines += [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text) for text in texts]
+            self._opened = True
+        return Request(state=state, daemon=daemon, words=command.split()[1:], lines=lines)
+
+    def _close(self) -> None:
+        with changing(self._state_file) as (state, lines):
+            daemon = clients.daemon_of(state, self._env)
+            if daemon is not None and self._opened:
+                lines.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, "UI closed"))
+
+
+def execute(command: str, request: Request) -> Reply | None:
+    """Carry one command out; None when it blocks and must be asked again."""
+    name = command.split(maxsplit=1)[0] if command else ""
+    since, newer = _NEWER.get(name, (0, None))
+    function = _COMMANDS.get(name) or (newer if request.major >= since else None)
+    if function is None:
+        return Reply(f'Unknown command "{name}"\n')
+    # 535 lets any user change the settings.
+    if name.startswith("set_") and not request.owner and request.major >= 550:
+        return refused(request)
+    return function(request)

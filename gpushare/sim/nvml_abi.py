@@ -1,0 +1,244 @@
+"""What a C library is made of: return codes, handles, output arguments, and the table of entry points.
+
+Written against nvml.h; needs no pynvml, because structs and arrays are always the caller's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, Final
+
+from gpushare.sim.models import GpuModel
+from gpushare.sim.state import SimulatedGpu, SimulatedMigInstance
+
+# "No GPU or compute instance" in nvmlProcessInfo_t.
+NO_INSTANCE: Final = 0xFFFFFFFF
+# What one nvidia-cuda-mps-server holds on an H200, driver 580.
+MPS_SERVER_BYTES: Final = 69206016
+
+
+class Code(IntEnum):
+    """nvmlReturn_t."""
+
+    SUCCESS = 0
+    UNINITIALIZED = 1
+    INVALID_ARGUMENT = 2
+    NOT_SUPPORTED = 3
+    NO_PERMISSION = 4
+    ALREADY_INITIALIZED = 5
+    NOT_FOUND = 6
+    INSUFFICIENT_SIZE = 7
+    INSUFFICIENT_POWER = 8
+    DRIVER_NOT_LOADED = 9
+    TIMEOUT = 10
+    LIBRARY_NOT_FOUND = 12
+    FUNCTION_NOT_FOUND = 13
+    GPU_IS_LOST = 15
+    RESET_REQUIRED = 16
+    IN_USE = 19
+    INSUFFICIENT_RESOURCES = 23
+    ARGUMENT_VERSION_MISMATCH = 25
+    UNKNOWN = 999
+
+
+# The library's own texts (nvmlErrorString).
+ERROR_TEXTS: Final[Mapping[int, str]] = {
+    Code.SUCCESS: "The operation was successful",
+    Code.UNINITIALIZED: "Uninitialized",
+    Code.INVALID_ARGUMENT: "Invalid Argument",
+    Code.NOT_SUPPORTED: "Not Supported",
+    Code.NO_PERMISSION: "Insufficient Permissions",
+    Code.ALREADY_INITIALIZED: "Already Initialized",
+    Code.NOT_FOUND: "Not Found",
+    Code.INSUFFICIENT_SIZE: "Insufficient Size",
+    Code.INSUFFICIENT_POWER: "Insufficient External Power",
+    Code.DRIVER_NOT_LOADED: "Driver Not Loaded",
+    Code.TIMEOUT: "Timeout",
+    Code.LIBRARY_NOT_FOUND: "NVML Shared Library Not Found",
+    Code.FUNCTION_NOT_FOUND: "Function Not Found",
+    Code.GPU_IS_LOST: "GPU is lost",
+    Code.RESET_REQUIRED: "GPU requires reset",
+    Code.IN_USE: "In use by another client",
+    Code.INSUFFICIENT_RESOURCES: "Insufficient Resources",
+    Code.ARGUMENT_VERSION_MISMATCH: "Argument version mismatch",
+}
+
+
+class Refused(Exception):
+    """An entry point returns this code instead of success."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__(code.name)
+        self.code: Final = code
+
+
+class Kind(IntEnum):
+    """What a handle stands for."""
+
+    GPU = 1
+    MIG_DEVICE = 2
+    GPU_INSTANCE = 3
+    COMPUTE_INSTANCE = 4
+    GPM_SAMPLE = 5
+
+
+@dataclass(frozen=True)
+class Handle:
+    """An opaque pointer. It holds the place, not an address, so it stays valid across state changes."""
+
+    kind: Kind
+    index: int
+    gpu_instance: int = 0
+    compute_instance: int = 0
+
+    def pack(self) -> int:
+        """Return the pointer value."""
+        return self.kind << 24 | self.index << 16 | self.gpu_instance << 8 | self.compute_instance
+
+    @staticmethod
+    def unpack(value: int) -> Handle:
+        """Return the handle of a pointer value.
+
+        Raises:
+            Refused: INVALID_ARGUMENT, it is none of ours.
+        """
+        if value >> 24 not in Kind._value2member_map_:
+            raise Refused(Code.INVALID_ARGUMENT)
+        return Handle(Kind(value >> 24), value >> 16 & 0xFF, value >> 8 & 0xFF, value & 0xFF)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an entry point was called on: a GPU, or an instance of it."""
+
+    handle: Handle
+    gpu: SimulatedGpu
+    model: GpuModel
+    # None for a whole GPU; for a GPU instance the first of its MIG devices.
+    instance: SimulatedMigInstance | None = None
+
+    @property
+    def mig_enabled(self) -> bool:
+        """Return whether the GPU is in MIG mode."""
+        return self.gpu.mig_mode == 1
+
+
+class On(Enum):
+    """What an entry point takes as its first argument."""
+
+    NOTHING = frozenset[Kind]()
+    GPU = frozenset({Kind.GPU})
+    DEVICE = frozenset({Kind.GPU, Kind.MIG_DEVICE})
+    GPU_INSTANCE = frozenset({Kind.GPU_INSTANCE})
+    COMPUTE_INSTANCE = frozenset({Kind.COMPUTE_INSTANCE})
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """One entry point of the library."""
+
+    name: str
+    function: Callable[..., None]
+    on: On
+    # False for the few that work before nvmlInit.
+    needs_init: bool
+
+
+ENTRY_POINTS: Final[dict[str, EntryPoint]] = {}
+
+
+def entry_point(
+    *names: str, on: On = On.NOTHING, needs_init: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function under the names of entry points.
+
+    It is called with the library, the `Target` unless ``on`` is NOTHING, and the C arguments; it
+    returns for success and raises `Refused` for any other code.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        for name in names:
+            ENTRY_POINTS[name] = EntryPoint(name, function, on, needs_init)
+        return function
+
+    return register
+
+
+def unversioned(name: str) -> str:
+    """Return an entry point's name without its version: ``_v2``, ``_v3``, ``V``."""
+    return re.sub(r"(_v[0-9]+|V[0-9]*)$", "", name)
+
+
+def target_of(argument: Any) -> Any:
+    """Return what an output argument points to: byref(), a pointer, or an array or struct passed as it is."""
+    if hasattr(argument, "_obj"):
+        return argument._obj
+    return argument.contents if hasattr(argument, "contents") else argument
+
+
+def number(argument: Any) -> int:
+    """Return an input argument: a c_uint and the like, or a Python int."""
+    return int(getattr(argument, "value", argument))
+
+
+def put(argument: Any, value: int) -> None:
+    """Write a number to an output argument.
+
+    Raises:
+        Refused: INVALID_ARGUMENT for NULL.
+    """
+    if argument is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    target_of(argument).value = value
+
+
+def put_known(argument: Any, value: int | None) -> None:
+    """Write a number, or refuse with NOT_SUPPORTED when the model's is not known."""
+    if value is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    put(argument, value)
+
+
+def put_text(buffer: Any, length: Any, text: str) -> None:
+    """Write a C string to a buffer.
+
+    Raises:
+        Refused: INSUFFICIENT_SIZE.
+    """
+    encoded = text.encode()
+    if len(encoded) + 1 > number(length):
+        raise Refused(Code.INSUFFICIENT_SIZE)
+    target_of(buffer).value = encoded
+
+
+def put_handle(argument: Any, handle: Handle) -> None:
+    """Write an opaque pointer to an output argument."""
+    ctypes.c_void_p.from_buffer(target_of(argument)).value = handle.pack()
+
+
+def put_fields(struct: Any, values: Mapping[str, Any]) -> None:
+    """Fill those fields that this version of the struct has; ``Handle`` becomes a pointer."""
+    types = {field[0]: field[1] for field in struct._fields_}
+    for name, value in values.items():
+        if name in types:
+            plain = ctypes.cast(ctypes.c_void_p(value.pack()), types[name]) if isinstance(value, Handle) else value
+            setattr(struct, name, plain)
+
+
+def check_version(struct: Any) -> None:
+    """Check a versioned struct: the low 24 bits are its size (NVML_STRUCT_VERSION).
+
+    Raises:
+        Refused: ARGUMENT_VERSION_MISMATCH.
+    """
+    if struct.version & 0xFFFFFF != ctypes.sizeof(struct):
+        raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
+
+
+def pointer_value(argument: Any) -> int:
+    """Return the value of an opaque pointer; 0 for NULL."""
+    return ctypes.cast(argument, ctypes.c_void_p).value or 0

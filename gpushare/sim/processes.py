@@ -1,0 +1,268 @@
+"""The process table of a simulated host: simulated processes, and the real ones that run on it."""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+from collections.abc import Mapping, Sequence
+
+from gpushare.errors import NoPermission, NotFound
+from gpushare.host.process import LocalProcesses, ProcessInfo, Spawned
+from gpushare.sim import clients, liveness, mps_daemon
+from gpushare.sim.mps_logs import LogLine
+from gpushare.sim.programs import MPS_CONTROL
+from gpushare.sim.settled import changing, current
+from gpushare.sim.state import (
+    FIRST_SIMULATED_PID,
+    SimulatedDaemon,
+    SimulatedHostState,
+    SimulatedProcess,
+    SimulatedServer,
+    StateFile,
+    now,
+)
+from gpushare.units import MIB
+
+MPS_SERVER = "nvidia-cuda-mps-server"
+ATTACH_DELAY = "GPUSHARE_SIM_ATTACH_DELAY"
+DEFAULT_MEMORY_BYTES = 512 * MIB
+DEFAULT_SM_PERCENT = 50
+# Linux: what stays of a process is stopped, or nothing happens.
+_IGNORED = {0, signals.SIGCHLD, signals.SIGURG, signals.SIGWINCH}
+_KEPT = ("CUDA_", "GPUSHARE_SIM_", "NVIDIA_")
+
+
+class SimulatedProcesses:
+    """Stands in for `LocalProcesses`: PIDs from `FIRST_SIMULATED_PID` up are simulated, all others real."""
+
+    def __init__(self, state_file: StateFile) -> None:
+        self._state_file = state_file
+        self._local = LocalProcesses()
+
+    def describe(self, pid: int) -> ProcessInfo | None:
+        """Return what is known of a process, or None when there is none."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.describe(pid)
+        state = current(self._state_file)
+        daemon, server, process = _find(state, pid)
+        if process is not None:
+            return ProcessInfo(
+                pid=pid,
+                user=process.user,
+                uid=process.uid,
+                name=process.name,
+                command_line=tuple(process.command_line) or None,
+                started_at=process.started_at,
+                container=process.container,
+                stopped=process.stopped_at is not None,
+            )
+        if daemon is None:
+            return None
+        uid = daemon.uid if server is None else server.uid
+        command = (MPS_CONTROL, "-d") if server is None else (MPS_SERVER,)
+        return ProcessInfo(
+            pid=pid,
+            user=user_name(uid),
+            uid=uid,
+            name=command[0],
+            command_line=command,
+            started_at=daemon.started_at,
+            stopped=server is None and daemon.stopped,
+        )
+
+    def alive(self, pid: int, started_at: float | None = None) -> bool:
+        """Return whether the process lives; ``started_at`` guards against a reused PID."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.alive(pid, started_at)
+        info = self.describe(pid)
+        if info is None:
+            return False
+        return started_at is None or (info.started_at is not None and abs(info.started_at - started_at) < 1.0)
+
+    def environment(self, pid: int) -> Mapping[str, str] | None:
+        """Return its environment, or None when it may not be read (another user's, and not root)."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.environment(pid)
+        state = current(self._state_file)
+        daemon, server, process = _find(state, pid)
+        owner = process or server or daemon
+        if owner is None or state.uid not in {0, owner.uid}:
+            return None
+        return dict(process.environment if process else daemon.environment if daemon else {})
+
+    def named(self, name: str) -> Sequence[int]:
+        """Return the PIDs of the MPS daemons or servers, or of the processes with this name."""
+        state = current(self._state_file)
+        if name == MPS_CONTROL:
+            found = [daemon.pid for daemon in state.daemons]
+        elif name == MPS_SERVER:
+            found = [server.pid for daemon in state.daemons for server in daemon.servers]
+        else:
+            found = [process.pid for process in state.processes if process.name == name]
+        if name in {MPS_CONTROL, MPS_SERVER} and os.environ.get("GPUSHARE_MPS_CONTROL"):
+            found += self._local.named(name)
+        return sorted(found)
+
+    def descendants(self, pid: int) -> Sequence[int]:
+        """Return the PID itself and all that descend from it: of a daemon its servers."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.descendants(pid)
+        daemon, server, process = _find(current(self._state_file), pid)
+        if daemon is not None and server is None:
+            return [pid, *(one.pid for one in daemon.servers)]
+        return [pid] if process is not None or server is not None else []
+
+    def catches(self, pid: int, signal: int) -> bool | None:
+        """Return whether the process has its own handler for a signal."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.catches(pid, signal)
+        daemon, _, process = _find(current(self._state_file), pid)
+        if process is not None:
+            return signal in process.catches
+        return None if daemon is None else False
+
+    def send(self, pid: int, signal: int) -> None:
+        """Send a signal, with what it does to the neighbours under MPS.
+
+        Raises:
+            NotFound: there is no such process.
+            NoPermission: it belongs to another user.
+        """
+        with changing(self._state_file) as (state, lines):
+            daemon, server, process = _find(state, pid)
+            if pid >= FIRST_SIMULATED_PID:
+                _check(state, pid, signal, process or server or daemon)
+            else:
+                # First the real one: when it is refused, nothing changed.
+                self._local.send(pid, signal)
+            if process is not None:
+                lines += signal_process(state, process, signal)
+            elif server is not None and daemon is not None and _kills(signal):
+                lines += clients.drop_server(state, daemon, server)
+            elif daemon is not None:
+                lines += _signal_daemon(state, daemon, signal)
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> Spawned:
+        """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
+
+        ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
+        context and make it miss MPS.
+        """
+        child = self._local.spawn(argv, env)
+        started = liveness.started_at(child.pid)
+        if started is None:
+            return child
+        with changing(self._state_file) as (state, lines):
+            process = SimulatedProcess(
+                pid=child.pid,
+                real=True,
+                gpu_uuid="",
+                name=os.path.basename(argv[0]),
+                user=user_name(state.uid),
+                uid=state.uid,
+                started_at=started,
+                command_line=list(argv),
+                environment={key: value for key, value in env.items() if key.startswith(_KEPT)},
+                memory_bytes=DEFAULT_MEMORY_BYTES,
+                sm_percent=DEFAULT_SM_PERCENT,
+            )
+            state.processes.append(process)
+            delay = _seconds(env.get(ATTACH_DELAY))
+            if delay > 0:
+                process.attach_at = now() + delay
+            else:
+                lines += clients.attach(state, process, process.environment)
+        return child
+
+    def namespace_is_host(self) -> bool | None:
+        """Return whether the PID namespace is the host's."""
+        return current(self._state_file).pid_namespace_is_host
+
+
+def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal: int) -> list[LogLine]:
+    """Do to the state what a signal does to a process; return log lines.
+
+    A real process that has its own handler is judged when it is gone, see `clients.settle`.
+    """
+    if signal == signals.SIGSTOP or (signal == signals.SIGTSTP and not process.real):
+        process.stopped_at = process.stopped_at or now()
+        return []
+    if signal == signals.SIGCONT:
+        process.stopped_at = None
+        for daemon in state.daemons:
+            if daemon.hangs_on == process.pid and process.terminated_at is None:
+                # terminate_client was waiting for it to answer.
+                process.terminated_at, daemon.hangs_on = now(), None
+        return []
+    if signal == signals.SIGKILL:
+        return clients.end(state, process, signal)
+    if process.real or not _kills(signal):
+        return []
+    if process.stopped_at is not None:
+        # It is delivered when the process continues; the simulated one drops it.
+        return []
+    return clients.end(state, process, signal)
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user of this machine, or the number."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
+    if signal == signals.SIGSTOP:
+        daemon.stopped = True
+    elif signal == signals.SIGCONT:
+        daemon.stopped = False
+        return clients.settle(state)
+    elif _kills(signal) and (signal == signals.SIGKILL or not daemon.stopped):
+        # Neither SIGTERM nor SIGKILL lets it clean up.
+        mps_daemon.ended(state, daemon, cleanly=False)
+    return []
+
+
+def _find(
+    state: SimulatedHostState, pid: int
+) -> tuple[SimulatedDaemon | None, SimulatedServer | None, SimulatedProcess | None]:
+    for daemon in state.daemons:
+        if daemon.pid == pid:
+            return daemon, None, None
+        for server in daemon.servers:
+            if server.pid == pid:
+                return daemon, server, None
+    return None, None, next((process for process in state.processes if process.pid == pid), None)
+
+
+def _check(
+    state: SimulatedHostState, pid: int, signal: int, owner: SimulatedDaemon | SimulatedServer | SimulatedProcess | None
+) -> None:
+    if owner is None:
+        raise NotFound(f"there is no process {pid}", "see who is there: gpushare status")
+    if state.uid not in {0, owner.uid}:
+        name = signals.Signals(signal).name
+        raise NoPermission(
+            f"may not send {name} to process {pid}: it belongs to another user",
+            f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
+        )
+
+
+def _kills(signal: int) -> bool:
+    return signal not in _IGNORED and signal not in {
+        signals.SIGSTOP,
+        signals.SIGCONT,
+        signals.SIGTSTP,
+        signals.SIGTTIN,
+        signals.SIGTTOU,
+    }
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,100 @@
+"""The vendor's programs of a simulated host, run in this process: no child, so no start-up cost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from gpushare.host.program import Completed, LocalPrograms, Pending, merged_environment, missing_program, timed_out
+from gpushare.sim.state import StateFile
+
+SMI = "nvidia-smi"
+MPS_CONTROL = "nvidia-cuda-mps-control"
+_POLL_SECONDS = 0.01
+
+
+class _Deferred:
+    """A simulated program that runs when its result is asked for."""
+
+    def __init__(self, run: Callable[[], Completed]) -> None:
+        self._run = run
+        self._done: Completed | None = None
+
+    def result(self) -> Completed:
+        if self._done is None:
+            self._done = self._run()
+        return self._done
+
+
+class SimulatedPrograms:
+    """Stands in for `LocalPrograms` on a simulated host.
+
+    With ``GPUSHARE_MPS_CONTROL`` set, nvidia-cuda-mps-control is the real program at that path: its
+    daemon runs on this machine, beside the simulated GPUs.
+    """
+
+    def __init__(self, state_file: StateFile) -> None:
+        self._state_file = state_file
+
+    def find(self, name: str) -> str | None:
+        """Return the path of the program, or None when the simulated host does not have it."""
+        if self._is_real(name):
+            return LocalPrograms().find(name)
+        return None if self._is_missing(name) else f"/usr/bin/{name}"
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 10.0,
+    ) -> Pending:
+        """Start a program; see `Programs.start`. What blocks, blocks in ``result()``."""
+        name = os.path.basename(argv[0])
+        if self._is_real(name):
+            return LocalPrograms().start(argv, stdin=stdin, env=env, timeout=timeout)
+        if self._is_missing(name):
+            raise missing_program(name)
+        environment = merged_environment(env)
+        deadline = time.monotonic() + timeout
+        return _Deferred(lambda: self._completed(argv, name, stdin, environment, deadline, timeout))
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 10.0,
+    ) -> Completed:
+        """Run a program to its end; see `Programs.run`."""
+        return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
+
+    def _completed(
+        self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
+    ) -> Completed:
+        while self._hangs(name):
+            if time.monotonic() >= deadline:
+                raise timed_out(argv, timeout)
+            time.sleep(_POLL_SECONDS)
+        if name == SMI:
+            from gpushare.sim import smi
+
+            return smi.main(argv, self._state_file)
+        from gpushare.sim import mps_control
+
+        return mps_control.main(argv, stdin, env, self._state_file, timeout)
+
+    def _hangs(self, name: str) -> bool:
+        state = self._state_file.read()
+        return state is not None and name in state.hanging_programs
+
+    def _is_missing(self, name: str) -> bool:
+        state = self._state_file.read()
+        return name not in {SMI, MPS_CONTROL} or (state is not None and name in state.missing_programs)
+
+    @staticmethod
+    def _is_real(name: str) -> bool:
+        return name == MPS_CONTROL and bool(os.environ.get("GPUSHARE_MPS_CONTROL"))

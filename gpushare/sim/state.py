@@ -1,0 +1,248 @@
+"""The state of a simulated host: one JSON file, locked, shared by processes, written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpushare.errors import NoPermission
+
+# Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
+FIRST_SIMULATED_PID = 4_194_305
+
+
+@dataclass
+class SimulatedMigInstance:
+    """One MIG device of a simulated GPU."""
+
+    profile: str
+    start: int
+    gpu_instance_id: int
+    compute_instance_id: int
+    uuid: str
+
+
+@dataclass
+class SimulatedGpu:
+    """One simulated GPU: what differs from its model, and its faults."""
+
+    model: str
+    uuid: str
+    pci_bus_id: str
+    compute_mode: int = 0
+    time_slice: int = 0
+    persistence: bool = True
+    mig_mode: int | None = None
+    mig_pending: int | None = None
+    mig: list[SimulatedMigInstance] = field(default_factory=list)
+    lost: bool = False
+    # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
+    not_supported: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SimulatedProcess:
+    """A process on a simulated GPU: simulated (PID above every real one) or a real one that `run` started."""
+
+    pid: int
+    real: bool
+    # Empty while it has no CUDA context: refused, waiting for a server, not attached yet.
+    gpu_uuid: str
+    name: str
+    user: str
+    uid: int
+    started_at: float
+    command_line: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    memory_bytes: int = 0
+    sm_percent: int = 0
+    # Work launched ahead: how long the GPU is still busy after the process stops launching (seconds).
+    queue_seconds: float = 0.0
+    graphics: bool = False
+    container: str | None = None
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+    # Not None: a client of the MPS daemon with this PID.
+    mps_daemon: int | None = None
+    mps_server: int | None = None
+    stopped_at: float | None = None
+    terminated_at: float | None = None
+    # Its CUDA context was lost when a neighbour died with work in flight.
+    broken: bool = False
+    catches: list[int] = field(default_factory=list)
+    # What is in force for an MPS client since it attached (None: no limit, or no client).
+    threads: float | None = None
+    memory_limit_bytes: int | None = None
+    # Not None: it lives, but CUDA refused it a context; the name of the CUresult.
+    refused: str | None = None
+    # Not None: it makes its first CUDA context at this time.
+    attach_at: float | None = None
+
+
+@dataclass
+class SimulatedServer:
+    """One nvidia-cuda-mps-server."""
+
+    pid: int
+    uid: int
+    status: str = "ACTIVE"
+    threads: float = 100.0
+    # By device ordinal or UUID, as it was set: mebibytes.
+    memory: dict[str, int] = field(default_factory=dict)
+    priority: int = 0
+
+
+@dataclass
+class SimulatedDaemon:
+    """One nvidia-cuda-mps-control daemon."""
+
+    pid: int
+    uid: int
+    pipe_directory: str
+    log_directory: str
+    # CUDA_VISIBLE_DEVICES of the daemon: UUIDs or ordinals; empty for all.
+    visible: list[str] = field(default_factory=list)
+    started_at: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
+    threads: float = 100.0
+    memory: dict[str, int] = field(default_factory=dict)
+    priority: int = 0
+    servers: list[SimulatedServer] = field(default_factory=list)
+    hangs: bool = False
+    stopped: bool = False
+    # Not None: it answers nobody until the client with this PID is gone (terminate_client on a stopped
+    # client, or a second one on the same client).
+    hangs_on: int | None = None
+    # Started with -S (drivers 590 and up): static SM partitioning.
+    static: bool = False
+
+
+@dataclass
+class SimulatedHostState:
+    """Everything about one simulated host."""
+
+    spec: str
+    gpus: list[SimulatedGpu] = field(default_factory=list)
+    processes: list[SimulatedProcess] = field(default_factory=list)
+    daemons: list[SimulatedDaemon] = field(default_factory=list)
+    driver: str = "580.159.04"
+    # The user that commands run as on the simulated host.
+    uid: int = 0
+    next_pid: int = FIRST_SIMULATED_PID
+    created_at: float = 0.0
+    driver_loaded: bool = True
+    nvml_installed: bool = True
+    permission_denied: bool = False
+    pid_namespace_is_host: bool = True
+    # Programs that never answer ("nvidia-smi"), and programs that are not installed.
+    hanging_programs: list[str] = field(default_factory=list)
+    missing_programs: list[str] = field(default_factory=list)
+
+    def new_pid(self) -> int:
+        """Return a PID that no process of this host ever had."""
+        self.next_pid += 1
+        return self.next_pid - 1
+
+
+def state_root() -> Path:
+    """Return the directory of all simulated hosts of this user: ``GPUSHARE_SIM_DIR``, or a runtime directory.
+
+    Short on purpose: MPS pipe directories lie below it and may have 87 bytes at most.
+    """
+    explicit = os.environ.get("GPUSHARE_SIM_DIR")
+    if explicit:
+        return Path(explicit)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "gpushare-sim"
+    return Path(tempfile.gettempdir()) / f"gpushare-sim-{os.getuid()}"
+
+
+class StateFile:
+    """The state file of one simulated host.
+
+    ``read()`` never blocks a writer (the file is replaced as a whole); ``changed()`` holds the lock
+    from reading to writing.
+    """
+
+    def __init__(self, spec: str) -> None:
+        # The spec may be long and holds commas; the directory must be short.
+        self.directory = state_root() / hashlib.sha256(spec.encode()).hexdigest()[:8]
+        self.path = self.directory / "state.json"
+        self.spec = spec
+
+    def exists(self) -> bool:
+        """Return whether this host was ever used."""
+        return self.path.exists()
+
+    def read(self) -> SimulatedHostState | None:
+        """Return the state, or None when the host was never used."""
+        try:
+            return _decode(json.loads(self.path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    @contextlib.contextmanager
+    def changed(self, new: SimulatedHostState | None = None) -> Iterator[SimulatedHostState]:
+        """Yield the state under the lock and write it back, unless the block raises.
+
+        ``new`` is used when the host was never used before.
+        """
+        with self.locked():
+            state = self.read() or new
+            if state is None:
+                message = "the simulated host has no state"
+                raise FileNotFoundError(message)
+            before = json.dumps(asdict(state))
+            yield state
+            after = json.dumps(asdict(state))
+            if after != before or not self.path.exists():
+                self._write(after)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the host's lock (flock: it goes with the process, however that ends)."""
+        try:
+            self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise NoPermission(
+                f"cannot write the state of the simulated host in {self.directory}: {error.strerror}",
+                "set GPUSHARE_SIM_DIR to a short directory that you may write",
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, text: str) -> None:
+        descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".state-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+        os.replace(temporary, self.path)
+
+
+def now() -> float:
+    """Return the simulated host's clock: the wall clock, in seconds."""
+    return time.time()
+
+
+def _decode(raw: dict[str, Any]) -> SimulatedHostState:
+    gpus = [SimulatedGpu(**{**gpu, "mig": [SimulatedMigInstance(**mig) for mig in gpu["mig"]]}) for gpu in raw["gpus"]]
+    daemons = [
+        SimulatedDaemon(**{**daemon, "servers": [SimulatedServer(**server) for server in daemon["servers"]]})
+        for daemon in raw["daemons"]
+    ]
+    processes = [SimulatedProcess(**process) for process in raw["processes"]]
+    return SimulatedHostState(**{**raw, "gpus": gpus, "daemons": daemons, "processes": processes})

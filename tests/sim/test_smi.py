@@ -1,0 +1,211 @@
+"""The simulated nvidia-smi against what an H200 with driver 580.159.04 prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.program import Completed
+from gpushare.sim import admin, open_simulated, smi
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
+from tests.sim import mps
+
+DATA = Path(__file__).parent.parent / "data" / "h200-r580"
+SPEC = "sim:h200"
+
+
+def run(*words: str, spec: str = SPEC) -> Completed:
+    """Run nvidia-smi on a simulated host."""
+    return smi.main(("nvidia-smi", *words), open_simulated(spec).state_file)
+
+
+def captured(name: str) -> str:
+    return (DATA / name).read_text()
+
+
+def state(spec: str = SPEC) -> SimulatedHostState:
+    found = open_simulated(spec).state_file.read()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def h200() -> SimulatedGpu:
+    """Give the simulated H200 the identity of the captured one."""
+    with open_simulated(SPEC).state_file.changed() as changed:
+        changed.gpus[0].uuid = "GPU-0d54321e-a080-c56a-bbc0-8fc271e8e655"
+        changed.gpus[0].pci_bus_id = "00000000:00:06.0"
+        return changed.gpus[0]
+
+
+@pytest.mark.usefixtures("h200")
+def test_listing_and_query_are_the_captured_ones() -> None:
+    assert run("-L").stdout == captured("nvidia-smi-L.txt")
+    header, row = captured("query-gpu.csv").splitlines()
+    fields = re.sub(r" \[\w+\]", "", header).replace(" ", "")
+    assert run(f"--query-gpu={fields}", "--format=csv").stdout == f"{header}\n{row}\n"
+    assert run("--query-gpu", "memory.total", "--format", "csv,noheader,nounits").stdout == "143771\n"
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_table_is_the_captured_one_but_for_clock_and_sensors() -> None:
+    def fixed(text: str) -> list[str]:
+        return re.sub(r" +(\d+C|\d+W(?= /))", " #", text).splitlines()[1:]
+
+    assert fixed(run().stdout) == fixed(captured("nvidia-smi.txt"))
+    widths = {len(line) for line in run().stdout.splitlines()[1:] if line}
+    assert widths == {len(line) for line in captured("nvidia-smi.txt").splitlines()[1:] if line}
+
+
+def test_compute_policy_texts() -> None:
+    assert run("compute-policy", "-l").stdout == captured("compute-policy-list.txt")
+    assert run("compute-policy", "-h").stdout == captured("compute-policy-help.txt")
+    assert run("compute-policy").stdout == captured("compute-policy-help.txt")
+
+
+def test_setting_the_time_slice_and_reading_it_back() -> None:
+    spec = "sim:2xh200"
+    uuid = state(spec).gpus[1].uuid
+    for words in (("-i", uuid, "--set-timeslice", "3"), (f"--id={uuid}", "--set-timeslice=2")):
+        done = run("compute-policy", *words, spec=spec)
+        assert done.exit_code == 0
+    assert done.stdout == "Successfully set timeslice policy with value Medium for GPU 1\n"
+    assert re.findall(r"(\d)   Timeslice +(\w+)", run("compute-policy", "--list", spec=spec).stdout) == [
+        ("0", "Default"),
+        ("1", "Medium"),
+    ]
+    assert [gpu.time_slice for gpu in state(spec).gpus] == [0, 2]
+
+
+def test_refusals_of_compute_policy() -> None:
+    both = run("compute-policy", "-l", "--set-timeslice", "1")
+    assert (both.exit_code, both.stdout) == (2, "One, and only one, compute-policy command allowed at a time\n")
+    assert run("compute-policy", "-l", "-i", "7").stdout == "Failed to find any matching device...\n"
+    assert run("compute-policy", "--set-timeslice", "9").exit_code == 2
+    assert run("compute-policy", "--bogus").exit_code == 2
+    admin.set_fault(SPEC, "user", value="1000")
+    refused = run("compute-policy", "--set-timeslice", "1")
+    assert (refused.exit_code, refused.stdout) == (
+        4,
+        "Failed to set timeslice policy with value Short for GPU 0 : Insufficient Permissions\n",
+    )
+    assert run("compute-policy", "-l").exit_code == 0
+    admin.clear_faults(SPEC)
+    admin.set_fault(SPEC, "not-supported", value="time-slice")
+    assert run("compute-policy", "-l").stdout == "Failed to get compute policies for GPU 0 : Not Supported\n"
+    assert [gpu.time_slice for gpu in state().gpus] == [0]
+
+
+def test_compute_modes() -> None:
+    bus = state().gpus[0].pci_bus_id
+    for word, title, mode in (
+        ("EXCLUSIVE_PROCESS", "EXCLUSIVE_PROCESS", 3),
+        ("0", "DEFAULT", 0),
+        ("PROHIBITED", "PROHIBITED", 2),
+    ):
+        done = run("-i", "0", "-c", word)
+        assert (done.exit_code, done.stdout) == (0, f"Set compute mode to {title} for GPU {bus}.\nAll done.\n")
+        assert state().gpus[0].compute_mode == mode
+    assert run("-c", "2").stdout == f"Compute mode is already set to PROHIBITED for GPU {bus}.\nAll done.\n"
+    assert "deprecated" in run("-c", "1").stdout
+    assert run("-c", "9").exit_code == 2
+    admin.set_fault(SPEC, "user", value="1000")
+    assert (run("-c", "0").exit_code, state().gpus[0].compute_mode) == (4, 3)
+
+
+def test_a_mig_gpu_keeps_its_compute_mode_and_exits_0() -> None:
+    admin.set_mig(SPEC, "0", ["1g.18gb"])
+    done = run("-c", "3")
+    assert "Setting compute mode to EXCLUSIVE_PROCESS is not supported on a MIG-enabled device." in done.stdout
+    assert (done.exit_code, state().gpus[0].compute_mode) == (0, 0)
+
+
+def test_mig_devices_in_listing_and_table() -> None:
+    admin.set_mig(SPEC, "0", ["3g.71gb", "1g.18gb+me"])
+    instances = state().gpus[0].mig
+    pid = admin.add_process(SPEC, mig=str(instances[0].gpu_instance_id), name="train", memory_bytes=602 << 20)
+    listing = run("-L").stdout.splitlines()
+    assert len(listing) == 3
+    for number, instance in enumerate(instances):
+        name = instance.profile.split("+")[0]
+        assert listing[number + 1] == f"  MIG {name}     Device  {number}: (UUID: {instance.uuid})"
+    table = run().stdout
+    assert "| MIG devices:" in table
+    assert {len(line) for line in table.splitlines()[1:] if line} == {91}
+    assert f"|    0   {instances[0].gpu_instance_id:>2}    0 {pid:>16}      C   train" in table
+    apps = run("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
+    # The UUID is the GPU's even under MIG.
+    assert apps.stdout == f"{state().gpus[0].uuid}, {pid}, train, 602\n"
+    assert run("--query-gpu=utilization.gpu,mig.mode.current", "--format=csv,noheader").stdout == "[N/A], Enabled\n"
+
+
+def test_processes_under_mps_in_table_and_pmon(sim_dir: Path) -> None:
+    h200 = mps.new(sim_dir)
+    h200.start()
+    client = h200.client(name="python3", memory_bytes=248 << 20, sm_percent=95)
+    table = run().stdout
+    row = f"|    0   N/A  N/A {client.pid:>15}    M+C   python3                                 248MiB |"
+    server = f"|    0   N/A  N/A {client.mps_server:>15}      C   nvidia-cuda-mps-server                   66MiB |"
+    assert row in table
+    assert server in table
+    assert "     314MiB / 143771MiB |     95%      Default |" in table
+    lines = run("pmon", "-c", "1", "-s", "um").stdout.splitlines()
+    capture = (DATA / "mps-control.txt").read_text()
+    for line in lines[:2]:
+        assert line in capture
+    assert (
+        f"    0    {client.pid}   M+C      -      -      -      -      -      -    248      0    python3        "
+        in lines
+    )
+    assert any(
+        line.startswith(f"    0    {client.mps_server}     C     95 ") and line.endswith("    nvidia-cuda-mps")
+        for line in lines
+    )
+
+
+def test_pmon_of_an_idle_gpu_is_the_captured_one() -> None:
+    assert run("pmon", "-c", "1").stdout == captured("pmon.txt")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    [
+        ("no-driver", 9, "couldn't communicate with the NVIDIA driver"),
+        ("no-nvml", 12, "couldn't find libnvidia-ml.so"),
+        ("no-permission", 4, "Insufficient Permissions"),
+        ("lost", 15, "GPU is lost"),
+    ],
+)
+def test_exit_codes_of_a_broken_host(fault: str, code: int, text: str) -> None:
+    admin.set_fault(SPEC, fault)
+    for words in ((), ("-L",), ("compute-policy", "-l")):
+        done = run(*words)
+        assert (words, done.exit_code) == (words, code)
+        assert text in done.stdout
+
+
+def test_one_lost_gpu_does_not_hide_the_other() -> None:
+    admin.set_fault("sim:2xh200", "lost", gpu="0")
+    assert "GPU 1: NVIDIA H200" in run("-L", spec="sim:2xh200").stdout
+    assert run("-i", "1", spec="sim:2xh200").exit_code == 0
+
+
+def test_wrong_arguments() -> None:
+    assert run("-x").stdout == "ERROR: Option -x is not recognized. Please run 'nvidia-smi -h'.\n\n"
+    assert run("-i", "4").stdout == "No devices were found\n"
+    assert [
+        run(*words).exit_code for words in (("-x",), ("-i", "4"), ("-i",), ("--format=csv",), ("pmon", "-c", "2"))
+    ] == [2, 6, 2, 2, 2]
+    bad = run("--query-gpu=foo", "--format=csv")
+    assert (bad.exit_code, bad.stdout) == (2, 'Field "foo" is not a valid field to query.\n\n')
+    assert run("--query-compute-apps=foo", "--format=csv").exit_code == 2
+    assert run("--query-gpu=name", "--format=xml").exit_code == 2
+    assert "compute-policy" in run("-h").stdout
+
+
+def test_a_reader_of_an_unused_host_creates_it() -> None:
+    file = StateFile("sim:t4")
+    assert smi.main(("nvidia-smi", "-L"), file).stdout.startswith("GPU 0: Tesla T4")
+    assert file.exists()
