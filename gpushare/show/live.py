@@ -1,0 +1,145 @@
+"""The live view of ``status -w``: a screen that is redrawn in place, or one document per look."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import IO, TYPE_CHECKING
+
+from gpushare.errors import GpushareError
+from gpushare.show.render import document_text, resolve, width_of, write_error, write_notes
+from gpushare.show.result import OutputFormat, Result, failure
+from gpushare.show.text import one_line, put
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+Look = Callable[[], Result]
+
+
+def watch(
+    look: Look,
+    *,
+    seconds: float,
+    stream: IO[str],
+    output: OutputFormat,
+    stderr: IO[str] | None = None,
+    command: str = "status",
+    quiet: bool = False,
+) -> None:
+    """Look every ``seconds`` (start to start) and show each result, until Ctrl-C; then return.
+
+    On a terminal the table is redrawn on the alternate screen. Elsewhere, or in another format, each
+    look is one document: JSON Lines, YAML documents, CSV with one header, plain with a blank line
+    between. An error of one look takes the place of its result, and the next look goes on.
+
+    Raises:
+        BrokenPipeError: the reader is gone.
+    """
+    terminal = stream.isatty()
+    form = resolve(output, terminal=terminal)
+    live = form is OutputFormat.TABLE and terminal and os.environ.get("TERM", "") not in {"", "dumb"}
+    try:
+        if live:
+            _on_screen(look, seconds, stream, command, quiet=quiet)
+        else:
+            _as_documents(look, seconds, stream, form, stderr or sys.stderr, command, quiet=quiet)
+    except KeyboardInterrupt:
+        return
+
+
+def _seen(look: Look, command: str, *, quiet: bool) -> Result:
+    try:
+        result = look()
+        return replace(result, notes=()) if quiet else result
+    except GpushareError as error:
+        return failure(command, error)
+
+
+def _rest(started: float, seconds: float) -> None:
+    """Sleep until the next look is due; a look that took longer delays, and never piles up."""
+    time.sleep(max(started + seconds - time.monotonic(), 0.0))
+
+
+def _as_documents(
+    look: Look, seconds: float, stream: IO[str], form: OutputFormat, stderr: IO[str], command: str, *, quiet: bool
+) -> None:
+    header = True
+    first = True
+    while True:
+        started = time.monotonic()
+        result = _seen(look, command, quiet=quiet)
+        text = _one_document(result, form, stream, header=header)
+        if text and form in {OutputFormat.PLAIN, OutputFormat.TABLE} and not first:
+            text = "\n" + text
+        if text:
+            put(stream, text)
+            first = header = False
+        write_notes(result.notes, stderr)
+        for error in result.errors:
+            write_error(error, stderr)
+        _rest(started, seconds)
+
+
+def _one_document(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
+    if form is OutputFormat.JSON:
+        from gpushare.show.machine import json_text
+        from gpushare.show.render import speaks_unicode
+
+        return json_text(result, compact=True, ascii_only=not speaks_unicode(stream))
+    if form is OutputFormat.YAML:
+        return "---\n" + document_text(result, form, stream)
+    if form is OutputFormat.TABLE:
+        from gpushare.show.table import table_text
+
+        terminal = stream.isatty()
+        return table_text(result, width=width_of(stream, terminal=terminal), is_terminal=terminal)
+    return document_text(result, form, stream, header=header)
+
+
+def _on_screen(look: Look, seconds: float, stream: IO[str], command: str, *, quiet: bool) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console(file=stream, force_terminal=True, highlight=False)
+    head = f"gpushare {command}   every {seconds:g} s   Ctrl-C ends"
+    # Redrawn from the top without clearing, and only after a look: no flicker.
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as view:
+        while True:
+            started = time.monotonic()
+            result = _seen(look, command, quiet=quiet)
+            view.update(Group(*screen_lines(result, head, console)), refresh=True)
+            _rest(started, seconds)
+
+
+def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
+    """Return the lines of one screen, no longer and no more than it has.
+
+    Errors and notes come before the tables: what does not fit is cut at the bottom.
+    """
+    from rich.text import Text
+
+    from gpushare.show.table import result_lines
+
+    width, height = console.size
+    messages = [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]
+    for error in reversed(result.errors):
+        hint = [Text.assemble(("hint:", "yellow"), f" {one_line(error.hint)}")] if error.hint else []
+        messages = [Text.assemble(("error:", "bold red"), f" {one_line(error.message)}"), *hint, *messages]
+    lines = [Text(head, style="dim")]
+    for message in messages:
+        # Here nobody can scroll sideways to the end of a hint.
+        lines += message.wrap(console, width)
+    body = result_lines(result, width)
+    lines += [Text(""), *body] if body else []
+    if len(lines) > height:
+        more = len(lines) - height + 1
+        lines = [*lines[: height - 1], Text(f"... {more} more line{'s' if more > 1 else ''}", style="dim")]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return lines

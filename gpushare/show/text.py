@@ -1,0 +1,55 @@
+"""Text on its way out: one line stays one line, and nothing in it can drive the terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import IO, Final
+
+# Control characters, line separators, lone surrogates (undecodable bytes of a command line) and the
+# bidirectional overrides: a process may put any of them into its own name.
+_UNSAFE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_SURROGATES: Final = re.compile(r"[\ud800-\udfff]")
+# What we draw ourselves has an ASCII spelling of the same width.
+_ASCII: Final = str.maketrans({"─": "-", "…": "~", "→": ">", "·": "-"})
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = match.group()
+    code = ord(character)
+    return _NAMED.get(character) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+
+
+def visible(text: str) -> str:
+    """Return text with every character escaped that would break the line or drive the terminal."""
+    return _UNSAFE.sub(_escape, text)
+
+
+def one_line(text: str) -> str:
+    """Return a message as one line: line breaks and the blanks around them become one space."""
+    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", text.strip()))
+
+
+def paragraphs(text: str) -> str:
+    """Return text of several lines with its line breaks and tabs kept and the rest made visible."""
+    return re.sub(r"[^\n\t]+", lambda match: visible(match.group()), text)
+
+
+def well_formed(text: str) -> str:
+    """Return text that UTF-8 can carry: a lone surrogate becomes U+FFFD."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def put(stream: IO[str], text: str) -> None:
+    """Write text in one piece, spelled in ASCII where the stream's encoding needs it.
+
+    Raises:
+        BrokenPipeError: the reader is gone; the caller's matter.
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(text)
+    stream.flush()

@@ -1,0 +1,57 @@
+"""A plan: every step with its plain command and its undo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpushare.show.plan import plan_result
+from gpushare.show.result import OutputFormat
+from tests.show.hosts import uuid
+
+
+@dataclass(frozen=True)
+class Step:
+    what: str
+    command: str
+    undo: str | None = None
+
+
+STEPS = (
+    Step(
+        "put GPU 0 into compute mode exclusive-process",
+        f"nvidia-smi -i {uuid(0)} -c EXCLUSIVE_PROCESS",
+        f"nvidia-smi -i {uuid(0)} -c DEFAULT",
+    ),
+    Step(
+        "start an MPS control daemon for GPU 0",
+        f"CUDA_VISIBLE_DEVICES=0 CUDA_MPS_PIPE_DIRECTORY=/run/gpushare/mps/{uuid(0)} nvidia-cuda-mps-control -d",
+        f"echo quit | CUDA_MPS_PIPE_DIRECTORY=/run/gpushare/mps/{uuid(0)} nvidia-cuda-mps-control",
+    ),
+    Step("read back that the daemon answers", "echo get_server_list |\n  nvidia-cuda-mps-control"),
+)
+
+
+def test_a_plan_on_a_terminal(shown, golden):
+    """Commands are never cut, however narrow the window: people copy them."""
+    out, _ = shown(plan_result("mps start", STEPS, dry_run=True), OutputFormat.TABLE, width=60)
+    golden("plan-table", out)
+
+
+def test_a_plan_off_a_terminal_is_one_record_per_step(shown, golden):
+    out, _ = shown(plan_result("mps start", STEPS, dry_run=False), OutputFormat.AUTO)
+    golden("plan-plain", out)
+
+
+def test_the_data_of_a_plan_is_pinned():
+    result = plan_result("mps start", STEPS, dry_run=True, notes=["needs root"])
+    assert result.data == {
+        "dry_run": True,
+        "steps": [{"what": step.what, "command": step.command, "undo": step.undo} for step in STEPS],
+    }
+    assert result.notes == ("needs root",)
+
+
+def test_no_step_says_that_there_is_nothing_to_do(shown):
+    assert (
+        shown(plan_result("x", (), dry_run=True), OutputFormat.TABLE)[0] == "nothing to do: the host is as requested\n"
+    )

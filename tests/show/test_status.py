@@ -1,0 +1,129 @@
+"""``status``: every screen as people see it, and what becomes of broken and unknown GPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from gpushare.errors import ExitCode, GpuLost, OperationFailed, TimedOut
+from gpushare.model import Gpu, Snapshot
+from gpushare.show.result import OutputFormat
+from gpushare.show.status import status_result
+from gpushare.show.status_tables import age, container_name, used_of_total
+from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uuid
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_screen(shown, golden, width):
+    """What a terminal of this width shows, without its colours."""
+    golden(f"status-{width}", "".join(shown(status_result(mixed_host()), OutputFormat.TABLE, width=width)))
+
+
+@pytest.mark.parametrize("output", ["plain", "csv", "json", "yaml"])
+def test_the_document(shown, golden, output):
+    golden(f"status-{output}", shown(status_result(mixed_host()), OutputFormat(output))[0])
+
+
+def test_the_colours(shown, golden):
+    """Escape sequences spelled out: dim for what is secondary, red for what is broken."""
+    out, _ = shown(status_result(mixed_host()), OutputFormat.AUTO, terminal=True, width=80)
+    golden("status-colours", out.replace("\x1b", "ESC"))
+
+
+@pytest.mark.parametrize("output", ["table", "plain"])
+def test_a_quiet_host(shown, golden, output):
+    golden(f"status-quiet-{output}", shown(status_result(quiet_host()), OutputFormat(output), width=80)[0])
+
+
+def test_a_lost_gpu_is_null_throughout_and_hides_nobody():
+    result = status_result(mixed_host())
+    lost = result.data["gpus"][5]
+    assert {key for key, value in lost.items() if value is not None} == {"index", "pci_bus_id", "error"}
+    assert [(type(error), error.gpu, error.code) for error in result.errors] == [(GpuLost, "5", "gpu_lost")]
+    assert len(result.data["gpus"]) == 8
+    assert (result.status, result.exit_code) == ("partial", ExitCode.OK)
+
+
+def test_a_given_error_takes_the_place_of_the_made_one():
+    given = TimedOut("GPU 5 gave no answer in 10 s", "nvidia-smi -i 5", gpu="5")
+    assert status_result(mixed_host(), errors=(given,)).errors == (given,)
+    broken = Snapshot(host="x", gpus=(Gpu(index=2, uuid=uuid(2), error="Unknown Error"), h100(3)))
+    by_uuid = OperationFailed("m", "h", gpu=uuid(2))
+    assert status_result(broken, errors=(by_uuid,)).errors == (by_uuid,)
+    made = status_result(broken).errors
+    assert [(type(error), error.message) for error in made] == [
+        (OperationFailed, "GPU 2 does not answer: Unknown Error")
+    ]
+
+
+@pytest.mark.parametrize("gpus", [(), (Gpu(index=0, error="GPU is lost"),)])
+def test_no_gpu_that_works_is_a_failure_with_a_reason(gpus):
+    result = status_result(Snapshot(host="x", gpus=gpus))
+    assert result.exit_code is ExitCode.FAILED
+    assert len(result.errors) == 1
+    assert result.errors[0].hint
+
+
+def test_unknown_is_a_dash_and_null_and_said_in_a_note(shown):
+    snapshot = Snapshot(host="x", gpus=(h100(0, processes=None, time_slice=None, memory_used_bytes=None),))
+    result = status_result(snapshot)
+    out, err = shown(result, OutputFormat.TABLE, width=100)
+    assert "- / 79.6 GiB" in out
+    assert "who is on the GPUs is unknown" in out
+    assert "note: GPU 0: who is on it is unknown" in err
+    assert result.data["gpus"][0]["processes"] is None
+    assert result.data["gpus"][0]["time_slice"] is None
+
+
+def test_idle_is_0_and_unknown_is_not(shown):
+    processes = (process(1, "a", 10, "idle", sm_percent=0), process(2, "b", None, "unknown", sm_percent=None))
+    out, _ = shown(status_result(Snapshot(host="x", gpus=(h100(0, processes=processes),))), OutputFormat.PLAIN)
+    idle, unknown = (next(line for line in out.splitlines() if line.endswith(word)) for word in ("idle", "unknown"))
+    assert "0 %" in idle
+    assert re.search(r"b +- +- ", unknown)
+
+
+def test_mig_mode_without_instances_is_said_with_the_next_command():
+    gpu = h100(1, mig_enabled=True, mig_pending=True)
+    (note,) = status_result(Snapshot(host="x", gpus=(gpu,))).notes
+    assert "gpushare mig profiles -g 1" in note
+
+
+def test_nested_data_carries_types_and_clients(shown):
+    data = json.loads(shown(status_result(mixed_host()), OutputFormat.JSON)[0])["data"]
+    assert [item["type"] for item in data["gpus"][3]["processes"]] == ["C", "M+C", "M+C"]
+    clients = data["mps_daemons"][0]["servers"][0]["clients"]
+    assert [client["priority"] for client in clients] == ["normal", "low"]
+    assert data["gpus"][2]["mechanism"] == "MIG"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (-3, "0s"), (0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h"), (2 * 86400, "2d")],
+)
+def test_age_is_in_its_largest_unit(seconds, text):
+    assert age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("used", "total", "text"),
+    [
+        (None, None, "-"),
+        (0, 80 * GIB, "0.0 / 80.0 GiB"),
+        (1, 80 * GIB, "<0.1 / 80.0 GiB"),
+        (None, 80 * GIB, "- / 80.0 GiB"),
+        (3 * GIB, None, "3.0 GiB / -"),
+        (5 * MIB, 512 * MIB, "5.0 / 512.0 MiB"),
+    ],
+)
+def test_memory_never_reads_as_nothing_when_it_is_something(used, total, text):
+    assert used_of_total((used, total)) == text
+
+
+def test_a_full_container_id_is_shown_as_docker_does():
+    assert container_name("ab" * 32) == "ab" * 6
+    assert container_name("a-long-name-of-a-container-that-somebody-chose") == (
+        "a-long-name-of-a-container-that-somebody-chose"
+    )
