@@ -1,0 +1,3 @@
+"""What commands do: plans with steps, undo and read-back; runs; checks."""
+
+from __future__ import annotations

@@ -1,0 +1,81 @@
+"""Which devices can have MPS, and which daemon of ours serves one."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from gpushare.errors import InUse, NoPermission, NotFound, NotSupported
+from gpushare.host import mps_control
+from gpushare.host.mps import is_running
+from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
+from gpushare.host.program import missing_program
+from gpushare.host.smi import compute_mode_command
+from gpushare.model import ComputeMode
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+
+def own_daemon(host: Host, device: Device) -> tuple[DaemonHome, DaemonRecord]:
+    """Return the running daemon of ours on a device, with its home.
+
+    Raises:
+        NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
+        NoPermission: it belongs to another user.
+    """
+    for run_directory in (host.run_directory, *host.shared_run_directories):
+        home = home_of(run_directory, device.uuid)
+        record = home.read()
+        if record is None or record.device_uuid != device.uuid:
+            continue
+        if not is_running(host, record):
+            raise NotFound(
+                f"the MPS daemon of {device.title} (process {record.pid}) is dead",
+                f"clear it away: gpushare mps stop -g {device.selector}; then start it again",
+                gpu=str(device.gpu.index),
+                code="dead_daemon",
+            )
+        if record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
+            raise NoPermission(
+                f"the MPS daemon of {device.title} belongs to user {record.uid}",
+                "ask its owner, or run as root: sudo gpushare ...",
+                gpu=str(device.gpu.index),
+                code="not_your_daemon",
+            )
+        return home, record
+    raise NotFound(
+        f"no MPS daemon of gpushare serves {device.title}",
+        f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",
+        gpu=str(device.gpu.index),
+        code="no_daemon",
+    )
+
+
+def check_device(host: Host, device: Device) -> None:
+    """Raise unless the device can have an MPS daemon.
+
+    Raises:
+        NotSupported: no program, or a MIG-enabled GPU without a named instance.
+        InUse: compute mode PROHIBITED.
+    """
+    if host.programs.find(mps_control.PROGRAM) is None:
+        raise missing_program(mps_control.PROGRAM)
+    if not device.uuid:
+        raise NotSupported(f"{device.title} tells no UUID", "see: gpushare doctor", gpu=str(device.gpu.index))
+    if device.mig is None and device.gpu.mig_enabled:
+        first = device.gpu.mig_instances[0].uuid if device.gpu.mig_instances else "MIG-<uuid>"
+        raise NotSupported(
+            f"{device.title} is in MIG mode: MPS runs inside a MIG instance",
+            f"name the instance: -g {first}",
+            gpu=str(device.gpu.index),
+            code="mig_enabled",
+        )
+    if device.gpu.compute_mode is ComputeMode.PROHIBITED:
+        raise InUse(
+            f"{device.title} is in compute mode prohibited: no CUDA program can use it",
+            f"allow it: sudo {compute_mode_command(device.gpu.uuid or '', 'DEFAULT')}",
+            gpu=str(device.gpu.index),
+            code="compute_prohibited",
+        )

@@ -1,0 +1,204 @@
+"""`gpushare mps kill`: ending one MPS client, and what became of its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.plan import Plan, Step
+from gpushare.actions.safe_end import Drain, end_clients
+from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
+from gpushare.host.activity import ActivityMeter
+from gpushare.host.mps import FoundDaemon, find_daemons
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu, MpsClient, MpsDaemon
+
+FAULT_HINT: Final = (
+    "its other clients have lost their contexts: end them (gpushare mps kill PID), the server then recovers by itself; "
+    "or start afresh: gpushare mps stop -g {gpu} --force, gpushare mps start -g {gpu}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """What `kill` did."""
+
+    pid: int
+    server_pid: int | None
+    method: str
+    drain: Drain | None
+    server_status: str | None
+
+
+@dataclass(frozen=True)
+class Client:
+    """An MPS client with its daemon."""
+
+    found: FoundDaemon
+    client: MpsClient
+
+    @property
+    def daemon(self) -> MpsDaemon:
+        """Return its daemon."""
+        return self.found.daemon
+
+
+def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
+    """Return the MPS client with this PID.
+
+    Raises:
+        NotFound: no such process (code ``no_process``), or it is no MPS client (``not_a_client``).
+    """
+    for found in find_daemons(host, gpus):
+        for client in found.daemon.clients:
+            if client.pid == pid:
+                return Client(found, client)
+    if not host.processes.alive(pid):
+        raise NotFound(f"there is no process {pid}", "see the clients: gpushare mps status", code="no_process")
+    raise NotFound(
+        f"process {pid} is not a client of any MPS daemon that can be seen here",
+        f"outside MPS a plain kill hurts no neighbour: kill {pid}; see the clients: gpushare mps status",
+        code="not_a_client",
+    )
+
+
+def plan_kill(client: Client) -> Plan:
+    """Return the steps of the safe order, for `--dry-run`."""
+    pid = client.client.pid
+    steps = (
+        Step(
+            what=f"stop process {pid}, so that it launches nothing more",
+            command=f"kill -STOP {pid}",
+            undo=f"kill -CONT {pid}",
+            do=_nothing,
+        ),
+        Step(
+            what="wait until the GPU has drained its queue", command="(watch the SM activity of the GPU)", do=_nothing
+        ),
+        Step(what=f"kill process {pid}", command=f"kill -KILL {pid}", do=_nothing),
+        Step(
+            what="read the state of the MPS server",
+            command=f"echo get_server_status {client.client.server_pid} | nvidia-cuda-mps-control",
+            do=_nothing,
+        ),
+    )
+    return Plan(title=f"end MPS client {pid}", steps=steps)
+
+
+def kill(host: Host, client: Client, gpus: Sequence[Gpu], *, bound_seconds: float) -> Killed:
+    """End a client by SIGSTOP, drain, SIGKILL, and read its server's state.
+
+    Raises:
+        NoPermission: it belongs to another user.
+        OperationFailed: the server is in FAULT afterwards (code ``server_fault``).
+    """
+    drain = end_clients(host, [client.client.pid], meter_of(host, client, gpus), bound_seconds=bound_seconds)
+    status = _status_after(host, client)
+    return Killed(
+        pid=client.client.pid,
+        server_pid=client.client.server_pid,
+        method="stop-drain-kill",
+        drain=drain,
+        server_status=status,
+    )
+
+
+def terminate(host: Host, client: Client, gpus: Sequence[Gpu]) -> Killed:
+    """Terminate the GPU work of an idle client by ``terminate_client``; the process itself lives on.
+
+    Refused where it is known to do harm: on a client that may be busy (the end of its process then
+    breaks its neighbours), on a stopped one (it hangs and freezes the others), and twice.
+
+    Raises:
+        InUse: the GPU is busy, or the client is stopped.
+        OperationFailed: the daemon refused, or it was done before.
+    """
+    pid, server = client.client.pid, client.client.server_pid
+    info = host.processes.describe(pid)
+    if info is not None and info.stopped:
+        raise InUse(
+            f"process {pid} is stopped: terminate_client would hang and freeze its neighbours",
+            f"let it go on first: kill -CONT {pid}; or end it: gpushare mps kill {pid}",
+            code="client_stopped",
+        )
+    mark = _terminated_mark(client, None if info is None else info.started_at)
+    if mark is not None and mark.exists():
+        raise OperationFailed(
+            f"process {pid} was terminated before: a second terminate_client hangs the server",
+            f"end its process: gpushare mps kill {pid}",
+            code="terminated_before",
+        )
+    _need_idle(host, client, gpus)
+    if server is None:
+        raise OperationFailed(
+            f"the MPS server of process {pid} is unknown", f"end it: gpushare mps kill {pid}", code="server_unknown"
+        )
+    if mark is not None:
+        # Before the call: if it hangs, the second try must not come.
+        mark.touch()
+    if not client.found.control(host).terminate_client(server, pid):
+        raise OperationFailed(
+            f"the MPS daemon did not terminate client {pid}",
+            f"end its process: gpushare mps kill {pid}",
+            code="not_terminated",
+        )
+    return Killed(
+        pid=pid, server_pid=server, method="terminate-client", drain=None, server_status=_status_after(host, client)
+    )
+
+
+def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
+    """Return the meter of the device that a client's daemon serves."""
+    daemon = client.daemon
+    index = daemon.gpu_index if daemon.gpu_index is not None else (daemon.gpu_indexes or (0,))[0]
+    instance = next(
+        (mig.gpu_instance_id for gpu in gpus for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None
+    )
+    return ActivityMeter(host.nvml, index, instance)
+
+
+def _need_idle(host: Host, client: Client, gpus: Sequence[Gpu]) -> None:
+    meter = meter_of(host, client, gpus)
+    for _ in range(3):
+        activity = meter.read()
+        if activity is None or activity.percent > 1.0:
+            seen = "its activity is unknown" if activity is None else f"the GPU is {activity.percent:.0f} % busy"
+            raise InUse(
+                f"client {client.client.pid} may have work in flight ({seen}): after terminate_client its end would break its neighbours",
+                f"end it the safe way: gpushare mps kill {client.client.pid}",
+                code="client_busy",
+            )
+
+
+def _terminated_mark(client: Client, started_at: float | None) -> Path | None:
+    """Return the file that remembers a terminated client; its start time tells it from a later one of its PID."""
+    home = client.found.home
+    return None if home is None else home.directory / f"terminated-{client.client.pid}-{int(started_at or 0)}"
+
+
+def _status_after(host: Host, client: Client) -> str | None:
+    server = client.client.server_pid
+    if server is None:
+        return None
+    try:
+        status = client.found.control(host).server_status(server)
+    except GpushareError:
+        return None
+    if status == "FAULT":
+        gpu = client.daemon.device_uuid or client.daemon.gpu_index
+        raise OperationFailed(
+            f"client {client.client.pid} is gone, and MPS server {server} is in state FAULT",
+            FAULT_HINT.format(gpu=gpu),
+            gpu=None if client.daemon.gpu_index is None else str(client.daemon.gpu_index),
+            code="server_fault",
+        )
+    return status
+
+
+def _nothing() -> None:
+    """Stand in for a step that `kill` does itself: its steps are one act that cannot be cut."""

@@ -1,0 +1,178 @@
+"""Stopping an MPS daemon: wait for its clients, then force, then prove that its process is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.timeslice import set_compute_mode
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.host.mps import FoundDaemon
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.process import wait_gone
+from gpushare.model import ComputeMode
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+# How long a daemon and its servers may take to go once told to (measured on an H200: 59 to 82 ms).
+_GONE_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """What `stop` did: seconds waited for clients, whether it had to force, what was restored."""
+
+    pid: int | None
+    waited_seconds: float
+    forced: bool
+    compute_mode: ComputeMode | None = None
+
+
+def stop(
+    host: Host,
+    found: FoundDaemon,
+    device: Device | None,
+    *,
+    drain_seconds: float,
+    force: bool,
+    on_wait: Callable[[list[int], float], None] | None = None,
+) -> Stopped:
+    """Stop a daemon.
+
+    Waits up to ``drain_seconds`` for its clients. If some are left: with ``force`` the servers are
+    forced down and the clients lose their contexts; without, nothing is changed and InUse is raised.
+    Then waits for the daemon's process to be gone, clears its files away, and restores the compute mode.
+
+    Raises:
+        InUse: clients are left and ``force`` is False.
+        TimedOut: the daemon does not answer and ``force`` is False.
+        NoPermission: it belongs to another user.
+        OperationFailed: its process would not go.
+    """
+    home = found.home
+    with home.locked() if home is not None else contextlib.nullcontext():
+        if found.daemon.pid is None:
+            # The record of a dead daemon: nothing to stop, but to clear away and to restore.
+            waited, forced = 0.0, False
+        else:
+            _may_stop(found)
+            control = found.control(host)
+            waited, left = _wait_for_clients(control, drain_seconds, force=force, on_wait=on_wait)
+            if left and not force:
+                raise _still_used(found, left, waited)
+            forced = end_daemon(host, control, found.daemon.pid, seconds=1.0, force=force) or bool(left)
+        restored = _restore(host, found, device)
+        if home is not None:
+            home.clear()
+    return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=forced, compute_mode=restored)
+
+
+def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool) -> bool:
+    """Tell a daemon to quit and wait until its process is gone; return whether signals were needed.
+
+    ``quit`` says nothing of value by its exit code. With ``force`` a daemon that does not go gets
+    SIGTERM and then SIGKILL (its files are harmless to a later start).
+
+    Raises:
+        TimedOut: it does not answer and ``force`` is False.
+        OperationFailed: it would not go.
+    """
+    try:
+        control.quit(seconds if force else None)
+    except TimedOut:
+        if not force:
+            raise
+    except NotFound:
+        # It went between our look and our word.
+        pass
+    if not wait_gone(host.processes, [pid], _GONE_SECONDS if not force else 3.0):
+        return False
+    if force:
+        # A stopped process takes no SIGTERM before it continues.
+        for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(NotFound):
+                host.processes.send(pid, number)
+            if not wait_gone(host.processes, [pid], 0.1 if number == signal.SIGCONT else 3.0):
+                return True
+    raise OperationFailed(
+        f"the MPS daemon {pid} was told to quit and its process is still there",
+        "see its log: gpushare mps logs; end it: gpushare mps stop --force",
+        code="daemon_stays",
+    )
+
+
+def _may_stop(found: FoundDaemon) -> None:
+    record = found.record
+    if record is not None and os.geteuid() not in {0, record.uid}:
+        raise NoPermission(
+            f"the MPS daemon {found.daemon.pid} belongs to user {record.uid}",
+            "ask its owner, or run as root: sudo gpushare mps stop",
+            code="not_your_daemon",
+        )
+
+
+def clients_of(control: MpsControl) -> list[int]:
+    """Return the PIDs of all clients of a daemon; none when it is gone."""
+    try:
+        return [client.pid for client in control.clients()]
+    except NotFound:
+        return []
+
+
+def _wait_for_clients(
+    control: MpsControl, seconds: float, *, force: bool, on_wait: Callable[[list[int], float], None] | None
+) -> tuple[float, list[int]]:
+    started = time.monotonic()
+    while True:
+        try:
+            left = clients_of(control)
+        except TimedOut:
+            if force:
+                return time.monotonic() - started, []
+            raise
+        waited = time.monotonic() - started
+        if not left or waited >= seconds:
+            return waited, left
+        if on_wait is not None:
+            on_wait(left, seconds - waited)
+        time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
+
+
+def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
+    pids = ", ".join(map(str, left[:8]))
+    where = (
+        f"-g {found.daemon.device_uuid}"
+        if found.daemon.ours
+        else f"--pipe-directory {found.daemon.pipe_directory} --yes"
+    )
+    return InUse(
+        f"the MPS daemon {found.daemon.pid} still has {len(left)} clients after {waited:.1f} s: {pids}",
+        f"wait longer and then force: gpushare mps stop {where} --drain 60; or force now: --force",
+        gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
+        code="clients_left",
+    )
+
+
+def _restore(host: Host, found: FoundDaemon, device: Device | None) -> ComputeMode | None:
+    record = found.record
+    if record is None or record.previous_compute_mode is None or device is None:
+        return None
+    mode = ComputeMode[record.previous_compute_mode]
+    try:
+        set_compute_mode(host, device, mode)
+    except GpushareError as error:
+        raise OperationFailed(
+            f"the MPS daemon is gone, but the compute mode could not be restored: {error.message}",
+            f"restore it: sudo nvidia-smi -i {device.gpu.uuid} -c {mode.name}",
+            gpu=str(device.gpu.index),
+            code="not_restored",
+        ) from error
+    return mode

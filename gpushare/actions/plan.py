@@ -1,0 +1,84 @@
+"""Plans: steps with the plain command that each equals, its undo, and a way back when a later one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gpushare.errors import GpushareError, OperationFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a plan.
+
+    ``command`` is the plain vendor command that it equals and ``undo`` the one that takes it back.
+    ``do`` acts and reads back: it raises unless the host says that it is so. ``revert`` undoes it.
+    """
+
+    what: str
+    command: str
+    undo: str | None = None
+    do: Callable[[], None] = field(repr=False)
+    revert: Callable[[], None] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Steps in order; ``undo`` is the gpushare command that takes all of it back."""
+
+    title: str
+    steps: tuple[Step, ...]
+    undo: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None:
+    """Do the steps in order; when one fails, undo those before it, last first, and raise its error.
+
+    Raises:
+        GpushareError: the error of the failed step. What could not be undone is named in it.
+    """
+    done: list[Step] = []
+    try:
+        for step in plan.steps:
+            if on_step is not None:
+                on_step(step)
+            # Noted before it acts: a step that fails half way is undone too.
+            done.append(step)
+            step.do()
+    except GpushareError as error:
+        left = roll_back(done)
+        if left:
+            raise _not_undone(error, left) from error
+        raise
+    except BaseException:
+        # Ctrl-C in the middle leaves nothing half done either.
+        roll_back(done)
+        raise
+
+
+def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
+    """Undo steps, last first; return those that could not be, with the reason."""
+    left = []
+    for step in reversed(done):
+        if step.revert is None:
+            continue
+        try:
+            step.revert()
+        except GpushareError as error:
+            left.append((step, error))
+    return left
+
+
+def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
+    names = "; ".join(f"{step.what} ({reason.message})" for step, reason in left)
+    commands = "; ".join(step.undo for step, _ in left if step.undo)
+    failed = OperationFailed(
+        f"{error.message}; and could not be undone: {names}",
+        f"undo by hand: {commands}" if commands else error.hint,
+        gpu=error.gpu,
+        code=error.code,
+    )
+    failed.exit_code = error.exit_code
+    return failed

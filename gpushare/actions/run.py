@@ -1,0 +1,282 @@
+"""`gpushare run`: a program inside a share, from the daemon's start to the proof, its end and the clean-up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final, cast
+
+from gpushare.actions.attachment import Attachment
+from gpushare.actions.mps_device import check_device, own_daemon
+from gpushare.actions.mps_limits import MpsLimits, check_memory
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.plan import carry_out
+from gpushare.actions.run_after import stop_if_last
+from gpushare.actions.run_end import GRACE_SECONDS, client_pids, end_program
+from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
+from gpushare.actions.terminal import Terminal
+from gpushare.actions.wakeups import Wakeups
+from gpushare.errors import GpushareError, NotFound
+from gpushare.host.activity import ActivityMeter
+from gpushare.host.mps_control import DEVICE, MpsControl
+from gpushare.host.mps_home import DaemonHome, Lease, home_of
+from gpushare.units import mps_memory, mps_percentage
+
+if TYPE_CHECKING:
+    from gpushare.actions.safe_end import Drain
+    from gpushare.host.host import Host
+    from gpushare.host.process import Spawned
+    from gpushare.selection import Device
+
+# Signals that end the program; the others are passed on as they are.
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run: limits of this program, and how it is ended (seconds)."""
+
+    limits: MpsLimits = field(default_factory=MpsLimits)
+    strict: bool = False
+    grace_seconds: float = GRACE_SECONDS
+    drain_seconds: float = DRAIN_BOUND_SECONDS
+
+
+class Reporter:
+    """What a run says while it goes on; the command line prints it on stderr."""
+
+    def attached(self, attachment: Attachment, pid: int) -> None:
+        """A process of the program is a client of the daemon."""
+
+    def outside(self, pid: int) -> None:
+        """A process of the program runs on the GPU outside MPS."""
+
+    def pending(self, pid: int) -> None:
+        """The daemon keeps a process waiting, because another user's clients hold the server."""
+
+    def unproved(self) -> None:
+        """The program ended and no CUDA context of it was seen."""
+
+    def ended(self, drain: Drain) -> None:
+        """The program was ended the safe way."""
+
+
+def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: MpsLimits) -> dict[str, str]:
+    """Return the environment of a client: the device by UUID, the private pipe, its limits.
+
+    The limit names device 0, the only one that the client sees: an entry for any other would make
+    CUDA drop all limits, also the server's.
+    """
+    environment = {
+        **base,
+        "CUDA_VISIBLE_DEVICES": device.uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": str(home.pipe),
+        "CUDA_MPS_LOG_DIRECTORY": str(home.log),
+    }
+    if limits.threads_percent is not None:
+        environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = mps_percentage(limits.threads_percent)
+    if limits.memory_limit_bytes is not None:
+        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{DEVICE}={mps_memory(limits.memory_limit_bytes)}"
+    if limits.priority is not None:
+        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(int(limits.priority))
+    return environment
+
+
+def run(host: Host, device: Device, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
+    """Run a program inside a share and return its exit code (128 + N when signal N ended it).
+
+    Starts a daemon if the device has none, and stops it with the last program.
+
+    Raises:
+        GpushareError: the share could not be set up (nothing was run), or the program could not be ended.
+    """
+    check_device(host, device)
+    check_memory(device, options.limits.memory_limit_bytes)
+    if shutil.which(command[0]) is None:
+        raise NotFound(
+            f"there is no program '{command[0]}'",
+            f"check the spelling: command -v {command[0]}",
+            code="command_not_found",
+        )
+    home, lease = open_share(host, device)
+    try:
+        environment = client_environment(os.environ, device, home, options.limits)
+        return _Session(host, device, home, lease, options, reporter).run(command, environment)
+    finally:
+        if lease is not None:
+            lease.release()
+            with contextlib.suppress(GpushareError):
+                # With clients left, the guard waits for them.
+                stop_if_last(host, home)
+
+
+def open_share(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
+    """Return the home of the device's daemon and a lease on it; starts a daemon when there is none.
+
+    The lease is None on another user's daemon: it is not ours to stop.
+
+    Raises:
+        GpushareError: as `plan_start`.
+    """
+    own_home = home_of(host.run_directory, device.uuid)
+    try:
+        home, _ = own_daemon(host, device)
+        if home.directory != own_home.directory:
+            return home, None
+    except NotFound:
+        pass
+    own_home.create()
+    with own_home.locked():
+        try:
+            own_daemon(host, device)
+        except NotFound:
+            carry_out(plan_start(host, device, MpsLimits(), transient=True))
+        return own_home, own_home.take_lease()
+
+
+class _Session:
+    """One program from its start to its end."""
+
+    def __init__(
+        self, host: Host, device: Device, home: DaemonHome, lease: Lease | None, options: RunOptions, reporter: Reporter
+    ) -> None:
+        self._host, self._device, self._home, self._lease = host, device, home, lease
+        self._options, self._reporter = options, reporter
+        self._told: set[int] = set()
+        self._ended_by: int | None = None
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        # Signals are caught before the program starts: from then on none may kill gpushare unheard.
+        with Wakeups((*_ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
+            child = self._host.processes.spawn(command, environment)
+            info = self._host.processes.describe(child.pid)
+            _tell(guard, f"program {child.pid} {'-' if info is None or info.started_at is None else info.started_at}")
+            attachment = Attachment(self._host, self._device, self._home, child.pid)
+            with Terminal(child.pid) as terminal:
+                status = self._follow(child, attachment, wakeups, terminal)
+            attachment.settle()
+            self._report(attachment)
+            if not attachment.attached and not attachment.outside:
+                self._reporter.unproved()
+        return self._exit_code(status, attachment)
+
+    def _follow(self, child: Spawned, attachment: Attachment, wakeups: Wakeups, terminal: Terminal) -> int:
+        wait = 0.1
+        while (status := child.poll()) is None:
+            for number in wakeups.wait(wait):
+                if number in _ENDING:
+                    self._end(child, number, wakeups)
+                elif number == signal.SIGTSTP:
+                    terminal.suspend()
+                elif number in _PASSED_ON:
+                    _pass_on(child.pid, number)
+            terminal.serve(child)
+            if child.poll() is None and self._ended_by is None:
+                attachment.look()
+                self._report(attachment)
+                if self._options.strict and attachment.outside:
+                    self._end(child, signal.SIGTERM, wakeups)
+            wait = attachment.wait()
+        return status
+
+    def _report(self, attachment: Attachment) -> None:
+        for pids, report in (
+            (attachment.attached, lambda pid: self._reporter.attached(attachment, pid)),
+            (attachment.outside, self._reporter.outside),
+            (attachment.pending, self._reporter.pending),
+        ):
+            for pid in sorted(set(pids) - self._told):
+                report(pid)
+                if pids is not attachment.pending:
+                    self._told.add(pid)
+            if pids is attachment.pending:
+                self._told |= set(pids) - set(attachment.attached)
+
+    def _end(self, child: Spawned, number: int, wakeups: Wakeups) -> None:
+        self._ended_by = number
+        mig = self._device.mig
+        meter = ActivityMeter(self._host.nvml, self._device.gpu.index, None if mig is None else mig.gpu_instance_id)
+        drain = end_program(
+            self._host,
+            child.pid,
+            MpsControl(self._host.programs, str(self._home.pipe)),
+            meter,
+            number=number,
+            grace_seconds=self._options.grace_seconds,
+            bound_seconds=self._options.drain_seconds,
+            hurry=lambda: any(again in _ENDING for again in wakeups.wait(0.0)),
+        )
+        if drain is not None:
+            self._reporter.ended(drain)
+
+    def _exit_code(self, status: int, attachment: Attachment) -> int:
+        if self._options.strict and attachment.outside:
+            return 1
+        if status >= 0:
+            return status
+        # Killed by us in the end: the caller sees the signal that it sent.
+        if -status == signal.SIGKILL and self._ended_by is not None:
+            return 128 + self._ended_by
+        return 128 - status
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[IO[bytes]]:
+        """Yield the input of the guard; it learns of an orderly end by a word, of our death by silence."""
+        guard, pipe = start_guard(self._host, self._device, self._lease)
+        word = None
+        try:
+            yield pipe
+            word = "linger" if self._still_used() else "done"
+        finally:
+            # Without a word, because something failed here, the guard ends what is left of the program.
+            if word is not None:
+                _tell(pipe, word)
+            with contextlib.suppress(OSError):
+                pipe.close()
+            if word == "done":
+                guard.wait()
+
+    def _still_used(self) -> bool:
+        """Return whether a daemon that we should stop still has clients (the program left some behind)."""
+        record = self._home.read()
+        if record is None or not record.transient or self._lease is None:
+            return False
+        return bool(client_pids(MpsControl(self._host.programs, str(self._home.pipe))))
+
+
+def start_guard(host: Host, device: Device, lease: Lease | None) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start the guard in a session of its own, so that no signal of the terminal reaches it.
+
+    Returns it and its input.
+    """
+    here = Path(__file__).resolve()
+    root, index = str(here.parents[2]), str(device.gpu.index)
+    guard = subprocess.Popen(
+        [sys.executable, str(here.with_name("guard.py")), root, host.spec, device.uuid, index],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=() if lease is None else (lease.descriptor,),
+    )
+    return guard, cast("IO[bytes]", guard.stdin)
+
+
+def _tell(pipe: IO[bytes], word: str) -> None:
+    # A guard that somebody killed must not end the program.
+    with contextlib.suppress(OSError, ValueError):
+        pipe.write(word.encode() + b"\n")
+        pipe.flush()
+
+
+def _pass_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,83 @@
+"""Ending the program of `gpushare run`: its own signal first and time to end, then the safe way."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, Drain, end_clients
+from gpushare.errors import GpushareError, NoPermission, NotFound
+from gpushare.host.activity import ActivityMeter
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.process import wait_gone
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+GRACE_SECONDS: Final = 10.0
+
+
+def ask_to_end(host: Host, pids: Sequence[int], clients: set[int], number: int) -> list[int]:
+    """Send a signal to a program's processes where it does no harm; return those that got one.
+
+    A process with a handler of its own gets the signal, or SIGINT if it handles only that (Python
+    does). A process that is no MPS client gets it in any case. An MPS client without a handler would
+    die of it with its queue in flight, and break its neighbours: it gets nothing here.
+    """
+    asked = []
+    for pid in pids:
+        chosen = _harmless(host, pid, number, client=pid in clients)
+        if chosen is not None:
+            with contextlib.suppress(NotFound, NoPermission):
+                host.processes.send(pid, chosen)
+                asked.append(pid)
+    return asked
+
+
+def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
+    for candidate in (number, signal.SIGINT, signal.SIGTERM):
+        if host.processes.catches(pid, candidate):
+            return candidate
+    return None if client else number
+
+
+def end_program(
+    host: Host,
+    program_pid: int,
+    control: MpsControl,
+    meter: ActivityMeter,
+    *,
+    number: int = signal.SIGINT,
+    grace_seconds: float = GRACE_SECONDS,
+    bound_seconds: float = DRAIN_BOUND_SECONDS,
+    hurry: Callable[[], bool] = lambda: False,
+) -> Drain | None:
+    """End a program and all that descends from it; return how the GPU drained, or None when it ended by itself.
+
+    ``hurry`` is asked while the program has its time, and cuts it short (a second Ctrl-C).
+
+    Raises:
+        GpushareError: a process could not be ended.
+    """
+    pids = [pid for pid in host.processes.descendants(program_pid) if host.processes.alive(pid)]
+    if not pids:
+        return None
+    ending = ask_to_end(host, pids, client_pids(control), number)
+    deadline = time.monotonic() + grace_seconds
+    # A process that was asked has its time, whatever becomes of its handlers: Python takes them away
+    # while it shuts down, and a stop in the middle of that would be taken by nobody.
+    while ending and time.monotonic() < deadline and not hurry():
+        ending = wait_gone(host.processes, ending, 0.1)
+    pids = [pid for pid in pids if host.processes.alive(pid)]
+    return end_clients(host, pids, meter, bound_seconds=bound_seconds) if pids else None
+
+
+def client_pids(control: MpsControl) -> set[int]:
+    """Return the PIDs of the daemon's clients; none when it cannot be asked."""
+    try:
+        return {client.pid for client in control.clients()}
+    except GpushareError:
+        return set()

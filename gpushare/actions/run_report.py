@@ -1,0 +1,82 @@
+"""What `gpushare run` says on stderr beside the program's own output."""
+
+from __future__ import annotations
+
+from typing import IO, TYPE_CHECKING
+
+from gpushare.actions.run import Reporter
+from gpushare.errors import GpushareError
+from gpushare.host.mps import find_daemons
+from gpushare.units import format_bytes, format_percent
+
+if TYPE_CHECKING:
+    from gpushare.actions.attachment import Attachment
+    from gpushare.actions.safe_end import Drain
+    from gpushare.model import MpsClient
+    from gpushare.selection import Device
+
+
+class RunReport(Reporter):
+    """Lines on a stream; with ``quiet`` only what is wrong."""
+
+    def __init__(self, device: Device, stream: IO[str], *, quiet: bool) -> None:
+        self._device, self._stream, self._quiet = device, stream, quiet
+
+    def attached(self, attachment: Attachment, pid: int) -> None:
+        """Say that a process is a client, and under which limits."""
+        client = _client(attachment, pid)
+        if client is None:
+            self._say(f"process {pid} was attached to MPS on {self._device.title}")
+            return
+        threads, memory = format_percent(client.threads_percent), format_bytes(client.memory_limit_bytes)
+        low = "" if client.priority is None or not client.priority else ", low priority"
+        self._say(
+            f"process {pid} is attached to MPS server {client.server_pid} on {self._device.title} "
+            f"(threads {threads}, memory limit {'none' if memory == '-' else memory}{low})"
+        )
+
+    def outside(self, pid: int) -> None:
+        """Say loudly that a process has escaped its share."""
+        self._write(
+            f"error: process {pid} runs on {self._device.title} outside MPS: it has no limits, and is time-sliced with all MPS clients\n"
+            "hint: the program or a wrapper changes CUDA_MPS_PIPE_DIRECTORY or CUDA_VISIBLE_DEVICES; --strict ends such a program\n"
+        )
+
+    def pending(self, pid: int) -> None:
+        """Say that a process waits for another user."""
+        self._say(
+            f"process {pid} waits: another user's clients hold the MPS server of {self._device.title}; "
+            "one user at a time (see: gpushare mps status)"
+        )
+
+    def unproved(self) -> None:
+        """Say that nothing was proved."""
+        self._say("the program ended and no CUDA context of it was seen: that it ran inside its share is not proved")
+
+    def ended(self, drain: Drain) -> None:
+        """Say how the program was ended."""
+        how = {"idle": "the GPU was seen idle", "fall": "the GPU's activity was seen to fall"}.get(
+            drain.by, "the whole bound was waited"
+        )
+        self._say(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._write(f"gpushare: {text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            # The program goes on, whoever listens.
+            self._quiet = True
+
+
+def _client(attachment: Attachment, pid: int) -> MpsClient | None:
+    try:
+        found = find_daemons(attachment.host, [attachment.device.gpu])
+    except GpushareError:
+        return None
+    clients = (client for item in found for client in item.daemon.clients)
+    return next((client for client in clients if client.pid == pid), None)
