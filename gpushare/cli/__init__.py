@@ -1,0 +1,151 @@
+"""The command line: one file per verb, and the one place where errors become text and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from gpushare.cli import common, doctor, mps, run, sim, status, timeslice
+from gpushare.errors import BadUsage, ExitCode, GpushareError, Interrupted, OperationFailed
+
+app = typer.Typer(
+    name="gpushare",
+    cls=common.RootGroup,
+    help="Share the GPUs of one host well: see who is on them, set a way of sharing up, prove it, take it down again.",
+    epilog="On a machine without a GPU try: gpushare --host sim:h200 status",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=common.CONTEXT,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Share the GPUs of one host well."""
+
+
+status.register(app)
+run.register(app)
+timeslice.register(app)
+mps.register(app)
+doctor.register(app)
+sim.register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code; the one try/except of the command line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    common.reset()
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader is gone (| head): nothing more to say, also not at the interpreter's own flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    return code
+
+
+def _run(words: list[str]) -> int:
+    try:
+        answer = app(args=words, prog_name="gpushare", standalone_mode=False)
+        return _written(answer)
+    except GpushareError as error:
+        return _failed(words, error)
+    except KeyboardInterrupt:
+        return _failed(words, Interrupted("interrupted", "nothing more was changed; see: gpushare status"))
+    except BrokenPipeError:
+        raise
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except Exception as error:  # noqa: BLE001 - the last resort: no traceback without --debug
+        return _unexpected(words, error)
+
+
+def _written(answer: Any) -> int:
+    """Write a command's result; a plain number is an exit code (of `gpushare run`, of ``--help``)."""
+    if isinstance(answer, int):
+        return answer
+    if answer is None:
+        return 0
+    from gpushare.show.render import write
+
+    write(answer, common.settings.output, stdout=sys.stdout, stderr=sys.stderr, quiet=common.settings.quiet)
+    return int(answer.exit_code)
+
+
+def _failed(words: list[str], error: GpushareError) -> int:
+    if common.settings.debug or "--debug" in _before_dashes(words):
+        import traceback
+
+        traceback.print_exception(error)
+    from gpushare.show.result import failure
+
+    # The error may come before -o was understood.
+    common.settings.output = _asked_output(words)
+    return _written(failure(_command_of(words), error))
+
+
+def _unexpected(words: list[str], error: Exception) -> int:
+    if hasattr(error, "format_message"):
+        return _usage(words, error)
+    if type(error).__name__ in {"Abort", "Exit"}:
+        return int(getattr(error, "exit_code", ExitCode.FAILED))
+    if common.settings.debug or "--debug" in _before_dashes(words):
+        raise error
+    what = f"{type(error).__name__}: {error}".replace("\n", " ")
+    bug = OperationFailed(
+        f"unexpected {what}", "this is a bug of gpushare; run it again with --debug and report it", code="bug"
+    )
+    return _failed(words, bug)
+
+
+def _usage(words: list[str], error: Any) -> int:
+    """Return the exit code of an error of the parser, said in our two lines."""
+    context: Any = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stdout.write(context.get_help() + "\n")
+        return int(ExitCode.USAGE)
+    path = getattr(context, "command_path", "gpushare") or "gpushare"
+    message = " ".join(str(error.format_message()).split()).rstrip(".")
+    return _failed(words, BadUsage(message[:1].lower() + message[1:], f"see: {path} --help"))
+
+
+def _before_dashes(words: Sequence[str]) -> Sequence[str]:
+    return words[: words.index("--")] if "--" in words else words
+
+
+def _command_of(words: Sequence[str]) -> str:
+    """Return the command that the words name, as far as the tree knows them: ``mps start``."""
+    command: Any = typer.main.get_command(app)
+    path: list[str] = []
+    for word in _before_dashes(words):
+        found = getattr(command, "commands", {}).get(word)
+        if found is not None:
+            path.append(word)
+            command = found
+    return " ".join(path) or "gpushare"
+
+
+def _asked_output(words: Sequence[str]) -> Any:
+    """Return the last output format among the words, if it is one."""
+    from gpushare.show.result import OutputFormat
+
+    asked = common.settings.output
+    before = list(_before_dashes(words))
+    for position, word in enumerate(before):
+        text = None
+        if word in {"-o", "--output"} and position + 1 < len(before):
+            text = before[position + 1]
+        elif word.startswith("--output="):
+            text = word.partition("=")[2]
+        elif word.startswith("-o") and not word.startswith("--"):
+            text = word[2:]
+        if text and text.lower() in {form.value for form in OutputFormat}:
+            asked = OutputFormat(text.lower())
+    return asked

@@ -1,0 +1,205 @@
+"""The options that every command takes, before or after it, and what they set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from gpushare.errors import BadUsage
+from gpushare.show.result import OutputFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+
+CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@dataclass
+class Settings:
+    """What the common options say; one object per run of the program."""
+
+    host: str | None = None
+    output: OutputFormat = OutputFormat.AUTO
+    quiet: bool = False
+    verbose: bool = False
+    debug: bool = False
+    dry_run: bool = False
+    yes: bool = False
+
+    def connect(self) -> Host:
+        """Return the host: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
+        from gpushare.host.connect import connect
+
+        return connect(self.spec)
+
+    @property
+    def spec(self) -> str:
+        """Return the host specification."""
+        return self.host or os.environ.get("GPUSHARE_HOST") or "local"
+
+
+settings = Settings()
+
+
+def reset() -> None:
+    """Forget what an earlier run in this process was told (tests)."""
+    for name, value in vars(Settings()).items():
+        setattr(settings, name, value)
+
+
+def output_of(text: str) -> OutputFormat:
+    """Return the output format that a user names.
+
+    Raises:
+        BadUsage: no such format.
+    """
+    try:
+        return OutputFormat(text.lower())
+    except ValueError:
+        raise BadUsage(
+            f"'{text}' is not an output format", "give -o table, plain, json, yaml or csv", code="bad_output"
+        ) from None
+
+
+def _set(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+    def callback(_context: Any, _parameter: Any, value: Any) -> Any:
+        # Absent stands for "as it was": the same option may stand before the command.
+        if value not in {None, False}:
+            setattr(settings, name, convert(value))
+        return value
+
+    return callback
+
+
+def _version(ctx: Any, _parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from gpushare import __version__
+
+        sys.stdout.write(f"gpushare {__version__}\n")
+        ctx.exit()
+
+
+def _flag(name: str, help_text: str, *declarations: str) -> TyperOption:
+    return TyperOption(
+        param_decls=[*declarations, f"shared_{name}"],
+        is_flag=True,
+        default=False,
+        expose_value=False,
+        callback=_set(name),
+        help=help_text,
+    )
+
+
+def common_options() -> list[TyperOption]:
+    """Return the options that stand on every command, new objects each time."""
+    return [
+        TyperOption(
+            param_decls=["--host", "shared_host"],
+            metavar="SPEC",
+            expose_value=False,
+            callback=_set("host"),
+            help="The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]",
+        ),
+        TyperOption(
+            param_decls=["-o", "--output", "shared_output"],
+            metavar="FORMAT",
+            expose_value=False,
+            callback=_set("output", output_of),
+            help="table, plain, json, yaml or csv. [default: table on a terminal, plain off one]",
+        ),
+        _flag("quiet", "No notes.", "-q", "--quiet"),
+        _flag("verbose", "Say more of what is done.", "-v", "--verbose"),
+        _flag("debug", "Show the traceback of an error.", "--debug"),
+    ]
+
+
+def change_options() -> list[TyperOption]:
+    """Return the options of commands that change something."""
+    return [
+        _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
+        _flag("yes", "Do not ask.", "-y", "--yes"),
+    ]
+
+
+class Command(TyperCommand):
+    """A command that only looks."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named["params"] = [*(named.get("params") or []), *common_options()]
+        super().__init__(*arguments, **named)
+
+
+class ChangingCommand(TyperCommand):
+    """A command that changes something."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named["params"] = [*(named.get("params") or []), *change_options(), *common_options()]
+        super().__init__(*arguments, **named)
+
+
+class Group(TyperGroup):
+    """A group of commands; the root one also knows ``--version``."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named["params"] = [*(named.get("params") or []), *common_options()]
+        super().__init__(*arguments, **named)
+
+
+class RootGroup(Group):
+    """The program itself."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        version = TyperOption(
+            param_decls=["--version", "shared_version"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            is_eager=True,
+            callback=_version,
+            help="Show the version and exit.",
+        )
+        named["params"] = [*(named.get("params") or []), version]
+        super().__init__(*arguments, **named)
+
+
+GPU_HELP: Final = "GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all."
+
+
+def note(text: str) -> None:
+    """Say something on stderr, unless --quiet."""
+    if not settings.quiet:
+        from gpushare.show.render import write_notes
+
+        write_notes([text], sys.stderr)
+
+
+def gpus_of(host: Host) -> Sequence[Gpu]:
+    """Return the GPUs of a host with the modes that a change looks at."""
+    return host.nvml.sweep()
+
+
+def confirm(question: str) -> None:
+    """Ask on a terminal; elsewhere ``--yes`` is needed.
+
+    Raises:
+        BadUsage: nobody can be asked, or the answer is no.
+    """
+    if settings.yes or settings.dry_run:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise BadUsage(
+            f"{question} Nobody can be asked here", "say so with --yes; or look first: --dry-run", code="not_confirmed"
+        )
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+        raise BadUsage(
+            "not confirmed; nothing was changed", "say so with --yes; or look first: --dry-run", code="not_confirmed"
+        )

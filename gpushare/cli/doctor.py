@@ -1,0 +1,61 @@
+"""``gpushare doctor``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from gpushare.cli.common import Command, settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor", cls=Command)(doctor)
+
+
+def doctor() -> Any:
+    """Check the host for what goes wrong in practice; each finding has a stable id and its remedy.
+
+    Exit code 0: all is well; 1: something warns; 2: something fails. Nothing is changed.
+    """
+    from gpushare.actions.doctor import Verdict, examine, exit_code
+    from gpushare.show.result import Column, Result, Table
+
+    checks = examine(settings.connect())
+    colours = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+    columns = (
+        Column(key="verdict", title="", style=lambda value: colours.get(getattr(value, "value", value))),
+        Column(key="id", title="check", whole=True),
+        Column(key="seen", title="seen"),
+        Column(key="remedy", title="mend"),
+    )
+    rows = tuple(
+        {
+            "verdict": check.verdict.value,
+            "id": check.id,
+            "gpu": check.gpu,
+            "seen": check.seen,
+            "why": check.why,
+            "remedy": check.remedy,
+        }
+        for check in checks
+    )
+    wrong = [check for check in checks if check.verdict in {Verdict.WARN, Verdict.FAIL}]
+    lines: list[tuple[str, str | None]] = []
+    width = max(len(check.id) for check in checks)
+    for check in checks:
+        lines.append((f"{check.verdict.value:<4}  {check.id:<{width}}  {check.seen}", colours[check.verdict.value]))
+        if check in wrong:
+            lines += [(f"      {'':<{width}}  {text}", None) for text in (check.why, f"mend: {check.remedy}") if text]
+    table = Table(name="checks", columns=columns, rows=rows, lines=tuple(lines))
+    return Result(
+        command="doctor", data={"checks": checks}, tables=(table,), csv=_csv(rows), exit_code=exit_code(checks)
+    )
+
+
+def _csv(rows: tuple[dict[str, Any], ...]) -> Any:
+    from gpushare.show.result import Column, Table
+
+    keys = ("verdict", "id", "gpu", "seen", "why", "remedy")
+    return Table(name="checks", columns=tuple(Column(key=key, title=key) for key in keys), rows=rows)

@@ -1,0 +1,96 @@
+"""Limits as users type them: one for all devices, or one per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gpushare.errors import BadUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpushare.actions.mps_limits import MpsLimits
+    from gpushare.model import Priority
+    from gpushare.selection import Device
+
+
+class Limits:
+    """Limits as typed: one value for all devices, or one per GPU (``0=4G,1=8G``)."""
+
+    def __init__(self, threads: str | None, memory: str | None, priority: str | None) -> None:
+        from gpushare.units import parse_memory_limit, parse_thread_percentage
+
+        # Parsed before the host is asked: a wrong word costs nothing.
+        self._threads = _by_gpu("--threads", threads, parse_thread_percentage)
+        self._memory = _by_gpu("--memory", memory, parse_memory_limit)
+        self._priority = priority_of(priority)
+
+    def for_devices(self, devices: Sequence[Device]) -> dict[str, MpsLimits]:
+        """Return the limits by device UUID.
+
+        Raises:
+            NotFound, BadUsage: a limit names a GPU that is not among them.
+        """
+        from gpushare.actions.mps_limits import MpsLimits
+
+        threads, memory = _resolve(self._threads, devices), _resolve(self._memory, devices)
+        return {
+            device.uuid: MpsLimits(
+                threads_percent=threads.get(device.uuid),
+                memory_limit_bytes=memory.get(device.uuid),
+                priority=self._priority,
+            )
+            for device in devices
+        }
+
+
+def priority_of(text: str | None) -> Priority | None:
+    """Return the priority that a user names.
+
+    Raises:
+        BadUsage: neither normal nor low.
+    """
+    from gpushare.model import Priority
+
+    if text is None:
+        return None
+    names = {level.title: level for level in Priority} | {str(int(level)): level for level in Priority}
+    if text.lower() not in names:
+        raise BadUsage(f"'{text}' is not a priority", "give --priority normal or --priority low", code="bad_priority")
+    return names[text.lower()]
+
+
+def _by_gpu(option: str, text: str | None, parse: Callable[[str], float]) -> dict[str | None, Any]:
+    if text is None:
+        return {}
+    if "=" not in text:
+        return {None: parse(text)}
+    values: dict[str | None, Any] = {}
+    for entry in text.split(","):
+        gpu, equals, value = entry.partition("=")
+        if not equals or not gpu.strip():
+            raise BadUsage(
+                f"'{entry}' in {option} names no GPU", f"give one for all, or {option} 0=...,1=...", code="bad_limit"
+            )
+        values[gpu.strip()] = parse(value)
+    return values
+
+
+def _resolve(values: dict[str | None, Any], devices: Sequence[Device]) -> dict[str, Any]:
+    from gpushare.selection import select
+
+    if None in values:
+        return {device.uuid: values[None] for device in devices}
+    uuids = {device.uuid for device in devices}
+    resolved: dict[str, Any] = {}
+    for name, value in values.items():
+        for device in select(name, [device.gpu for device in devices]):
+            if device.uuid not in uuids:
+                raise BadUsage(
+                    f"a limit names {device.title}, which is not among the chosen",
+                    "choose it too: -g",
+                    code="bad_limit",
+                )
+            resolved[device.uuid] = value
+    return resolved

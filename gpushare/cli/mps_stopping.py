@@ -1,0 +1,126 @@
+"""Which daemons ``gpushare mps stop`` means, and what it says of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpushare.cli.common import gpus_of, note, settings
+from gpushare.errors import BadUsage, NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpushare.host.host import Host
+    from gpushare.host.mps import FoundDaemon
+    from gpushare.selection import Device
+
+
+def stopping(host: Host, gpu: str | None, pipe_directory: str | None) -> list[tuple[FoundDaemon, Device | None]]:
+    """Return the daemons that a `stop` means, with their devices.
+
+    Raises:
+        NotFound: there is none.
+        BadUsage: a daemon of somebody else without --yes, or both ways of naming one.
+    """
+    from gpushare.host.mps import find_daemons
+    from gpushare.selection import Device, select_for_change
+
+    if pipe_directory is not None and gpu is not None:
+        raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
+    gpus = gpus_of(host)
+    found = find_daemons(host, gpus, deep=False)
+    if pipe_directory is not None:
+        return [(_by_pipe(found, pipe_directory), None)]
+    devices = list(select_for_change(gpu, gpus)) if gpu is not None or len(gpus) == 1 else []
+    if not devices:
+        # Several GPUs: the one daemon that is there is meant, several must be named.
+        ours = [item for item in found if item.daemon.ours]
+        if len(ours) == 1:
+            devices = [Device(gpu=item) for item in gpus if item.index == ours[0].daemon.gpu_index]
+        devices = devices or list(select_for_change(gpu, gpus))
+    chosen: list[tuple[FoundDaemon, Device | None]] = [
+        (item, device)
+        for device in devices
+        for item in found
+        if item.daemon.ours and _serves(item, device, all_of=gpu == "all")
+    ]
+    if not chosen:
+        raise _none_there(found, devices)
+    return chosen
+
+
+def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
+    """A GPU in MIG mode stands for the daemons of its instances when all are meant, or it has one."""
+    if found.daemon.device_uuid == device.uuid:
+        return True
+    return all_of and device.mig is None and found.daemon.gpu_index == device.gpu.index
+
+
+def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotFound:
+    names = ", ".join(device.title for device in devices)
+    foreign = next((item.daemon for item in found if not item.daemon.ours), None)
+    hint = "see what is there: gpushare mps status"
+    if foreign is not None and foreign.pipe_directory is not None:
+        hint = f"the daemon {foreign.pid} is not gpushare's; stop it by: gpushare mps stop --pipe-directory {foreign.pipe_directory} --yes"
+    return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
+
+
+def _by_pipe(found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
+    import os
+
+    wanted = os.path.abspath(pipe_directory)
+    for item in found:
+        if item.daemon.pipe_directory == wanted:
+            if not item.daemon.ours and not settings.yes and not settings.dry_run:
+                raise BadUsage(
+                    f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
+                    f"stop it all the same: gpushare mps stop --pipe-directory {wanted} --yes",
+                    code="foreign_daemon",
+                )
+            return item
+    raise NotFound(
+        f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status", code="no_daemon"
+    )
+
+
+def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: float, force: bool) -> dict[str, Any]:
+    """Stop one daemon and return what is said of it; with --dry-run only say it."""
+    from gpushare.actions.mps_stop import stop as stop_daemon
+
+    row = {
+        "pid": found.daemon.pid,
+        "gpu": found.daemon.gpu_index,
+        "pipe_directory": found.daemon.pipe_directory,
+        "command": f"echo quit | CUDA_MPS_PIPE_DIRECTORY={found.daemon.pipe_directory} nvidia-cuda-mps-control",
+        "waited_seconds": None,
+        "forced": None,
+        "compute_mode": None if found.record is None else found.record.previous_compute_mode,
+    }
+    if settings.dry_run:
+        return row
+    told: set[tuple[int, ...]] = set()
+
+    def waiting(left: list[int], more: float) -> None:
+        if tuple(left) not in told:
+            told.add(tuple(left))
+            note(f"waiting up to {more:.0f} s for {len(left)} clients: {', '.join(map(str, left[:8]))}")
+
+    done = stop_daemon(host, found, device, drain_seconds=seconds, force=force, on_wait=waiting)
+    return {
+        **row,
+        "waited_seconds": round(done.waited_seconds, 3),
+        "forced": done.forced,
+        "compute_mode": None if done.compute_mode is None else done.compute_mode.title,
+    }
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """Return what became of a daemon, in one line."""
+    where = f" of GPU {row['gpu']}" if row["gpu"] is not None else f" at {row['pipe_directory']}"
+    if row["forced"] is None:
+        return f"would stop the MPS daemon{where} (process {row['pid']}): {row['command']}"
+    if row["pid"] is None:
+        text = f"cleared away what a dead MPS daemon{where} left"
+    else:
+        text = f"MPS daemon{where} is gone (process {row['pid']}{', forced' if row['forced'] else ''})"
+    return text + (f"; compute mode {row['compute_mode']} restored" if row["compute_mode"] else "")

@@ -1,0 +1,305 @@
+"""``gpushare sim``: the simulated hosts, their processes and their faults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.cli.common import ChangingCommand, Command, Group, confirm, settings
+from gpushare.errors import BadUsage
+
+group = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Simulated hosts: try everything, rehearse errors, run tests, without a GPU.",
+)
+Spec = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[HOST]", help="The simulated host; without it --host or GPUSHARE_HOST.", show_default=False
+    ),
+]
+Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    app.add_typer(group, name="sim", cls=Group)
+    group.command("list", cls=Command)(list_hosts)
+    group.command("show", cls=Command)(show)
+    group.command("reset", cls=ChangingCommand)(reset)
+    group.command("add", cls=Command)(add)
+    group.command("end", cls=Command)(end)
+    group.command("mig", cls=Command)(mig)
+    group.command("fault", cls=Command)(fault)
+
+
+def spec_of(given: str | None) -> str:
+    """Return the simulated host that is meant.
+
+    Raises:
+        BadUsage: none is named.
+    """
+    spec = given or settings.spec
+    if not spec.startswith("sim:"):
+        raise BadUsage("no simulated host is named", "name one: gpushare --host sim:h200 sim show", code="no_sim_host")
+    return spec
+
+
+def list_hosts(
+    models: Annotated[bool, typer.Option("--models", help="The GPU models that a host can have.")] = False,
+) -> Any:
+    """List the simulated hosts that were used, or with --models what can be simulated."""
+    from gpushare.show.result import Column, Result, Table
+
+    if models:
+        return _models()
+    from gpushare.sim.admin import list_hosts as used_hosts
+
+    hosts = used_hosts()
+    columns = (
+        Column(key="spec", title="host", whole=True),
+        Column(key="gpus", title="GPUs", right=True),
+        Column(key="processes", title="processes", right=True),
+        Column(key="daemons", title="MPS daemons", right=True),
+        Column(key="directory", title="state", rank=1),
+    )
+    rows = tuple({column.key: getattr(host, column.key) for column in columns} for host in hosts)
+    empty = "no simulated host was used yet; any command makes one: gpushare --host sim:h200 status"
+    return Result(
+        command="sim list",
+        data={"hosts": hosts},
+        tables=(Table(name="hosts", columns=columns, rows=rows, empty=empty),),
+    )
+
+
+def _models() -> Any:
+    from gpushare.show.result import Column, Result, Table
+    from gpushare.sim.models import load_models
+    from gpushare.units import format_bytes
+
+    rows = tuple(
+        {
+            "host": f"sim:{model.short}",
+            "key": key,
+            "name": model.name,
+            "memory_bytes": model.memory_bytes,
+            "multiprocessors": model.multiprocessors,
+            "mig": model.mig,
+            "time_slice": model.time_slice,
+        }
+        for key, model in load_models().items()
+    )
+    columns = (
+        Column(key="host", title="host", whole=True),
+        Column(key="name", title="GPU"),
+        Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
+        Column(key="multiprocessors", title="SMs", right=True, rank=2),
+        Column(key="mig", title="MIG", rank=1),
+        Column(key="time_slice", title="time-slice", rank=3),
+    )
+    return Result(command="sim list", data={"models": rows}, tables=(Table(name="models", columns=columns, rows=rows),))
+
+
+def show(host: Spec = None) -> Any:
+    """Show the whole state of a simulated host: GPUs, processes, daemons, faults."""
+    from gpushare.show.result import Result
+    from gpushare.sim.admin import describe
+
+    data = describe(spec_of(host))
+    return Result(command="sim show", data=data, text=_state_text(data), tables=_state_tables(data))
+
+
+def _state_text(data: dict[str, Any]) -> str:
+    faults = [name for name in ("hanging_programs", "missing_programs") if data[name]]
+    facts = {
+        "driver": data["driver"] + ("" if data["driver_loaded"] else " (not loaded)"),
+        "NVML": "installed" if data["nvml_installed"] else "missing",
+        "commands run as": "root" if data["uid"] == 0 else f"user {data['uid']}",
+        "permission": "denied" if data["permission_denied"] else "granted",
+        "PID namespace": "the host's" if data["pid_namespace_is_host"] else "another",
+        **{name.replace("_", " "): ", ".join(data[name]) for name in faults},
+        "state": data["directory"],
+    }
+    width = max(map(len, facts))
+    return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+
+
+def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
+    from gpushare.show.result import Column, Table
+    from gpushare.units import format_bytes
+
+    gpus = tuple(
+        {
+            **gpu,
+            "index": index,
+            "instances": ", ".join(f"{mig['profile']}:{mig['start']}" for mig in gpu["mig"]) or None,
+            "faults": ", ".join([*(["lost"] if gpu["lost"] else []), *(f"no {name}" for name in gpu["not_supported"])])
+            or None,
+        }
+        for index, gpu in enumerate(data["gpus"])
+    )
+    gpu_columns = (
+        Column(key="index", title="GPU", right=True),
+        Column(key="model", title="model"),
+        Column(key="instances", title="MIG instances", rank=2, optional=True),
+        Column(key="faults", title="faults", rank=1, optional=True),
+        Column(key="uuid", title="UUID", whole=True, rank=3),
+    )
+    process_columns = (
+        Column(key="pid", title="PID", right=True),
+        Column(key="name", title="name"),
+        Column(key="user", title="user"),
+        Column(key="real", title="real"),
+        Column(key="mps_daemon", title="MPS daemon", right=True, rank=1),
+        Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
+        Column(key="sm_percent", title="SM %", right=True, rank=2),
+        Column(key="broken", title="broken", rank=3),
+    )
+    return (
+        Table(name="gpus", title="GPUs", columns=gpu_columns, rows=gpus),
+        Table(
+            name="processes",
+            title="processes",
+            columns=process_columns,
+            rows=tuple(data["processes"]),
+            empty="no processes",
+        ),
+    )
+
+
+def reset(
+    host: Spec = None,
+    everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
+) -> Any:
+    """Forget a simulated host: its simulated processes end, its state goes. Real programs on it are left alone."""
+    from gpushare.show.result import Result
+    from gpushare.sim import admin
+
+    specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
+    if everything and specs:
+        confirm(f"Forget {len(specs)} simulated hosts ({', '.join(specs)})?")
+    if settings.dry_run:
+        return Result(
+            command="sim reset",
+            data={"dry_run": True, "hosts": specs},
+            text=f"would forget {', '.join(specs) or 'nothing'}",
+        )
+    done = [admin.reset(spec) for spec in specs]
+    alone = [str(pid) for one in done for pid in one.left_alone]
+    notes = (f"programs that still run were left alone: {', '.join(alone)}",) if alone else ()
+    text = "\n".join(f"{one.spec} is as new" for one in done) or "no simulated host was used"
+    return Result(command="sim reset", data={"dry_run": False, "hosts": done}, text=text, notes=notes)
+
+
+def add(
+    gpu: Gpu = "0",
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Device memory that it holds.")] = "1G",
+    sm: Annotated[int, typer.Option("--sm", metavar="PCT", help="SM % while it is busy.", min=0, max=100)] = 50,
+    name: Annotated[str, typer.Option("--name", help="Its program.")] = "python3",
+    user: Annotated[str | None, typer.Option("--user", help="Its owner.")] = None,
+    queue: Annotated[
+        str, typer.Option("--queue", metavar="SECS", help="How deep its queue of launched work is: 110ms.")
+    ] = "0",
+    graphics: Annotated[bool, typer.Option("--graphics", help="A graphics process.")] = False,
+    mps: Annotated[bool, typer.Option("--mps", help="A client of gpushare's MPS daemon on that GPU.")] = False,
+    instance: Annotated[str | None, typer.Option("--mig", metavar="MIG", help="MIG UUID or GPU instance id.")] = None,
+) -> Any:
+    """Put a simulated process on a simulated GPU and print its PID."""
+    from gpushare.selection import select_one
+    from gpushare.show.result import Result
+    from gpushare.sim import admin
+    from gpushare.units import parse_memory_limit, parse_seconds
+
+    spec = spec_of(None)
+    host = settings.connect()
+    device = select_one(instance if instance and instance.startswith("MIG-") else gpu, host.nvml.identities())
+    environment: dict[str, str] = {}
+    if mps:
+        from gpushare.actions.mps_device import own_daemon
+
+        home, _ = own_daemon(host, device)
+        environment["CUDA_MPS_PIPE_DIRECTORY"] = str(home.pipe)
+    pid = admin.add_process(
+        spec,
+        str(device.gpu.index),
+        memory_bytes=parse_memory_limit(memory),
+        sm_percent=sm,
+        name=name,
+        user=user,
+        queue_seconds=parse_seconds(queue),
+        graphics=graphics,
+        mps=mps,
+        mig=instance,
+        environment=environment,
+    )
+    return Result(command="sim add", data={"pid": pid}, text=str(pid))
+
+
+def end(
+    pid: Annotated[int, typer.Argument(metavar="PID")],
+    signal: Annotated[
+        str | None,
+        typer.Option("--signal", metavar="NAME", help="By a signal (KILL, TERM, INT, STOP, CONT); else by itself."),
+    ] = None,
+) -> Any:
+    """End a simulated process, by itself or by a signal, with the consequences that this has under MPS."""
+    import signal as signals
+
+    from gpushare.show.result import Result
+    from gpushare.sim.admin import end_process
+
+    number = None
+    if signal is not None:
+        name = signal.upper().removeprefix("SIG")
+        if f"SIG{name}" not in signals.Signals.__members__:
+            raise BadUsage(f"'{signal}' is not a signal", "give KILL, TERM, INT, STOP or CONT", code="bad_signal")
+        number = signals.Signals[f"SIG{name}"]
+    end_process(spec_of(None), pid, number)
+    return Result(
+        command="sim end", data={"pid": pid}, text=f"process {pid}: {'ended' if number is None else number.name}"
+    )
+
+
+def mig(
+    instances: Annotated[list[str] | None, typer.Argument(metavar="[PROFILE[:START]...]", show_default=False)] = None,
+    gpu: Gpu = "0",
+) -> Any:
+    """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none turns MIG off."""
+    from gpushare.show.result import Result
+    from gpushare.sim.admin import set_mig
+
+    names = instances or []
+    set_mig(spec_of(None), gpu or "0", names)
+    text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
+    return Result(command="sim mig", data={"gpu": gpu, "instances": names}, text=text)
+
+
+def fault(
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="What fails.", show_default=False)] = None,
+    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", show_default=False)] = None,
+    gpu: Gpu = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take every fault back.")] = False,
+) -> Any:
+    """Make something fail on a simulated host.
+
+    Of a GPU: lost, busy, persistence-off, not-supported FIELD. Of the host: no-driver, no-nvml,
+    no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION.
+    """
+    from gpushare.show.result import Result
+    from gpushare.sim import admin
+    from gpushare.sim.faults import KINDS
+
+    spec = spec_of(None)
+    if clear == (kind is not None):
+        raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
+    if kind is None:
+        admin.clear_faults(spec)
+        return Result(command="sim fault", data={"cleared": True}, text=f"{spec}: no faults")
+    # So that the host is there before its first command.
+    settings.connect()
+    admin.set_fault(spec, kind, gpu, value)
+    said = " ".join(filter(None, [kind, value]))
+    return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=f"{spec}: {said}")

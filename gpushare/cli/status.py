@@ -1,0 +1,101 @@
+"""``gpushare status``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, Command, settings
+from gpushare.errors import BadUsage
+
+if TYPE_CHECKING:
+    from gpushare.model import Snapshot
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("status", cls=Command)(status)
+
+
+def status(
+    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    watch: Annotated[
+        str | None, typer.Option("-w", "--watch", metavar="SECS", help="Look again every SECS seconds, until Ctrl-C.")
+    ] = None,
+) -> Any:
+    """Show the GPUs, the way of sharing in force, MPS daemons with limits and clients, and who is on them.
+
+    GPU utilisation is the time in which some kernel ran, not a share of the GPU: one small program can
+    show 100 %. Under MPS the driver books the work of all clients on the server, so a client's SM % is
+    unknown. "-" is unknown, never zero.
+    """
+    from gpushare.host.snapshot import Observer
+    from gpushare.show.status import status_result
+
+    observer = Observer(settings.connect())
+
+    def look() -> Any:
+        return status_result(of_gpus(observer.look(), gpu))
+
+    if watch is None:
+        return look()
+    from gpushare.show.live import watch as keep_watching
+
+    # The first look is outside: a wrong GPU or no driver ends the command instead of repeating itself.
+    seconds = interval(watch)
+    look()
+    keep_watching(look, seconds=seconds, stream=sys.stdout, output=settings.output, quiet=settings.quiet)
+    return 0
+
+
+def interval(text: str) -> float:
+    """Return the seconds between two looks.
+
+    Raises:
+        BadUsage: no duration, or below 0.1 s (a look itself costs the driver milliseconds).
+    """
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds < 0.1:
+        raise BadUsage(
+            f"{text} is too short an interval", "give at least 0.1: gpushare status -w 1", code="bad_interval"
+        )
+    return seconds
+
+
+def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
+    """Return the snapshot with the named GPUs only, their daemons with them."""
+    if gpu is None:
+        return snapshot
+    from gpushare.selection import select
+
+    devices = select(gpu, snapshot.gpus)
+    indexes = list(dict.fromkeys(device.gpu.index for device in devices))
+    wanted = {device.uuid for device in devices if device.mig is not None}
+    gpus = [next(found for found in snapshot.gpus if found.index == index) for index in indexes]
+    if wanted:
+        gpus = [_of_instances(found, wanted) for found in gpus]
+    daemons = [
+        daemon
+        for daemon in snapshot.daemons
+        if set(daemon.gpu_indexes) & set(indexes)
+        and (not wanted or daemon.device_uuid is None or daemon.device_uuid in wanted)
+    ]
+    return replace(snapshot, gpus=tuple(gpus), daemons=tuple(daemons))
+
+
+def _of_instances(gpu: Any, uuids: set[str]) -> Any:
+    instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
+    if not instances:
+        return gpu
+    on = {(mig.gpu_instance_id, mig.compute_instance_id) for mig in instances}
+    processes = (
+        None
+        if gpu.processes is None
+        else tuple(process for process in gpu.processes if (process.gpu_instance_id, process.compute_instance_id) in on)
+    )
+    return replace(gpu, mig_instances=instances, processes=processes)

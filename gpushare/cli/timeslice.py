@@ -1,0 +1,114 @@
+"""``gpushare timeslice``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, ChangingCommand, Command, Group, gpus_of, settings
+
+group = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Time-slice level: how long a program runs before the GPU turns to the next one.",
+)
+Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    app.add_typer(group, name="timeslice", cls=Group)
+    group.command("show", cls=Command)(show)
+    group.command("set", cls=ChangingCommand)(set_level)
+    group.command("reset", cls=ChangingCommand)(reset)
+
+
+def show(gpu: Gpu = None) -> Any:
+    """Show the time-slice level and the compute mode of each GPU.
+
+    NVIDIA publishes no millisecond value for any level, so none is shown.
+    """
+    from gpushare.selection import select
+    from gpushare.show.result import Column, Result, Table
+
+    host = settings.connect()
+    pending = host.policy.start()
+    gpus = gpus_of(host)
+    devices = select(gpu, gpus)
+    from gpushare.host.smi import policies_of
+
+    levels = policies_of(pending.result())
+    rows = [
+        {
+            "gpu": device.gpu.index,
+            "name": device.gpu.name,
+            "time_slice": levels.get(device.gpu.index),
+            "compute_mode": device.gpu.compute_mode,
+            "supported": None if device.gpu.error else device.gpu.index in levels,
+            "uuid": device.gpu.uuid,
+        }
+        for device in devices
+    ]
+    columns = (
+        Column(key="gpu", title="GPU", right=True),
+        Column(key="name", title="name", rank=2),
+        Column(key="time_slice", title="time-slice"),
+        Column(key="compute_mode", title="compute mode", rank=1),
+        Column(key="uuid", title="UUID", whole=True, rank=3),
+    )
+    return Result(
+        command="timeslice show",
+        data={"gpus": rows},
+        tables=(Table(name="gpus", columns=columns, rows=tuple(rows), empty="this host has no GPU"),),
+        notes=_notes(rows),
+    )
+
+
+def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    from gpushare.model import ComputeMode
+
+    notes = []
+    without = [str(row["gpu"]) for row in rows if row["supported"] is False]
+    if without:
+        notes.append(f"the driver lists no time-slice for GPU {', '.join(without)}")
+    alone = [str(row["gpu"]) for row in rows if row["compute_mode"] not in {None, ComputeMode.DEFAULT}]
+    if alone:
+        notes.append(
+            f"GPU {', '.join(alone)} is not time-sliced in its compute mode; `gpushare timeslice set` sets mode default first"
+        )
+    return tuple(notes)
+
+
+def set_level(
+    level: Annotated[str, typer.Argument(metavar="LEVEL", help="default, short, medium or long (or 0 to 3).")],
+    gpu: Gpu = None,
+    beside_mps: Annotated[
+        bool, typer.Option("--beside-mps", help="Set it although an MPS daemon of gpushare serves the GPU.")
+    ] = False,
+) -> Any:
+    """Set the time-slice level, with compute mode default where another one is in the way. Needs root.
+
+    The level and the mode are read back. Both are lost at a reboot. NVIDIA publishes no millisecond
+    value; programs that run already may keep the old level: measure your own program.
+    """
+    from gpushare.actions.timeslice import level_of, plan_set
+    from gpushare.cli.changes import carried_out
+    from gpushare.selection import select_for_change
+
+    wanted = level_of(level)
+    host = settings.connect()
+    devices = select_for_change(gpu, gpus_of(host))
+    return carried_out("timeslice set", plan_set(host, devices, wanted, beside_mps=beside_mps))
+
+
+def reset(gpu: Gpu = None) -> Any:
+    """Go back to level default, and to the compute mode that `timeslice set` found. Needs root."""
+    from gpushare.actions.timeslice import plan_reset
+    from gpushare.cli.changes import carried_out
+    from gpushare.selection import select_for_change
+
+    host = settings.connect()
+    devices = select_for_change(gpu, gpus_of(host))
+    return carried_out("timeslice reset", plan_reset(host, devices))
