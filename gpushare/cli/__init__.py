@@ -5,36 +5,58 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import typer
 
-from gpushare.cli import common, doctor, mps, run, sim, status, timeslice
+from gpushare.cli import common
 from gpushare.errors import BadUsage, ExitCode, GpushareError, Interrupted, OperationFailed
 
-app = typer.Typer(
-    name="gpushare",
-    cls=common.RootGroup,
-    help="Share the GPUs of one host well: see who is on them, set a way of sharing up, prove it, take it down again.",
-    epilog="On a machine without a GPU try: gpushare --host sim:h200 status",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=common.CONTEXT,
-)
+# One file per verb, in the order of the help. Only the file of the verb that is asked for is loaded: the
+# whole tree costs as much as Typer itself, at every start.
+VERBS: Final = ("status", "run", "doctor", "timeslice", "mps", "sim")
+_OPTIONS_WITH_VALUE: Final = frozenset({"--host", "-o", "--output"})
 
 
-@app.callback()
+def build(verbs: Sequence[str] = VERBS) -> typer.Typer:
+    """Return the program with these verbs; all of them is the whole command tree."""
+    program = typer.Typer(
+        name="gpushare",
+        cls=common.RootGroup,
+        help="Share the GPUs of one host well: see who is on them, set a way of sharing up, prove it, take it down again.",
+        epilog="On a machine without a GPU try: gpushare --host sim:h200 status",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=common.CONTEXT,
+    )
+    program.callback()(_root)
+    for verb in verbs:
+        import_module(f"gpushare.cli.{verb}").register(program)
+    return program
+
+
 def _root() -> None:
     """Share the GPUs of one host well."""
 
 
-status.register(app)
-run.register(app)
-timeslice.register(app)
-mps.register(app)
-doctor.register(app)
-sim.register(app)
+def __getattr__(name: str) -> Any:
+    """Return the whole tree as ``gpushare.cli.app``, for the man page and the completions."""
+    if name == "app":
+        return build()
+    raise AttributeError(name)
+
+
+def asked_verbs(words: Sequence[str]) -> Sequence[str]:
+    """Return the verb that the words name, or all of them when it is none of ours."""
+    before = iter(_before_dashes(words))
+    for word in before:
+        if word in _OPTIONS_WITH_VALUE:
+            next(before, None)
+        elif not word.startswith("-"):
+            return (word,) if word in VERBS else VERBS
+    return () if "--version" in _before_dashes(words) else VERBS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        answer = app(args=words, prog_name="gpushare", standalone_mode=False)
+        verbs = VERBS if "_GPUSHARE_COMPLETE" in os.environ else asked_verbs(words)
+        answer = build(verbs)(args=words, prog_name="gpushare", standalone_mode=False)
         return _written(answer)
     except GpushareError as error:
         return _failed(words, error)
@@ -87,7 +110,7 @@ def _failed(words: list[str], error: GpushareError) -> int:
     from gpushare.show.result import failure
 
     # The error may come before -o was understood.
-    common.settings.output = _asked_output(words)
+    common.settings.output_format = _asked_output(words)
     return _written(failure(_command_of(words), error))
 
 
@@ -122,7 +145,7 @@ def _before_dashes(words: Sequence[str]) -> Sequence[str]:
 
 def _command_of(words: Sequence[str]) -> str:
     """Return the command that the words name, as far as the tree knows them: ``mps start``."""
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(build(asked_verbs(words)))
     path: list[str] = []
     for word in _before_dashes(words):
         found = getattr(command, "commands", {}).get(word)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.errors import BadUsage
-from gpushare.show.result import OutputFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpushare.host.host import Host
     from gpushare.model import Gpu
+    from gpushare.show.result import OutputFormat
 
 CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -26,7 +26,8 @@ class Settings:
     """What the common options say; one object per run of the program."""
 
     host: str | None = None
-    output: OutputFormat = OutputFormat.AUTO
+    # None: table on a terminal, plain off one.
+    output_format: OutputFormat | None = None
     quiet: bool = False
     verbose: bool = False
     debug: bool = False
@@ -38,6 +39,13 @@ class Settings:
         from gpushare.host.connect import connect
 
         return connect(self.spec)
+
+    @property
+    def output(self) -> OutputFormat:
+        """Return the output format."""
+        from gpushare.show.result import OutputFormat
+
+        return self.output_format or OutputFormat.AUTO
 
     @property
     def spec(self) -> str:
@@ -60,6 +68,8 @@ def output_of(text: str) -> OutputFormat:
     Raises:
         BadUsage: no such format.
     """
+    from gpushare.show.result import OutputFormat
+
     try:
         return OutputFormat(text.lower())
     except ValueError:
@@ -111,7 +121,7 @@ def common_options() -> list[TyperOption]:
             param_decls=["-o", "--output", "shared_output"],
             metavar="FORMAT",
             expose_value=False,
-            callback=_set("output", output_of),
+            callback=_set("output_format", output_of),
             help="table, plain, json, yaml or csv. [default: table on a terminal, plain off one]",
         ),
         _flag("quiet", "No notes.", "-q", "--quiet"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.actions.run_report import RunReport
 from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, settings
 from gpushare.errors import BadUsage
 
@@ -65,6 +64,7 @@ def run(
     )
     from gpushare.actions.run import RunOptions
     from gpushare.actions.run import run as run_program
+    from gpushare.actions.run_report import RunReport
 
     seconds = {} if grace is None else {"grace_seconds": parse_seconds(grace)}
     options = RunOptions(limits=limits, strict=strict, **seconds)

@@ -305,6 +305,8 @@ class MpsPath:
 
     def endings(self, times: int) -> None:
         with self.part(f"Ctrl-C, SIGTERM and the death of gpushare, {times} times each, beside the steady client"):
+            if not self.gpushare("mps", "status")["data"]["mps_daemons"]:
+                self.gpushare("mps", "start")
             steady = self.joined("steady")
             steady.wait_for("ready")
             steady.tell("go")
@@ -389,15 +391,21 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--endings", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", metavar="PART", help="of: look limits alone kill_many endings outside stop")
     options = parser.parse_args()
     path = MpsPath(options.host, options.tries)
-    path.look()
-    path.limits()
-    path.alone()
-    path.kill_many()
-    path.endings(options.endings)
-    path.outside()
-    path.stop()
+    parts = {
+        "look": path.look,
+        "limits": path.limits,
+        "alone": path.alone,
+        "kill_many": path.kill_many,
+        "endings": lambda: path.endings(options.endings),
+        "outside": path.outside,
+        "stop": path.stop,
+    }
+    for name, part in parts.items():
+        if not options.only or name in options.only:
+            part()
     if options.json:
         options.json.write_text(json.dumps(path.figures, indent=1, default=str))
     print(f"\n{len(path.figures['failures'])} failures", flush=True)
