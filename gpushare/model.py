@@ -191,7 +191,7 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
 
     Time-slicing is what the driver does when nothing else is set up (compute mode default).
     """
-    if gpu.error is not None or gpu.compute_mode is None:
+    if gpu.error is not None:
         return None
     if gpu.mig_enabled:
         return Mechanism.MIG
@@ -201,4 +201,4 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
         return Mechanism.MPS
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
         return Mechanism.EXCLUSIVE
-    return Mechanism.TIME_SLICING
+    return None if gpu.compute_mode is None else Mechanism.TIME_SLICING

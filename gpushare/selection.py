@@ -102,7 +102,8 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
 
 def _one(word: str, gpus: Sequence[Gpu]) -> Device:
     if word.isascii() and word.isdigit():
-        matches = [Device(gpu=gpu) for gpu in gpus if gpu.index == int(word)]
+        # Compared as text: int() refuses numbers of thousands of digits.
+        matches = [Device(gpu=gpu) for gpu in gpus if str(gpu.index) == (word.lstrip("0") or "0")]
     elif _UUID.match(word):
         matches = _by_uuid(word.lower(), gpus)
     elif _PCI.match(word):

@@ -8,7 +8,7 @@ leaves as whole mebibytes.
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation, localcontext
+from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Final
 
 from gpushare.errors import BadUsage
@@ -25,6 +25,8 @@ _PERCENT: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$", re.ASCII)
 _SECONDS: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h)?\s*$", re.IGNORECASE | re.ASCII)
 _SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _MAX_SIZE: Final = 1024 * TIB
+# A year: more is a typing error, and the system's clocks overflow.
+_MAX_SECONDS: Final = 366 * 86400.0
 
 
 def parse_memory_limit(text: str) -> int:
@@ -44,7 +46,7 @@ def parse_memory_limit(text: str) -> int:
     if not prefix:
         raise BadUsage(f"the memory size '{text}' has no unit", hint, code="bad_size")
     with localcontext() as context:
-        context.prec = 60
+        context.prec, context.rounding = 60, ROUND_FLOOR
         exact = Decimal(number) * _FACTORS[prefix.lower()]
     if exact > _MAX_SIZE:
         raise BadUsage(f"the memory size '{text}' is larger than any GPU", hint, code="bad_size")
@@ -66,12 +68,9 @@ def parse_thread_percentage(text: str) -> float:
     """
     hint = "give a percentage above 0 and up to 100, for example --threads 25"
     match = _PERCENT.match(text)
-    try:
-        value = float(Decimal(match.group(1))) if match else None
-    except (InvalidOperation, OverflowError):  # pragma: no cover - the pattern excludes it
-        value = None
-    if value is None:
+    if match is None:
         raise BadUsage(f"'{text}' is not a percentage", hint, code="bad_percentage")
+    value = float(match.group(1))
     if not 0.0 < value <= 100.0:
         raise BadUsage(f"the thread percentage {text.strip()} is outside (0, 100]", hint, code="bad_percentage")
     # The daemon keeps and prints one decimal; a value that it would round to 0.0 is not one.
@@ -84,13 +83,17 @@ def parse_seconds(text: str) -> float:
     """Return a duration in seconds: ``5``, ``2.5s``, ``250ms``, ``10m``, ``1h``.
 
     Raises:
-        BadUsage: not a duration.
+        BadUsage: not a duration, or longer than a year.
     """
+    hint = "give seconds, or 250ms, 2s, 10m, 1h"
     match = _SECONDS.match(text)
     if match is None:
-        raise BadUsage(f"'{text}' is not a duration", "give seconds, or 250ms, 2s, 10m, 1h", code="bad_duration")
+        raise BadUsage(f"'{text}' is not a duration", hint, code="bad_duration")
     number, unit = match.groups()
-    return float(number) * _SECOND_FACTORS[(unit or "s").lower()]
+    seconds = float(number) * _SECOND_FACTORS[(unit or "s").lower()]
+    if seconds > _MAX_SECONDS:
+        raise BadUsage(f"the duration '{text}' is longer than a year", hint, code="bad_duration")
+    return seconds
 
 
 def mps_memory(size_bytes: int) -> str:
@@ -140,7 +143,8 @@ def parse_pinned_limits(text: str, uuid: str) -> int | None:
     limit = None
     for entry in filter(None, (part.strip() for part in text.split(","))):
         device, _, value = entry.partition("=")
-        match = re.fullmatch(r"(\d+)([MG])B?", value.strip(), re.IGNORECASE | re.ASCII)
+        # 12 digits: any process may set anything, and int() refuses numbers of thousands of digits.
+        match = re.fullmatch(r"(\d{1,12})([MG])B?", value.strip(), re.IGNORECASE | re.ASCII)
         if match is None or device.strip().lower() not in {"0", uuid.lower()}:
             return None
         limit = int(match.group(1)) * (GIB if match.group(2).upper() == "G" else MIB)

@@ -85,16 +85,19 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
         TimedOut: it does not answer and ``force`` is False.
         OperationFailed: it would not go.
     """
-    try:
-        control.quit(seconds if force else None)
-    except TimedOut:
-        if not force:
-            raise
-    except NotFound:
-        # It went between our look and our word.
-        pass
-    if not wait_gone(host.processes, [pid], _GONE_SECONDS if not force else 3.0):
-        return False
+    for patience in (1.0, 2.0, _GONE_SECONDS):
+        # A "quit" that met another conversation is dropped in silence: it is said again.
+        try:
+            control.quit(seconds if force else None)
+        except NotFound:
+            # It went between our look and our word.
+            pass
+        except TimedOut:
+            if not force:
+                raise
+            break
+        if not wait_gone(host.processes, [pid], patience):
+            return False
     if force:
         # A stopped process takes no SIGTERM before it continues.
         for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):

@@ -134,7 +134,8 @@ def _usage(words: list[str], error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stdout.write(context.get_help() + "\n")
         return int(ExitCode.USAGE)
-    path = getattr(context, "command_path", "gpushare") or "gpushare"
+    # An option without its value comes without the command that it stands behind.
+    path = max(getattr(context, "command_path", ""), " ".join(["gpushare", *_path_of(words)]), key=len)
     message = " ".join(str(error.format_message()).split()).rstrip(".")
     return _failed(words, BadUsage(message[:1].lower() + message[1:], f"see: {path} --help"))
 
@@ -144,7 +145,12 @@ def _before_dashes(words: Sequence[str]) -> Sequence[str]:
 
 
 def _command_of(words: Sequence[str]) -> str:
-    """Return the command that the words name, as far as the tree knows them: ``mps start``."""
+    """Return the command that the words name, for the envelope: ``mps start``."""
+    return " ".join(_path_of(words)) or "gpushare"
+
+
+def _path_of(words: Sequence[str]) -> list[str]:
+    """Return the command that the words name, as far as the tree knows them."""
     command: Any = typer.main.get_command(build(asked_verbs(words)))
     path: list[str] = []
     for word in _before_dashes(words):
@@ -152,7 +158,7 @@ def _command_of(words: Sequence[str]) -> str:
         if found is not None:
             path.append(word)
             command = found
-    return " ".join(path) or "gpushare"
+    return path
 
 
 def _asked_output(words: Sequence[str]) -> Any:

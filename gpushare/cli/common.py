@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,7 +138,18 @@ def change_options() -> list[TyperOption]:
     ]
 
 
-class Command(TyperCommand):
+class Interruptible(TyperCommand):
+    """A command whose Ctrl-C is an error like any other: Typer would end it with 130 and without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted", "nothing more was changed; see: gpushare status") from None
+
+
+class Command(Interruptible):
     """A command that only looks."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -146,7 +157,7 @@ class Command(TyperCommand):
         super().__init__(*arguments, **named)
 
 
-class ChangingCommand(TyperCommand):
+class ChangingCommand(Interruptible):
     """A command that changes something."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -286,7 +286,8 @@ def fault(
     """Make something fail on a simulated host.
 
     Of a GPU: lost, busy, persistence-off, not-supported FIELD. Of the host: no-driver, no-nvml,
-    no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION.
+    no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION,
+    collide N (the next N conversations with an MPS daemon are dropped).
     """
     from gpushare.show.result import Result
     from gpushare.sim import admin

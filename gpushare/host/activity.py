@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -34,7 +36,8 @@ class ActivityMeter:
         """Return the activity over the next 0.1 s, or None where the driver cannot tell.
 
         GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates,
-        which averages over the driver's own period (up to 1 s) and knows no MIG.
+        which averages over the driver's own period (up to 1 s) and knows no MIG. A GPU that is lost tells
+        nothing: None, so that whoever ends a program on it goes on by its bounds.
         """
         if self._gpm is None:
             self._gpm = self._supported()
@@ -44,13 +47,16 @@ class ActivityMeter:
         time.sleep(_WINDOW_SECONDS)
         if self._instance is not None:
             return None
-        handle = self._nvml.handle(self._index)
-        rates = self._nvml.ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle))
+        try:
+            handle = self._nvml.handle(self._index)
+            rates = self._nvml.ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle))
+        except GpushareError:
+            return None
         return None if rates is None else Activity(float(rates.gpu), "utilization")
 
     def _supported(self) -> bool:
-        handle = self._nvml.handle(self._index)
         try:
+            handle = self._nvml.handle(self._index)
             support = self._nvml.ask(lambda nvml: nvml.nvmlGpmQueryDeviceSupport(handle))
         except GpushareError:
             return False
@@ -63,8 +69,8 @@ class ActivityMeter:
             return None
 
     def _between_samples(self, nvml: Any) -> float | None:
-        first, second = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
-        try:
+        with contextlib.ExitStack() as samples:
+            first, second = (self._sample(nvml, samples) for _ in range(2))
             self._take(nvml, first)
             time.sleep(_WINDOW_SECONDS)
             self._take(nvml, second)
@@ -75,10 +81,14 @@ class ActivityMeter:
             request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
             nvml.nvmlGpmMetricsGet(request)
             metric = request.metrics[0]
-            return float(metric.value) if metric.nvmlReturn == 0 else None
-        finally:
-            nvml.nvmlGpmSampleFree(first)
-            nvml.nvmlGpmSampleFree(second)
+            # Two samples of one moment give no number.
+            return float(metric.value) if metric.nvmlReturn == 0 and math.isfinite(metric.value) else None
+
+    @staticmethod
+    def _sample(nvml: Any, samples: contextlib.ExitStack) -> Any:
+        sample = nvml.nvmlGpmSampleAlloc()
+        samples.callback(nvml.nvmlGpmSampleFree, sample)
+        return sample
 
     def _take(self, nvml: Any, sample: Any) -> None:
         handle = self._nvml.handle(self._index)

@@ -8,6 +8,7 @@ guide, the man page, and the programs of drivers 535, 550 and 580.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +36,26 @@ MAX_PIPE_DIRECTORY_BYTES: Final = 87
 DEVICE: Final = "0"
 
 _TIMEOUT: Final = 5.0
+# Answered by every version with one number, whatever the daemon's state.
+_SENTINEL: Final = "get_default_active_thread_percentage"
+_CANNOT_SEND: Final = "Cannot send command"
+
+
+def without_sentinel(text: str) -> tuple[str, bool]:
+    """Return a reply without the answer to the closing question, and whether that answer is there."""
+    lines = text.splitlines()
+    if not lines or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
+        return text, False
+    return "".join(f"{line}\n" for line in lines[:-1]), True
+
+
+def _step_aside() -> None:
+    """Wait 2 to 20 ms, differently each time, so that two who met do not meet again."""
+    time.sleep(0.002 + time.monotonic_ns() // 1000 % 18 / 1000)
+
+
+def _was_dropped(done: Completed) -> bool:
+    return _CANNOT_SEND in done.stderr or (done.exit_code == 0 and not done.text)
 
 
 class MpsControl:
@@ -47,23 +68,56 @@ class MpsControl:
     def ask(self, command: str, *, timeout: float = _TIMEOUT) -> str:
         """Send one command (or several, one a line) and return what the daemon prints.
 
+        The daemon holds one conversation at a time: of two at once it drops one, in silence and with
+        exit 0, or with "Cannot send command" (seen on an H200, driver 580: a third of three at once).
+        So each conversation ends with a question that is always answered, and is held again without it.
+
         Raises:
             NotFound: no daemon answers at this pipe directory (code ``no_daemon``).
             NoPermission: the daemon belongs to another user.
             TimedOut: it does not answer within ``timeout`` seconds (code ``daemon_hangs``).
         """
+        deadline = time.monotonic() + timeout
+        while True:
+            done = self._talk(f"{command}\n{_SENTINEL}\n", timeout)
+            reply, answered = without_sentinel(done.stdout)
+            if answered or not (_was_dropped(done) and time.monotonic() < deadline):
+                break
+            _step_aside()
+        self._check(done, command)
+        if not answered:
+            raise OperationFailed(
+                f"the MPS daemon at {self.pipe_directory} dropped every try of '{command.splitlines()[0]}'",
+                "others talk to it all the time; see: gpushare mps logs --control",
+                code="mps_control",
+            )
+        return reply
+
+    def tell(self, command: str, *, timeout: float = _TIMEOUT) -> str:
+        """Send a command that must not be sent twice, or that nothing can follow; return what the daemon prints.
+
+        Sent again only when it surely did not arrive. Errors as `ask`.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            done = self._talk(f"{command}\n", timeout)
+            if _CANNOT_SEND not in done.stderr or time.monotonic() > deadline:
+                break
+            _step_aside()
+        self._check(done, command)
+        return done.stdout
+
+    def _talk(self, stdin: str, timeout: float) -> Completed:
         try:
-            done = self._programs.run(
-                [PROGRAM], stdin=command + "\n", env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
+            return self._programs.run(
+                [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
             )
         except TimedOut:
             raise TimedOut(
-                f"the MPS daemon at {self.pipe_directory} did not answer '{command.splitlines()[0]}' within {timeout:g} s",
+                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {timeout:g} s",
                 "see its log: gpushare mps logs; end it: gpushare mps stop --force",
                 code="daemon_hangs",
             ) from None
-        self._check(done, command)
-        return done.stdout
 
     def _check(self, done: Completed, command: str) -> None:
         said = done.text
@@ -163,8 +217,8 @@ class MpsControl:
 
     def server_status(self, server_pid: int) -> str | None:
         """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone."""
-        said = self.ask(f"get_server_status {server_pid}").strip()
-        return said.splitlines()[-1] if said and "not found" not in said else None
+        said = self.ask(f"get_server_status {server_pid}").splitlines()
+        return next((line.strip() for line in said if re.fullmatch(r"[A-Z_]+", line.strip())), None)
 
     def server_threads(self, server_pid: int) -> float | None:
         """Return the active thread percentage of a server, for clients that start from now on."""
@@ -218,9 +272,10 @@ class MpsControl:
         lines = self.ask(
             f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
         ).splitlines()
-        status = lines[0].strip() if lines and "not found" not in lines[0] else None
+        # Driver 535 has no get_server_status: its "Unknown command" is no status.
+        status = next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
         memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
-        return ServerRow(pid, status, parse_percentage("\n".join(lines[1:2])), memory)
+        return ServerRow(pid, status, parse_percentage("\n".join(lines)), memory)
 
     def clients(self) -> list[ClientRow]:
         """Return all clients (``ps``; where a daemon has none of it, ``get_client_list`` per server)."""
@@ -238,7 +293,7 @@ class MpsControl:
         Only for an idle client: with work in flight, the end of its process then breaks the others on
         the server. A second call on one client, or one on a stopped client, hangs the server.
         """
-        said = self.ask(f"terminate_client {server_pid} {client_pid}", timeout=10.0).split()
+        said = self.tell(f"terminate_client {server_pid} {client_pid}", timeout=10.0).split()
         return said[-1:] == ["0"]
 
     def quit(self, seconds: float | None = None) -> None:
@@ -247,9 +302,9 @@ class MpsControl:
         Its exit code says nothing; wait for the process to be gone.
         """
         if seconds is None:
-            self.ask("quit", timeout=10.0)
+            self.tell("quit", timeout=10.0)
         else:
-            self.ask(f"quit -t {max(1, round(seconds))}", timeout=max(1.0, seconds) + 15.0)
+            self.tell(f"quit -t {max(1, round(seconds))}", timeout=max(1.0, seconds) + 15.0)
 
 
 def probe_version(programs: Programs) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, NvmlMissing
+from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, NvmlMissing, OperationFailed
 from gpushare.host.nvml_errors import CANNOT_TELL, nvml_error
 from gpushare.host.nvml_lists import read_processes, read_samples
 from gpushare.model import ComputeMode, Gpu, GpuProcess, MigInstance
@@ -29,7 +29,6 @@ class NvmlReader:
         self._bindings: Any = None
         self._handles: dict[int, Any] = {}
         self._static: dict[int, dict[str, Any]] = {}
-        self._mig: dict[int, tuple[tuple[Any, dict[str, Any]], ...]] = {}
 
     # -- the choke point ---------------------------------------------------------------------------
 
@@ -57,6 +56,11 @@ class NvmlReader:
             return call(bindings)
         except bindings.NVMLError as error:
             raise nvml_error(error.value, str(error), gpu) from None
+        except UnicodeDecodeError:
+            where = "" if gpu is None else f"GPU {gpu}: "
+            raise OperationFailed(
+                f"{where}NVML answers garbage instead of a text", "see what is wrong: gpushare doctor", gpu=gpu, code="nvml"
+            ) from None
 
     def _api(self) -> Any:
         if self._bindings is None:
@@ -67,8 +71,8 @@ class NvmlReader:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
                 raise nvml_error(error.value, str(error)) from None
-            self._bindings = pynvml
-        elif self._bindings.nvmlLib is not self._library and self._library is not None:
+            self._bindings, self._library = pynvml, pynvml.nvmlLib
+        elif self._bindings.nvmlLib is not self._library:
             self._attach(self._bindings)
         return self._bindings
 
@@ -125,11 +129,10 @@ class NvmlReader:
     def _facts(self, index: int) -> dict[str, Any]:
         if index not in self._static:
             handle, gpu = self.handle(index), str(index)
-            pci = self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle), gpu)
             self._static[index] = {
                 "uuid": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetUUID(handle), gpu)),
                 "name": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(handle), gpu)),
-                "pci_bus_id": None if pci is None else _text(pci.busId),
+                "pci_bus_id": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle).busId, gpu)),
             }
         return self._static[index]
 
@@ -174,7 +177,8 @@ class NvmlReader:
         """Return the compute mode (nvmlDeviceGetComputeMode; ``nvidia-smi --query-gpu=compute_mode``)."""
         handle = self.handle(index)
         mode = self.ask(lambda nvml: nvml.nvmlDeviceGetComputeMode(handle), str(index))
-        return None if mode is None else ComputeMode(mode)
+        # A mode of a newer driver is unknown here.
+        return ComputeMode(mode) if mode in set(ComputeMode) else None
 
     def set_compute_mode(self, index: int, mode: ComputeMode) -> None:
         """Set the compute mode (nvmlDeviceSetComputeMode; ``nvidia-smi -i N -c MODE``). Root only.
@@ -253,7 +257,9 @@ class NvmlReader:
         merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
         for kind, rows in lists.items():
             for pid, used, gpu_instance, compute_instance in rows or ():
-                entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": used})
+                entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": None})
+                if entry["memory_used_bytes"] is None:
+                    entry["memory_used_bytes"] = used
                 entry[{"Compute": "compute", "Graphics": "graphics", "MPSCompute": "mps"}[kind]] = True
         samples = self._sm_samples(handle, gpu) if merged else {}
         return tuple(

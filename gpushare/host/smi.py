@@ -107,15 +107,29 @@ class ComputePolicy:
 
 
 def policies_of(done: Completed) -> dict[int, TimeSlice | None]:
-    """Return the time-slice by GPU index from a finished ``compute-policy -l``; errors as `smi_error`."""
-    if done.exit_code not in _GOOD_EXIT:
+    """Return the time-slice by GPU index from a finished ``compute-policy -l``.
+
+    A lost GPU makes nvidia-smi fail after it has listed the others: they count.
+
+    Raises:
+        GpushareError: it failed and listed none; as `smi_error` says.
+    """
+    if done.exit_code in _GOOD_EXIT:
+        return parse_compute_policies(done.stdout)
+    try:
+        levels = parse_compute_policies(done.stdout)
+    except OperationFailed:
+        levels = {}
+    if not levels:
         raise smi_error(done)
-    return parse_compute_policies(done.stdout)
+    return levels
 
 
 def smi_error(done: Completed) -> GpushareError:
     """Return the error of a failed nvidia-smi; its exit codes equal nvmlReturn_t (man nvidia-smi)."""
-    said = " ".join(done.text.split()) or f"exit code {done.exit_code}, no text"
+    # The frames of a half printed table are no reason.
+    reasons = [line.strip() for line in done.text.splitlines() if not line.lstrip().startswith(("+", "|"))]
+    said = " ".join(" ".join(reasons).split()) or f"exit code {done.exit_code}, no text"
     message = f"'{' '.join(done.argv)}' failed: {said}"
     lowered = said.lower()
     if done.exit_code == 9:

@@ -34,7 +34,7 @@ _FLAGS: Final = {
     "no-permission": ("permission_denied", True),
     "blind": ("pid_namespace_is_host", False),
 }
-KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", "busy")
+KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", "collide", "busy")
 
 
 def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, value: str | None) -> None:
@@ -43,7 +43,8 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     ``lost``, ``persistence-off`` and ``not-supported`` (value: an NVML entry point, or one of
     `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
     namespace), ``hang`` and ``missing`` (value: a program), ``user`` (value: uid or name) and ``driver``
-    (value: version) are faults of the host.
+    (value: version) and ``collide`` (value: how many of the next conversations with an MPS daemon are dropped)
+    are faults of the host.
 
     Raises:
         BadUsage: an unknown kind, or its value is missing or wrong.
@@ -65,6 +66,7 @@ def clear(state: SimulatedHostState) -> None:
     state.permission_denied = False
     state.uid = 0
     state.hanging_programs, state.missing_programs = [], []
+    state.collisions = 0
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported = False, True, []
     for daemon in state.daemons:
@@ -96,6 +98,12 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
         programs = state.hanging_programs if kind == "hang" else state.missing_programs
         if value not in programs:
             programs.append(value)
+    elif kind == "collide":
+        if value is None or not value.isascii() or not value.isdigit():
+            raise BadUsage(
+                "the fault collide needs a number", "give how many conversations: collide 3", code="bad_fault"
+            )
+        state.collisions = int(value)
     elif kind == "user":
         if value is None:
             raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")

@@ -131,11 +131,22 @@ class _Session:
         self._deadline, self._timeout = deadline, timeout
         self._opened = False
 
+    def _dropped(self) -> Completed | None:
+        """Return what two conversations at once do to one of them: silence with exit 0, or an error, in turn."""
+        if not current(self._state_file).collisions:
+            return None
+        with changing(self._state_file) as (state, _):
+            state.collisions -= 1
+            silent = state.collisions % 2 == 0
+        return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", mps_texts.CANNOT_SEND)
+
     def run(self, stdin: str) -> Completed:
         """Return what the program prints for this stdin."""
         output = ""
         if clients.daemon_of(current(self._state_file), self._env) is None:
             return Completed(self._argv, 1, "", mps_texts.NO_DAEMON)
+        if (dropped := self._dropped()) is not None:
+            return dropped
         for line in stdin.split("\n")[: -1 if stdin.endswith("\n") else None] if stdin else []:
             reply = self._answer(line.strip())
             if reply is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 NO_DAEMON = "Cannot find MPS control daemon process\n"
+# Of two conversations at once the daemon drops one, with this or in silence (seen on driver 580).
+CANNOT_SEND = "Cannot send command to MPS control daemon process\n"
 RUNNING = "An instance of this daemon is already running\n"
 # The trailing blanks are the program's own.
 UNRECOGNIZED = "Unrecognized option  \n"

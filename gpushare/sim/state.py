@@ -146,6 +146,8 @@ class SimulatedHostState:
     # Programs that never answer ("nvidia-smi"), and programs that are not installed.
     hanging_programs: list[str] = field(default_factory=list)
     missing_programs: list[str] = field(default_factory=list)
+    # So many of the next conversations with an MPS daemon meet another one, and are dropped.
+    collisions: int = 0
 
     def new_pid(self) -> int:
         """Return a PID that no process of this host ever had."""

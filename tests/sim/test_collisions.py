@@ -1,0 +1,35 @@
+"""Two conversations with an MPS daemon at once: one is dropped, and the client must survive it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.plan import carry_out
+from gpushare.errors import NotFound
+from gpushare.host.connect import connect
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.mps_home import home_of
+from gpushare.selection import select_one
+from gpushare.sim import admin
+
+SPEC = "sim:h200"
+
+
+@pytest.mark.parametrize("dropped", [1, 2, 3, 6])
+def test_a_dropped_conversation_is_held_again(dropped: int) -> None:
+    host = connect(SPEC)
+    device = select_one("0", host.nvml.sweep())
+    carry_out(plan_start(host, device, MpsLimits()))
+    control = MpsControl(host.programs, str(home_of(host.run_directory, device.uuid).pipe))
+    control.set_default_threads(30.0)
+    admin.set_fault(SPEC, "collide", value=str(dropped))
+    assert control.default_threads() == 30.0
+    assert control.overview().threads_percent == 30.0
+
+
+def test_a_daemon_that_is_gone_is_not_taken_for_a_collision() -> None:
+    control = MpsControl(connect(SPEC).programs, "/nonexistent")
+    with pytest.raises(NotFound):
+        control.default_threads()
