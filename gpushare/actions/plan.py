@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpushare.errors import GpushareError, OperationFailed
+from gpushare.errors import GpushareError, Interrupted, OperationFailed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +55,47 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
         if left:
             raise _not_undone(error, left) from error
         raise
-    except BaseException:
+    except KeyboardInterrupt:
         # Ctrl-C in the middle leaves nothing half done either.
+        left = roll_back(done)
+        if left:
+            raise _not_undone(Interrupted("interrupted", "see: gpushare status"), left) from None
+        raise
+    except BaseException:
         roll_back(done)
         raise
 
 
 def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
-    """Undo steps, last first; return those that could not be, with the reason."""
-    left = []
-    for step in reversed(done):
-        if step.revert is None:
-            continue
-        try:
-            step.revert()
-        except GpushareError as error:
-            left.append((step, error))
+    """Undo steps, last first; return those that could not be, with the reason.
+
+    Ctrl-C waits until all is undone: a second one would leave the host half changed.
+    """
+    left: list[tuple[Step, GpushareError]] = []
+    with _undisturbed():
+        for step in reversed(done):
+            if step.revert is None:
+                continue
+            try:
+                step.revert()
+            except GpushareError as error:
+                left.append((step, error))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the steps before it are undone too
+                left.append((step, OperationFailed(f"{type(error).__name__}: {error}", "see: gpushare doctor")))
     return left
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C. Only the main thread has a say in signals; nobody interrupts another one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -85,7 +84,7 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         record = _record(host, device)
         mode = _recorded_mode(record)
         if mode is not None:
-            steps.append(_mode_step(host, device, mode, after=partial(record.unlink, missing_ok=True)))
+            steps.append(_mode_step(host, device, mode, record, keep=False))
     notes = () if steps else ("the time-slice is default already; nothing to do",)
     return Plan(title="time-slice default", steps=tuple(steps), notes=notes)
 
@@ -97,7 +96,7 @@ def _steps(
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, record=_record(host, device)))
+        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, _record(host, device), keep=True))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
@@ -114,46 +113,56 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
         host.policy.set(device.uuid, wanted)
         held = host.policy.read().get(device.gpu.index)
         if held is not wanted:
+            holds = "an unknown level" if held is None else held.title
             raise OperationFailed(
-                f"{device.title}: nvidia-smi accepted time-slice {wanted.title}, but the GPU holds {held.title if held else 'an unknown level'}",
+                f"{device.title}: nvidia-smi accepted time-slice {wanted.title}, but the GPU holds {holds}",
                 "see: nvidia-smi compute-policy -l",
                 gpu=str(device.gpu.index),
                 code="not_held",
             )
+
+    def back() -> None:
+        # A step that failed before it changed anything (no root, no nvidia-smi) has nothing to undo.
+        if before is not None and host.policy.read().get(device.gpu.index) is not before:
+            set_to(before)
 
     return Step(
         what=f"set the time-slice of {device.title} to {level.title}",
         command=" ".join(set_argv(device.uuid, level)),
         undo=None if before is None else " ".join(set_argv(device.uuid, before)),
         do=lambda: set_to(level),
-        revert=None if before is None else lambda: set_to(before),
+        revert=back,
     )
 
 
-def _mode_step(
-    host: Host,
-    device: Device,
-    mode: ComputeMode,
-    *,
-    record: Path | None = None,
-    after: Callable[[], None] | None = None,
-) -> Step:
-    """Return the step that sets a compute mode; ``record`` is where the previous one is kept."""
+def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, keep: bool) -> Step:
+    """Return the step that sets a compute mode.
+
+    With ``keep`` the mode that was there is written to ``record``, unless an earlier one stands in it;
+    without, the record has done its duty and goes.
+    """
     before = host.nvml.compute_mode(device.gpu.index)
+    recorded = _recorded_mode(record)
+
+    def note(previous: ComputeMode | None) -> None:
+        if previous is None:
+            record.unlink(missing_ok=True)
+            return
+        make_private_directory(record.parent)
+        record.write_text(json.dumps({"schema": 1, "previous_compute_mode": previous.name}), encoding="utf-8")
 
     def act() -> None:
-        if record is not None and before is not None and not record.exists():
-            make_private_directory(record.parent)
-            record.write_text(json.dumps({"schema": 1, "previous_compute_mode": before.name}), encoding="utf-8")
+        if keep and recorded is None:
+            note(before)
         set_compute_mode(host, device, mode)
-        if after is not None:
-            after()
+        if not keep:
+            note(None)
 
     def back() -> None:
         if before is not None:
             set_compute_mode(host, device, before)
-        if record is not None:
-            record.unlink(missing_ok=True)
+        if _recorded_mode(record) is not recorded:
+            note(recorded)
 
     return Step(
         what=f"set the compute mode of {device.title} to {mode.title}",
@@ -179,7 +188,7 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
     held = host.nvml.compute_mode(index)
     if held is not mode:
         raise OperationFailed(
-            f"{device.title} holds compute mode {held.title if held else 'unknown'} instead of {mode.title}",
+            f"{device.title} holds compute mode {'unknown' if held is None else held.title} instead of {mode.title}",
             f"see: nvidia-smi -i {index} -q -d COMPUTE",
             gpu=str(index),
             code="not_held",

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, common.ReaderGone):
         # The reader is gone (| head): nothing more to say, also not at the interpreter's own flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
@@ -82,7 +82,7 @@ def _run(words: list[str]) -> int:
         return _failed(words, error)
     except KeyboardInterrupt:
         return _failed(words, Interrupted("interrupted", "nothing more was changed; see: gpushare status"))
-    except BrokenPipeError:
+    except (BrokenPipeError, common.ReaderGone):
         raise
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0

@@ -138,13 +138,24 @@ def change_options() -> list[TyperOption]:
     ]
 
 
+class ReaderGone(Exception):
+    """The reader of stdout is gone (| head). Typer would end a BrokenPipeError itself, with 1."""
+
+
 class Interruptible(TyperCommand):
     """A command whose Ctrl-C is an error like any other: Typer would end it with 130 and without a word."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command.
+
+        Raises:
+            Interrupted: by Ctrl-C.
+            ReaderGone: nobody reads what it writes.
+        """
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise ReaderGone from None
         except KeyboardInterrupt:
             raise Interrupted("interrupted", "nothing more was changed; see: gpushare status") from None
 

@@ -11,7 +11,7 @@ from gpushare.cli.common import Command, settings
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("doctor", cls=Command)(doctor)
+    app.command("doctor", cls=Command, short_help="Check the host; each finding has a remedy.")(doctor)
 
 
 def doctor() -> Any:

@@ -43,14 +43,14 @@ Pipe = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="mps", cls=Group)
-    group.command("start", cls=ChangingCommand)(start)
-    group.command("stop", cls=ChangingCommand)(stop)
-    group.command("status", cls=Command)(mps_views.status)
-    group.command("set", cls=ChangingCommand)(set_limits)
-    group.command("kill", cls=ChangingCommand)(kill)
-    group.command("logs", cls=Command)(mps_views.logs)
-    group.command("env", cls=Command)(mps_views.env)
+    app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
+    group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
+    group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and prove that it is gone.")(stop)
+    group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(mps_views.status)
+    group.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
+    group.command("kill", cls=ChangingCommand, short_help="End one client, its neighbours unharmed.")(kill)
+    group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(mps_views.logs)
+    group.command("env", cls=Command, short_help="Print what a shell needs to join.")(mps_views.env)
 
 
 def start(

@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the command."""
     # Options end at the program's name: its own are its own, also without "--".
-    app.command("run", cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})(run)
+    app.command(
+        "run",
+        cls=ChangingCommand,
+        short_help="Run a program inside a share of a GPU.",
+        context_settings={**CONTEXT, "allow_interspersed_args": False},
+    )(run)
 
 
 def run(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- CMD...", help="The program and its arguments.", show_default=False)
+        list[str], typer.Argument(metavar="CMD...", help="The program and its arguments.", show_default=False)
     ],
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG instance: index, UUID, PCI bus id.")

@@ -26,14 +26,14 @@ Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="sim", cls=Group)
-    group.command("list", cls=Command)(list_hosts)
-    group.command("show", cls=Command)(show)
-    group.command("reset", cls=ChangingCommand)(reset)
-    group.command("add", cls=Command)(add)
-    group.command("end", cls=Command)(end)
-    group.command("mig", cls=Command)(mig)
-    group.command("fault", cls=Command)(fault)
+    app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts, to try everything on.")
+    group.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
+    group.command("show", cls=Command, short_help="Show the state of a host.")(show)
+    group.command("reset", cls=ChangingCommand, short_help="Forget a host.")(reset)
+    group.command("add", cls=Command, short_help="Put a simulated process on a GPU.")(add)
+    group.command("end", cls=Command, short_help="End a simulated process.")(end)
+    group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
+    group.command("fault", cls=Command, short_help="Make something fail.")(fault)
 
 
 def spec_of(given: str | None) -> str:

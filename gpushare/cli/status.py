@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("status", cls=Command)(status)
+    app.command("status", cls=Command, short_help="Show GPUs, sharing, limits, clients, processes.")(status)
 
 
 def status(

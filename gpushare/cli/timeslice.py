@@ -19,10 +19,10 @@ Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="timeslice", cls=Group)
-    group.command("show", cls=Command)(show)
-    group.command("set", cls=ChangingCommand)(set_level)
-    group.command("reset", cls=ChangingCommand)(reset)
+    app.add_typer(group, name="timeslice", cls=Group, short_help="Show and set the time-slice level.")
+    group.command("show", cls=Command, short_help="Show the level of each GPU.")(show)
+    group.command("set", cls=ChangingCommand, short_help="Set the level.")(set_level)
+    group.command("reset", cls=ChangingCommand, short_help="Go back to how it was.")(reset)
 
 
 def show(gpu: Gpu = None) -> Any:
