@@ -1,0 +1,177 @@
+"""The conversation with the real daemon, through `MpsControl` and `LocalPrograms`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import NotFound, OperationFailed, TimedOut
+from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, probe_version
+from gpushare.host.program import LocalPrograms
+from gpushare.model import Priority
+from gpushare.units import MIB, mps_memory_readback
+from tests.real_daemon.conftest import daemons_below, is_alive, start_by_hand, wait_until
+
+
+def test_without_a_daemon_it_is_not_found(sim_dir: Path) -> None:
+    """The program's own text for it is known."""
+    control = MpsControl(LocalPrograms(), str(sim_dir / "nobody"))
+    with pytest.raises(NotFound) as caught:
+        control.ask("get_server_list")
+    assert caught.value.code == "no_daemon"
+    assert control.answers() is False
+
+
+def test_a_fresh_daemon_has_no_limits(control: MpsControl) -> None:
+    overview = control.overview()
+    assert overview.threads_percent == 100.0
+    assert overview.memory_limit_bytes is None
+    assert overview.priority is Priority.NORMAL
+    assert overview.servers == ()
+    assert overview.clients == ()
+    assert control.clients() == []
+
+
+@pytest.mark.parametrize("percent", [0.1, 1.0, 12.5, 25.0, 33.3, 50.0, 99.9, 100.0])
+def test_thread_percentages_are_read_back(control: MpsControl, percent: float) -> None:
+    control.set_default_threads(percent)
+    assert control.default_threads() == percent
+    assert control.overview().threads_percent == percent
+
+
+@pytest.mark.parametrize("percent", [400.0, 100.1, 0.0])
+def test_a_percentage_out_of_range_is_reported(control: MpsControl, percent: float) -> None:
+    """The real program exits 0 and prints the value that it keeps."""
+    control.set_default_threads(40.0)
+    with pytest.raises(OperationFailed) as caught:
+        control.set_default_threads(percent)
+    assert caught.value.code == "limit_not_held"
+    assert control.default_threads() == 40.0
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "printed"),
+    [
+        (1, "1M"),
+        (512, "512M"),
+        (1023, "1023M"),
+        (1024, "1G"),
+        (1500, "1G"),
+        (2047, "1G"),
+        (4096, "4G"),
+        (143_771, "140G"),
+    ],
+)
+def test_memory_limits_are_read_back_floored_to_whole_gibibytes(
+    control: MpsControl, mebibytes: int, printed: str
+) -> None:
+    control.set_default_memory(mebibytes * MIB)
+    assert control.default_memory() == printed == mps_memory_readback(mebibytes * MIB)
+
+
+def test_a_memory_limit_can_be_cleared(control: MpsControl) -> None:
+    control.set_default_memory(2048 * MIB)
+    control.clear_default_memory()
+    assert control.default_memory() is None
+    assert control.overview().memory_limit_bytes is None
+
+
+@pytest.mark.parametrize(("sent", "stored"), [("1.5G", "1M"), ("1024K", "1G"), ("0G", "")])
+def test_why_sizes_are_sent_as_whole_mebibytes_only(control: MpsControl, sent: str, stored: str) -> None:
+    """The program misreads other forms, without a word: if this ever changes, units.py may be simpler."""
+    assert control.ask(f"set_default_device_pinned_mem_limit 0 {sent}").strip() == ""
+    assert control.ask("get_default_device_pinned_mem_limit 0").strip() == stored
+
+
+@pytest.mark.parametrize("priority", list(Priority))
+def test_priorities_are_read_back(control: MpsControl, priority: Priority) -> None:
+    control.set_default_priority(priority)
+    assert control.default_priority() is priority
+
+
+def test_all_defaults_stand_in_one_overview(control: MpsControl) -> None:
+    control.set_default_threads(25.0)
+    control.set_default_memory(1500 * MIB)
+    control.set_default_priority(Priority.LOW)
+    overview = control.overview()
+    assert (overview.threads_percent, overview.priority, overview.memory_limit_bytes) == (
+        25.0,
+        Priority.LOW,
+        1024 * MIB,
+    )
+
+
+def test_a_server_that_is_not_there_has_no_status(control: MpsControl) -> None:
+    assert control.servers() == []
+    assert control.server_status(999_999) is None
+
+
+def test_a_second_daemon_in_the_same_directory_is_refused(sim_dir: Path, control: MpsControl) -> None:
+    second = start_by_hand(Path(control.pipe_directory), sim_dir / "hand" / "log")
+    assert second.exit_code != 0
+    assert "already running" in second.text
+    assert len(daemons_below(sim_dir)) == 1
+
+
+def test_a_stopped_daemon_is_a_time_out_with_its_own_code(sim_dir: Path, control: MpsControl) -> None:
+    (pid,) = daemons_below(sim_dir)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TimedOut) as caught:
+        control.ask("get_server_list", timeout=0.2)
+    assert caught.value.code == "daemon_hangs"
+    os.kill(pid, signal.SIGCONT)
+    assert control.answers()
+
+
+def test_quit_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
+    (pid,) = daemons_below(sim_dir)
+    control.quit()
+    wait_until(lambda: not is_alive(pid))
+    assert control.answers() is False
+
+
+def test_quit_with_a_time_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
+    (pid,) = daemons_below(sim_dir)
+    control.quit(1.0)
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_the_probe_of_the_version_starts_nothing_and_talks_to_nobody(
+    sim_dir: Path, control: MpsControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before driver 580 ``-v`` is no option: the program would wait for commands to whatever daemon it finds."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", control.pipe_directory)
+    log = sim_dir / "hand" / "log" / "control.log"
+    before = log.read_text()
+    version = probe_version(LocalPrograms())
+    assert version is None or version >= 13000
+    assert log.read_text() == before
+    assert len(daemons_below(sim_dir)) == 1
+
+
+def _directory_of(length: int, root: Path) -> Path:
+    path = root / ("p" * (length - len(str(root)) - 1))
+    assert len(os.fsencode(path)) == length
+    return path
+
+
+def test_the_longest_pipe_directory_works(sim_dir: Path) -> None:
+    pipe = _directory_of(MAX_PIPE_DIRECTORY_BYTES, sim_dir)
+    assert start_by_hand(pipe, sim_dir / "log").exit_code == 0
+    control = MpsControl(LocalPrograms(), str(pipe))
+    wait_until(control.answers)
+
+
+def test_one_byte_more_and_the_program_dies_without_a_word(sim_dir: Path) -> None:
+    """Why gpushare checks the length itself before it starts anything."""
+    done = start_by_hand(_directory_of(MAX_PIPE_DIRECTORY_BYTES + 1, sim_dir), sim_dir / "log")
+    assert done.exit_code != 0
+    assert done.text == ""
+    assert daemons_below(sim_dir) == []
+
+
+def test_the_program_is_found_where_the_variable_says(real_program: str) -> None:
+    assert LocalPrograms().find(PROGRAM) == real_program

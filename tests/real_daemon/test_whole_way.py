@@ -1,0 +1,306 @@
+"""Start, limits, status and stop of the real daemon beside a simulated GPU: everything but CUDA clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpushare.actions.mps_limits import MpsLimits, plan_set
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.mps_stop import stop
+from gpushare.actions.plan import carry_out
+from gpushare.errors import BadUsage, InUse, NotFound, OperationFailed, TimedOut
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.host.mps import FoundDaemon, daemon_pid, find_daemons
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.mps_home import home_of
+from gpushare.host.snapshot import Observer
+from gpushare.model import Mechanism, Priority, mechanism
+from gpushare.selection import Device, select_one
+from gpushare.units import GIB, MIB
+from tests.real_daemon.conftest import daemons_below, is_alive, start_by_hand, wait_until
+
+LIMITS = MpsLimits(threads_percent=25.0, memory_limit_bytes=1500 * MIB, priority=Priority.LOW)
+
+
+def start(host: Host, device: Device, limits: MpsLimits = LIMITS) -> FoundDaemon:
+    """Start a daemon and return it as a look at the host finds it."""
+    carry_out(plan_start(host, device, limits))
+    return only_daemon(host, device)
+
+
+def only_daemon(host: Host, device: Device) -> FoundDaemon:
+    """Return the one daemon of the host."""
+    (found,) = find_daemons(host, [device.gpu])
+    return found
+
+
+def test_start_sets_limits_that_the_daemon_holds(host: Host, device: Device, sim_dir: Path) -> None:
+    daemon = start(host, device).daemon
+    assert daemon.ours
+    assert daemon.error is None
+    assert [daemon.pid] == daemons_below(sim_dir)
+    assert (daemon.threads_percent, daemon.priority) == (25.0, Priority.LOW)
+    # Exact, although the program prints 1G.
+    assert daemon.memory_limit_bytes == 1500 * MIB
+    control = MpsControl(host.programs, str(daemon.pipe_directory))
+    assert (control.default_threads(), control.default_memory(), control.default_priority()) == (
+        25.0,
+        "1G",
+        Priority.LOW,
+    )
+
+
+def test_start_without_limits_leaves_the_defaults(host: Host, device: Device) -> None:
+    daemon = start(host, device, MpsLimits()).daemon
+    assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (100.0, None, Priority.NORMAL)
+
+
+def test_the_daemon_sees_one_gpu_and_no_limits_of_the_caller(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")
+    daemon = start(host, device, MpsLimits()).daemon
+    assert (daemon.threads_percent, daemon.priority) == (100.0, Priority.NORMAL)
+    environment = host.processes.environment(daemon.pid or 0)
+    assert environment is not None
+    assert environment["CUDA_VISIBLE_DEVICES"] == device.uuid
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in environment
+
+
+def test_its_directories_are_closed_to_others(host: Host, device: Device) -> None:
+    """The program itself would make them writable for everybody."""
+    daemon = start(host, device).daemon
+    for directory in (daemon.pipe_directory, daemon.log_directory):
+        assert Path(directory or "").stat().st_mode & 0o022 == 0
+
+
+def test_a_look_at_the_host_shows_it(host: Host, device: Device) -> None:
+    start(host, device)
+    snapshot = Observer(host).look()
+    (daemon,) = snapshot.daemons
+    assert (daemon.gpu_index, daemon.threads_percent) == (0, 25.0)
+    assert mechanism(snapshot.gpus[0], snapshot.daemons) is Mechanism.MPS
+
+
+def test_limits_of_a_running_daemon_can_be_changed(host: Host, device: Device) -> None:
+    start(host, device)
+    carry_out(plan_set(host, device, MpsLimits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
+    daemon = only_daemon(host, device).daemon
+    assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (70.0, 3 * GIB, Priority.LOW)
+
+
+def test_a_second_start_is_refused_and_changes_nothing(host: Host, device: Device, sim_dir: Path) -> None:
+    before = start(host, device)
+    with pytest.raises(InUse) as caught:
+        plan_start(host, device, MpsLimits(threads_percent=90.0))
+    assert caught.value.code == "daemon_exists"
+    assert "gpushare mps" in caught.value.hint
+    after = only_daemon(host, device)
+    assert (after.daemon.pid, after.daemon.threads_percent) == (before.daemon.pid, 25.0)
+    assert len(daemons_below(sim_dir)) == 1
+
+
+def test_each_gpu_has_a_daemon_of_its_own(real_control: str, sim_dir: Path) -> None:
+    assert real_control
+    host = connect("sim:2xh200")
+    gpus = host.nvml.sweep()
+    for index, percent in (("0", 30.0), ("1", 60.0)):
+        carry_out(plan_start(host, select_one(index, gpus), MpsLimits(threads_percent=percent)))
+    held = {found.daemon.gpu_index: found.daemon.threads_percent for found in find_daemons(host, gpus)}
+    assert held == {0: 30.0, 1: 60.0}
+    assert len(daemons_below(sim_dir)) == 2
+
+
+def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_dir: Path) -> None:
+    found = start(host, device)
+    done = stop(host, found, device, drain_seconds=0.0, force=False)
+    assert (done.pid, done.forced) == (found.daemon.pid, False)
+    assert not is_alive(found.daemon.pid or 0)
+    assert daemons_below(sim_dir) == []
+    assert daemon_pid(host, str(found.daemon.pipe_directory)) is None
+    assert find_daemons(host, [device.gpu]) == []
+
+
+def test_start_works_again_after_stop(host: Host, device: Device) -> None:
+    first = start(host, device)
+    stop(host, first, device, drain_seconds=0.0, force=False)
+    second = start(host, device, MpsLimits(threads_percent=80.0))
+    assert second.daemon.pid != first.daemon.pid
+    assert (second.daemon.threads_percent, second.daemon.memory_limit_bytes) == (80.0, None)
+
+
+def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device) -> None:
+    found = start(host, device)
+    os.kill(found.daemon.pid or 0, signal.SIGKILL)
+    wait_until(lambda: not is_alive(found.daemon.pid or 0))
+    dead = only_daemon(host, device).daemon
+    assert dead.pid is None
+    assert dead.error is not None
+    assert "gpushare mps stop" in dead.error
+    with pytest.raises(NotFound) as caught:
+        plan_set(host, device, MpsLimits(threads_percent=10.0))
+    assert caught.value.code == "dead_daemon"
+
+
+def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path) -> None:
+    found = start(host, device)
+    os.kill(found.daemon.pid or 0, signal.SIGKILL)
+    wait_until(lambda: not is_alive(found.daemon.pid or 0))
+    again = start(host, device, MpsLimits(threads_percent=50.0))
+    assert again.daemon.pid not in {None, found.daemon.pid}
+    assert (again.daemon.error, again.daemon.threads_percent) == (None, 50.0)
+    assert daemons_below(sim_dir) == [again.daemon.pid]
+
+
+def test_stop_clears_a_killed_daemon_away(host: Host, device: Device) -> None:
+    found = start(host, device)
+    os.kill(found.daemon.pid or 0, signal.SIGKILL)
+    wait_until(lambda: not is_alive(found.daemon.pid or 0))
+    done = stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False)
+    assert (done.pid, done.forced) == (None, False)
+    assert find_daemons(host, [device.gpu]) == []
+    assert home_of(host.run_directory, device.uuid).leftovers() == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time-outs of the conversation: a hanging daemon need not be waited for in a test."""
+    patient = MpsControl.ask
+
+    def ask(self: MpsControl, command: str, *, timeout: float = 0.2) -> str:
+        return patient(self, command, timeout=min(timeout, 0.2))
+
+    monkeypatch.setattr(MpsControl, "ask", ask)
+
+
+def test_a_hanging_daemon_is_shown_with_its_error(host: Host, device: Device, impatient: None) -> None:
+    found = start(host, device)
+    os.kill(found.daemon.pid or 0, signal.SIGSTOP)
+    hanging = only_daemon(host, device).daemon
+    assert hanging.pid == found.daemon.pid
+    assert "did not answer" in (hanging.error or "")
+    # What is known without it is still told.
+    assert (hanging.threads_percent, hanging.memory_limit_bytes) == (25.0, 1500 * MIB)
+
+
+def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(host: Host, device: Device, impatient: None) -> None:
+    found = start(host, device)
+    os.kill(found.daemon.pid or 0, signal.SIGSTOP)
+    with pytest.raises(TimedOut) as caught:
+        stop(host, found, device, drain_seconds=0.0, force=False)
+    assert caught.value.code == "daemon_hangs"
+    assert "--force" in caught.value.hint
+    assert is_alive(found.daemon.pid or 0)
+    os.kill(found.daemon.pid or 0, signal.SIGCONT)
+    assert only_daemon(host, device).daemon.error is None
+
+
+def test_a_forced_stop_ends_a_hanging_daemon(host: Host, device: Device, impatient: None, sim_dir: Path) -> None:
+    found = start(host, device)
+    os.kill(found.daemon.pid or 0, signal.SIGSTOP)
+    done = stop(host, found, device, drain_seconds=0.0, force=True)
+    assert done.forced
+    assert daemons_below(sim_dir) == []
+    assert find_daemons(host, [device.gpu]) == []
+
+
+def _foreign(sim_dir: Path, visible: str) -> str:
+    pipe = sim_dir / "other" / "pipe"
+    assert start_by_hand(pipe, sim_dir / "other" / "log", visible).exit_code == 0
+    return str(pipe)
+
+
+def test_a_foreign_daemon_is_shown_as_not_ours(host: Host, device: Device, sim_dir: Path) -> None:
+    pipe = _foreign(sim_dir, device.uuid)
+    found = only_daemon(host, device)
+    assert not found.daemon.ours
+    assert (found.daemon.pipe_directory, found.daemon.gpu_index) == (pipe, 0)
+    assert found.daemon.threads_percent == 100.0
+    assert (found.home, found.record) == (None, None)
+
+
+@pytest.mark.parametrize("visible", ["uuid", "0"])
+def test_a_foreign_daemon_of_the_gpu_refuses_ours(host: Host, device: Device, sim_dir: Path, visible: str) -> None:
+    pipe = _foreign(sim_dir, device.uuid if visible == "uuid" else visible)
+    (theirs,) = daemons_below(sim_dir)
+    with pytest.raises(InUse) as caught:
+        plan_start(host, device, LIMITS)
+    assert caught.value.code == "foreign_daemon"
+    assert pipe in caught.value.hint
+    assert daemons_below(sim_dir) == [theirs]
+
+
+def test_a_foreign_daemon_of_another_gpu_is_no_obstacle(real_control: str, sim_dir: Path) -> None:
+    assert real_control
+    host = connect("sim:2xh200")
+    gpus = host.nvml.sweep()
+    _foreign(sim_dir, gpus[1].uuid or "")
+    carry_out(plan_start(host, select_one("0", gpus), LIMITS))
+    assert sorted((found.daemon.ours, found.daemon.gpu_index) for found in find_daemons(host, gpus)) == [
+        (False, 1),
+        (True, 0),
+    ]
+
+
+def test_a_long_path_is_refused_before_anything_is_started(
+    sim_dir: Path, real_control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert real_control
+    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("d" * 60)))
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    with pytest.raises(BadUsage) as caught:
+        carry_out(plan_start(host, device, LIMITS))
+    assert caught.value.code == "path_too_long"
+    assert daemons_below(sim_dir) == []
+    assert not home_of(host.run_directory, device.uuid).directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("setter", "honest", "lie"),
+    [
+        ("threads", "set_default_active_thread_percentage 25.0", "set_default_active_thread_percentage 500"),
+        ("memory", "set_default_device_pinned_mem_limit 0 1500M", "set_default_device_pinned_mem_limit 0 1.5G"),
+        ("priority", "set_default_client_priority 1", "set_default_client_priority 7"),
+    ],
+)
+def test_a_limit_that_does_not_hold_takes_the_daemon_down_again(
+    host: Host, device: Device, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, setter: str, honest: str, lie: str
+) -> None:
+    """The daemon gets another command than the one that was meant, and answers as it really does: without complaint."""
+    truthful = MpsControl.ask
+
+    def ask(self: MpsControl, command: str, *, timeout: float = 5.0) -> str:
+        return truthful(self, lie if command == honest else command, timeout=timeout)
+
+    monkeypatch.setattr(MpsControl, "ask", ask)
+    with pytest.raises(OperationFailed) as caught:
+        carry_out(plan_start(host, device, LIMITS))
+    assert caught.value.code == "limit_not_held", setter
+    assert daemons_below(sim_dir) == []
+    assert find_daemons(host, [device.gpu]) == []
+    assert home_of(host.run_directory, device.uuid).leftovers() == []
+
+
+def test_a_program_that_starts_nothing_and_exits_0_is_noticed(
+    host: Host, device: Device, sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown option of the real program prints its usage and exits 0; here: a program that does nothing."""
+    idle = sim_dir / "nvidia-cuda-mps-control"
+    idle.write_text(
+        f"#!{sys.executable}\nimport sys\nif not sys.argv[1:]: sys.exit('Cannot find MPS control daemon process')\n"
+    )
+    idle.chmod(0o755)
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", str(idle))
+    monkeypatch.setattr("gpushare.actions.mps_start._ANSWER_SECONDS", 0.1)
+    with pytest.raises(OperationFailed) as caught:
+        carry_out(plan_start(host, device, LIMITS))
+    assert caught.value.code == "daemon_silent"
+    assert find_daemons(host, [device.gpu]) == []

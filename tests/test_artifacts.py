@@ -1,0 +1,176 @@
+"""The manual page and the completions: fresh, well-formed, and of use at TAB."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gpushare import __version__
+from gpushare.errors import ExitCode
+from tools import generate
+from tools.tree import command_tree
+
+PROJECT = Path(__file__).resolve().parent.parent
+BASH = PROJECT / "completions" / "gpushare.bash"
+
+
+def run(argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    return subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "LC_ALL": "C.UTF-8", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["man/gpushare.1", *(f"completions/{n}" for n in ("gpushare.bash", "_gpushare", "gpushare.fish"))]
+)
+def test_checked_in_files_are_what_the_command_tree_gives(name: str, tmp_path: Path) -> None:
+    generate.write(tmp_path)
+    fresh, kept = (tmp_path / name).read_text(), (PROJECT / name).read_text()
+    assert kept == fresh, f"{name} is stale; write it again: python -m tools.generate"
+
+
+def test_check_says_which_file_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate.write(tmp_path)
+    assert generate.main(["--check", str(tmp_path)]) == 0
+    (tmp_path / "man/gpushare.1").write_text("old")
+    (tmp_path / "completions/_gpushare").unlink()
+    assert generate.main(["--check", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "man/gpushare.1" in said
+    assert "completions/_gpushare" in said
+    assert "gpushare.fish" not in said
+
+
+def test_generation_is_deterministic() -> None:
+    assert generate.artifacts() == generate.artifacts()
+
+
+def test_the_manual_names_every_command_option_and_exit_code() -> None:
+    page = (PROJECT / "man/gpushare.1").read_text().replace("\\-", "-").replace("\\fB", "").replace("\\fR", "")
+    assert f"gpushare {__version__}" in page
+    for node in command_tree().walk():
+        assert f"gpushare {node.title}".strip() in page
+        for option in node.options:
+            assert f"\n{', '.join(option.names)}" in page, (node.title, option.names)
+    for code in ExitCode:
+        assert f"\n{int(code)}\n" in page
+    for section in ("NAME", "SYNOPSIS", "ENVIRONMENT", "FILES", "EXAMPLES", "SEE ALSO"):
+        assert f"\n.SH {section}\n" in page
+
+
+def test_every_command_and_option_has_help() -> None:
+    for node in command_tree().walk():
+        assert node.short_help, node.title
+        for option in node.options:
+            assert option.help, (node.title, option.names)
+
+
+def test_the_manual_has_no_macro_by_accident() -> None:
+    known = {".TH", ".SH", ".SS", ".TP", ".PP", ".nf", ".fi", ".B", ".BR", '.\\"'}
+    for line in (PROJECT / "man/gpushare.1").read_text().splitlines():
+        assert not line.startswith("'")
+        assert not line.startswith(".") or line.split()[0] in known, line
+
+
+@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
+def test_mandoc_accepts_the_manual() -> None:
+    done = run(["mandoc", "-T", "lint", "-W", "error", str(PROJECT / "man/gpushare.1")])
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("shell", "name"), [("bash", "gpushare.bash"), ("zsh", "_gpushare"), ("fish", "gpushare.fish")]
+)
+def test_the_shell_accepts_its_completion(shell: str, name: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    done = run([shell, "-n", str(PROJECT / "completions" / name)])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """Return a folder for PATH with a gpushare that knows two GPUs and notes how it was called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    stand_in = folder / "gpushare"
+    stand_in.write_text(
+        f'#!/bin/sh\necho "$@" >>{folder}/calls\nprintf "gpu_index,gpu_uuid\\n0,GPU-aaaa,x\\n1,GPU-bbbb,y\\n"\n'
+    )
+    stand_in.chmod(0o755)
+    return folder
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    """Return what bash offers at the end of a line."""
+    script = f'source "{BASH}"; COMP_LINE=$1; COMP_POINT=${{#1}}; _gpushare; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = run(["bash", "--norc", "-c", script, "bash", line], PATH=f"{folder}:{os.environ['PATH']}")
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("gpushare mps st", ["start", "stop", "status"]),
+        ("gpushare --host sim:h200 mps st", ["start", "stop", "status"]),
+        ("gpushare -o json -q mps sto", ["stop"]),
+        ("gpushare --output=json mps sto", ["stop"]),
+        ("gpushare mps start --prio", ["--priority"]),
+        ("gpushare mps start --threads 50 --priority ", ["normal", "low"]),
+        ("gpushare mps start --priority=l", ["low"]),
+        ("gpushare -o j", ["json"]),
+        ("gpushare timeslice set ", ["default", "short", "medium", "long"]),
+        ("gpushare timeslice set --gpu 0 m", ["medium"]),
+        # Bash replaces only what is behind the last colon.
+        ("gpushare --host sim:h200-", ["h200-nvl"]),
+        ("gpushare status --threads 3", []),
+        ("gpushare nonsense --pri", []),
+    ],
+)
+def test_bash_offers(line: str, offered: list[str], programs: Path) -> None:
+    assert completed(line, programs) == offered
+    assert not (programs / "calls").exists(), "no Python may start at TAB for what is static"
+
+
+def test_bash_offers_every_command(programs: Path) -> None:
+    for node in command_tree().walk():
+        if node.children:
+            line = " ".join(["gpushare", *node.path, ""])
+            assert completed(line, programs) == [child.path[-1] for child in node.children]
+        names = [name for option in node.options for name in option.names if name.startswith("--")]
+        assert completed(" ".join(["gpushare", *node.path, "--"]), programs) == names
+
+
+def test_bash_asks_for_the_gpus_of_the_host_that_is_named(programs: Path) -> None:
+    offered = ["0", "1", "GPU-aaaa", "GPU-bbbb", "all"]
+    assert sorted(completed("gpushare --host sim:2xt4 mps stop -g ", programs)) == offered
+    assert (programs / "calls").read_text().split() == ["--host", "sim:2xt4", "status", "-o", "csv"]
+    assert completed("gpushare mps stop -g GPU-b", programs) == ["GPU-bbbb"]
+
+
+def test_bash_is_silent_when_the_host_cannot_be_asked(programs: Path) -> None:
+    (programs / "gpushare").write_text("#!/bin/sh\necho 'error: no driver' >&2\nexit 9\n")
+    assert completed("gpushare mps stop -g ", programs) == ["all"]
+
+
+@pytest.mark.parametrize("line", ["gpushare run -- gpush", "gpushare run --threads 25 -- gpush", "gpushare run gpush"])
+def test_bash_offers_programs_to_run(line: str, programs: Path) -> None:
+    assert completed(line, programs) == ["gpushare"]
+
+
+def test_bash_offers_files_to_the_program(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert completed(f"gpushare run --threads 25 -- python {tmp_path}/tr", programs) == [f"{tmp_path}/train.py"]
+    assert completed(f"gpushare run ls {tmp_path}/tr", programs) == [f"{tmp_path}/train.py"]

@@ -1,0 +1,92 @@
+"""What a start of the program loads, and what it leaves where it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+HEAVY = ("rich", "psutil", "tabulate", "yaml", "pynvml", "pydantic", "importlib.metadata", "asyncio")
+REPORT = "import sys; print('LOADED', *sorted(sys.modules), file=sys.stderr)"
+
+
+def loaded_by(code: str, sim_dir: Path) -> set[str]:
+    """Return the modules that a fresh interpreter has loaded after running some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{REPORT}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        # The machine's own site configuration may import anything; what counts is what we add.
+        env={**os.environ, "PYTHONPATH": str(PROJECT), "GPUSHARE_SIM_DIR": str(sim_dir)},
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("LOADED ")]
+    return set(line.split()[1:])
+
+
+def heavy(modules: set[str], but: tuple[str, ...] = ()) -> list[str]:
+    """Return the heavy ones among modules, those of a bare interpreter not counted."""
+    return [name for name in HEAVY if name in modules and name not in but]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Return what an interpreter loads that does nothing (an editable install may add a finder)."""
+    return loaded_by("pass", tmp_path_factory.mktemp("bare"))
+
+
+def command(*words: str) -> str:
+    """Return code that runs a gpushare command line."""
+    return f"from gpushare.cli import main\nassert main({list(words)!r}) == 0"
+
+
+def test_the_command_line_loads_nothing_heavy(sim_dir: Path, bare: set[str]) -> None:
+    assert heavy(loaded_by("import gpushare.cli", sim_dir) - bare) == []
+
+
+def test_the_command_line_loads_no_room_below_before_a_command_needs_it(sim_dir: Path) -> None:
+    """Commands import what they call inside their function: twenty dataclasses more are 10 ms more at each start."""
+    rooms = (
+        "gpushare.actions",
+        "gpushare.advice",
+        "gpushare.host",
+        "gpushare.layout",
+        "gpushare.measure",
+        "gpushare.sim",
+    )
+    loaded = loaded_by("import gpushare.cli", sim_dir)
+    assert sorted(name for name in loaded if name.startswith(rooms)) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["mps", "--help"], ["mps", "start", "--help"]], ids=" ".join
+)
+def test_version_and_help_load_nothing_heavy(words: list[str], sim_dir: Path, bare: set[str]) -> None:
+    assert heavy(loaded_by(command(*words), sim_dir) - bare) == []
+
+
+def test_json_of_a_host_needs_no_drawing_and_no_yaml(sim_dir: Path, bare: set[str]) -> None:
+    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir) - bare
+    assert "pynvml" in modules, "the real bindings stand above the simulated library"
+    assert heavy(modules, but=("pynvml", "psutil")) == []
+
+
+def test_owners_are_looked_up_only_when_somebody_is_there(sim_dir: Path, bare: set[str]) -> None:
+    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir) - bare
+    assert heavy(modules, but=("pynvml",)) == []
+
+
+def test_plain_output_needs_no_rich(sim_dir: Path, bare: set[str]) -> None:
+    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "plain"), sim_dir) - bare
+    assert heavy(modules, but=("pynvml", "psutil", "tabulate", "importlib.metadata")) == []
+
+
+def test_the_simulation_is_not_loaded_for_the_real_machine(sim_dir: Path) -> None:
+    modules = loaded_by("from gpushare.cli import main\nmain(['--host', 'local', 'status', '-o', 'json'])", sim_dir)
+    assert "gpushare.host.nvml" in modules
+    assert [name for name in modules if name.startswith("gpushare.sim")] == []
