@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-def own_daemon(host: Host, device: Device) -> tuple[DaemonHome, DaemonRecord]:
+def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[DaemonHome, DaemonRecord]:
     """Return the running daemon of ours on a device, with its home.
 
     Raises:
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
-        NoPermission: it belongs to another user.
+        NoPermission: it belongs to another user, and is ``to_change``; anybody may join it.
     """
     for run_directory in (host.run_directory, *host.shared_run_directories):
         home = home_of(run_directory, device.uuid)
@@ -37,7 +37,7 @@ def own_daemon(host: Host, device: Device) -> tuple[DaemonHome, DaemonRecord]:
                 gpu=str(device.gpu.index),
                 code="dead_daemon",
             )
-        if record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
+        if to_change and record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
             raise NoPermission(
                 f"the MPS daemon of {device.title} belongs to user {record.uid}",
                 "ask its owner, or run as root: sudo gpushare ...",

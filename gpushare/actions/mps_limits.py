@@ -102,7 +102,7 @@ def plan_set(host: Host, device: Device, limits: MpsLimits) -> Plan:
         BadUsage: the memory limit is above the device's memory.
     """
     check_memory(device, limits.memory_limit_bytes)
-    home, record = own_daemon(host, device)
+    home, record = own_daemon(host, device, to_change=True)
     control = MpsControl(host.programs, str(home.pipe))
     steps = limit_steps(host, home, limits)
     for server in control.servers():

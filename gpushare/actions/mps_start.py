@@ -44,15 +44,18 @@ def plan_start(
     home = home_of(host.run_directory, device.uuid)
     _refuse_second(host, device)
     notes = _notes(host, device)
-    steps = [_directories_step(home)]
-    previous = None
+    # A dead daemon's record may hold the compute mode from before it: that one is still to be restored.
+    stale = home.read()
+    previous = None if stale is None or stale.previous_compute_mode is None else ComputeMode[stale.previous_compute_mode]
+    steps = [_directories_step(home, stale)]
     if exclusive:
-        previous = _exclusive_allowed(host, device)
-        if previous is not ComputeMode.EXCLUSIVE_PROCESS:
-            steps.append(_exclusive_step(host, device, previous))
+        now = _exclusive_allowed(host, device)
+        if now is not ComputeMode.EXCLUSIVE_PROCESS:
+            steps.append(_exclusive_step(host, device, now))
+            previous = previous or now
     steps.append(_daemon_step(host, device, home))
     steps += limit_steps(host, home, limits)
-    record = _Record(previous if previous is not ComputeMode.EXCLUSIVE_PROCESS else None, transient, limits)
+    record = _Record(previous, transient, limits)
     steps.append(_record_step(host, device, home, record))
     return Plan(
         title=f"MPS on {device.title}",
@@ -62,13 +65,18 @@ def plan_start(
     )
 
 
-def _directories_step(home: DaemonHome) -> Step:
+def _directories_step(home: DaemonHome, stale: DaemonRecord | None) -> Step:
+    def back() -> None:
+        home.clear()
+        if stale is not None:
+            home.write(stale)
+
     return Step(
         what=f"make the private directory {home.directory}",
         command=f"mkdir -p -m 755 {shlex.quote(str(home.pipe))} {shlex.quote(str(home.log))}",
         undo=f"rm -r {shlex.quote(str(home.directory))}",
         do=home.create,
-        revert=home.clear,
+        revert=back,
     )
 
 

@@ -28,7 +28,9 @@ def register(app: typer.Typer) -> None:
 def show(gpu: Gpu = None) -> Any:
     """Show the time-slice level and the compute mode of each GPU.
 
-    NVIDIA publishes no millisecond value for any level, so none is shown.
+    NVIDIA publishes no millisecond value for any level, so none is shown. Measured by others, at level
+    default: waits of about 1 ms (RTX 3070) and up to 2.3 ms (RTX 4090). On an H200 at level default a
+    small training loop beside a saturating job kept 0.51 of its rate, and the other 0.79.
     """
     from gpushare.selection import select
     from gpushare.show.result import Column, Result, Table

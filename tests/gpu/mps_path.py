@@ -391,7 +391,9 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--endings", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="*", metavar="PART", help="of: look limits alone kill_many endings outside stop")
+    parser.add_argument(
+        "--only", nargs="*", metavar="PART", help="of: look limits alone kill_many endings outside stop"
+    )
     options = parser.parse_args()
     path = MpsPath(options.host, options.tries)
     parts = {
