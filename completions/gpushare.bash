@@ -28,6 +28,7 @@ _gpushare_node() {
     'run')
       options='-g --gpu --threads --memory --priority --strict --grace -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --threads --memory --priority --grace --host -o --output'
+      positional='@program'
       ;;
     'doctor')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -56,8 +56,21 @@ class Priority(IntEnum):
         return self.name.lower()
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuProcess:
+class _Value:
+    """What the classes below have in common. `dataclass` would generate it anew for each, at every start of a command."""
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GpuProcess(_Value):
     """One process on one GPU (``nvidia-smi pmon``). ``sm_percent`` 0 is idle, None is unknown."""
 
     pid: int
@@ -83,8 +96,8 @@ class GpuProcess:
         return "+".join(letters)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MigInstance:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MigInstance(_Value):
     """One MIG device: a compute instance in its GPU instance (``nvidia-smi -L``)."""
 
     uuid: str
@@ -96,8 +109,8 @@ class MigInstance:
     memory_used_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MpsClient:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MpsClient(_Value):
     """One client of an MPS server (``ps`` of nvidia-cuda-mps-control)."""
 
     pid: int
@@ -110,8 +123,8 @@ class MpsClient:
     priority: Priority | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MpsServer:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MpsServer(_Value):
     """One MPS server: one user's clients (``get_server_list``, ``get_server_status``)."""
 
     pid: int
@@ -121,8 +134,8 @@ class MpsServer:
     clients: tuple[MpsClient, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class MpsDaemon:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MpsDaemon(_Value):
     """One MPS control daemon. ``ours`` is False for one that gpushare did not start."""
 
     pid: int | None
@@ -151,8 +164,8 @@ class MpsDaemon:
         return tuple(client for server in self.servers for client in server.clients)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Gpu(_Value):
     """One GPU as NVML tells it. ``error`` is set, and the rest unknown, when it does not answer."""
 
     index: int
@@ -174,8 +187,8 @@ class Gpu:
     error: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Snapshot(_Value):
     """One look at a host: GPUs, MPS daemons, and what could not be seen."""
 
     host: str

@@ -8,7 +8,6 @@ leaves as whole mebibytes.
 from __future__ import annotations
 
 import re
-from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Final
 
 from gpushare.errors import BadUsage
@@ -18,11 +17,12 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
 
-# Binary throughout: nvidia-smi's MiB and MPS's M and G are powers of 1024.
-_SIZE: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE | re.ASCII)
+# Compiled at the first use: a look at a host only formats. Binary throughout: nvidia-smi's MiB and MPS's M and G are
+# powers of 1024.
+_SIZE: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?b)?\s*$"
 _FACTORS: Final = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
-_PERCENT: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$", re.ASCII)
-_SECONDS: Final = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h)?\s*$", re.IGNORECASE | re.ASCII)
+_PERCENT: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$"
+_SECONDS: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h)?\s*$"
 _SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _MAX_SIZE: Final = 1024 * TIB
 # A year: more is a typing error, and the system's clocks overflow.
@@ -39,12 +39,14 @@ def parse_memory_limit(text: str) -> int:
         BadUsage: not a size, no unit, below 1 MiB, or absurdly large.
     """
     hint = "give a size with its unit, for example --memory 4G or --memory 1500M"
-    match = _SIZE.match(text)
+    match = re.match(_SIZE, text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise BadUsage(f"'{text}' is not a memory size", hint, code="bad_size")
     number, prefix, _ = match.groups()
     if not prefix:
         raise BadUsage(f"the memory size '{text}' has no unit", hint, code="bad_size")
+    from decimal import ROUND_FLOOR, Decimal, localcontext
+
     with localcontext() as context:
         context.prec, context.rounding = 60, ROUND_FLOOR
         exact = Decimal(number) * _FACTORS[prefix.lower()]
@@ -67,7 +69,7 @@ def parse_thread_percentage(text: str) -> float:
         BadUsage: not a number, or outside (0, 100].
     """
     hint = "give a percentage above 0 and up to 100, for example --threads 25"
-    match = _PERCENT.match(text)
+    match = re.match(_PERCENT, text, re.ASCII)
     if match is None:
         raise BadUsage(f"'{text}' is not a percentage", hint, code="bad_percentage")
     value = float(match.group(1))
@@ -86,7 +88,7 @@ def parse_seconds(text: str) -> float:
         BadUsage: not a duration, or longer than a year.
     """
     hint = "give seconds, or 250ms, 2s, 10m, 1h"
-    match = _SECONDS.match(text)
+    match = re.match(_SECONDS, text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise BadUsage(f"'{text}' is not a duration", hint, code="bad_duration")
     number, unit = match.groups()

@@ -20,9 +20,10 @@ ALLOWED = {
     "units": {"errors"},
     "model": {"errors", "units"},
     "selection": {"errors", "units", "model"},
-    "host": PURE,
+    # MIG profiles and layouts are vocabulary too: pure, and below the host that reads them.
+    "host": {"mig", *PURE},
     "sim": {"host", "errors", "units", "model"},
-    "mig": PURE,
+    "mig": {"errors", "units", "model"},
     "layout": {"host", "mig", *PURE},
     "advice": PURE,
     "actions": {"host", "mig", "layout", *PURE},

@@ -28,7 +28,7 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     """Return the values of an argument of a command."""
     from gpushare.model import TimeSlice
 
-    if name.startswith("--"):
+    if path == ("run",):
         return (PROGRAM,)
     if path == ("timeslice", "set"):
         return tuple(level.title for level in TimeSlice)

@@ -4,53 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.check import Check, Examination, Verdict
+from gpushare.actions.doctor_mps import mps_daemons, mps_programs
 from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing
 from gpushare.host import mps_control
 from gpushare.host.mps import find_daemons
 from gpushare.host.mps_home import homes_in
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.snapshot import BLIND
-from gpushare.model import ComputeMode, Gpu
+from gpushare.model import ComputeMode
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.mps import FoundDaemon
-
-
-class Verdict(str, Enum):
-    """How a check ended; the exit code of `doctor` is the worst one's."""
-
-    PASS = "pass"  # noqa: S105 - a verdict
-    SKIP = "skip"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One check. ``id`` never changes its meaning; ``remedy`` is a command, or None when nothing is wrong."""
-
-    id: str
-    verdict: Verdict
-    seen: str
-    why: str | None = None
-    remedy: str | None = None
-    gpu: int | None = None
-
-
-@dataclass
-class Examination:
-    """What the checks look at, asked once."""
-
-    host: Host
-    gpus: tuple[Gpu, ...] = ()
-    driver: str | None = None
-    nvml_error: GpushareError | None = None
-    daemons: list[FoundDaemon] = field(default_factory=list)
 
 
 def examine(host: Host) -> list[Check]:
@@ -144,28 +111,6 @@ def _smi(seen: Examination) -> Iterator[Check]:
     yield Check(id="smi.program", verdict=Verdict.PASS, seen=f"nvidia-smi lists the time-slice of {len(levels)} GPUs")
 
 
-def _mps_programs(seen: Examination) -> Iterator[Check]:
-    for name, identifier in ((mps_control.PROGRAM, "mps.control"), (mps_control.SERVER_PROGRAM, "mps.server")):
-        path = seen.host.programs.find(name)
-        if path is None:
-            yield Check(
-                id=identifier,
-                verdict=Verdict.WARN,
-                seen=f"{name} is not installed",
-                why="there is no MPS without it",
-                remedy="install it: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
-            )
-        elif name == mps_control.PROGRAM:
-            version = mps_control.probe_version(seen.host.programs)
-            yield Check(
-                id=identifier,
-                verdict=Verdict.PASS,
-                seen=f"{path}, " + (f"binary version {version}" if version else "before driver 580"),
-            )
-        else:
-            yield Check(id=identifier, verdict=Verdict.PASS, seen=path)
-
-
 def _persistence(seen: Examination) -> Iterator[Check]:
     modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.gpus if gpu.error is None}
     off = [index for index, on in modes.items() if on is False]
@@ -178,7 +123,9 @@ def _persistence(seen: Examination) -> Iterator[Check]:
             why="each first program on an idle GPU pays seconds, and nvidia-smi answers slowly",
             remedy="sudo systemctl enable --now nvidia-persistenced",
         )
-    if modes and not off:
+    if any(on is None for on in modes.values()):
+        yield Check(id="gpu.persistence", verdict=Verdict.SKIP, seen="the driver does not tell the persistence mode")
+    elif modes and not off:
         yield Check(id="gpu.persistence", verdict=Verdict.PASS, seen="persistence mode is on")
 
 
@@ -186,12 +133,14 @@ def _compute_mode(seen: Examination) -> Iterator[Check]:
     kept = {
         found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
     }
-    left = [gpu for gpu in seen.gpus if gpu.compute_mode not in {None, ComputeMode.DEFAULT} and gpu.uuid not in kept]
     foreign = {index for found in seen.daemons if not found.daemon.ours for index in found.daemon.gpu_indexes}
+    left = [
+        gpu
+        for gpu in seen.gpus
+        if gpu.compute_mode not in {None, ComputeMode.DEFAULT} and gpu.uuid not in kept and gpu.index not in foreign
+    ]
     for gpu in left:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
-        if gpu.index in foreign:
-            continue
         yield Check(
             id="gpu.compute_mode",
             verdict=Verdict.WARN,
@@ -202,67 +151,6 @@ def _compute_mode(seen: Examination) -> Iterator[Check]:
         )
     if seen.gpus and not left:
         yield Check(id="gpu.compute_mode", verdict=Verdict.PASS, seen="no compute mode is left over")
-
-
-def _mps_daemons(seen: Examination) -> Iterator[Check]:
-    for found in seen.daemons:
-        daemon = found.daemon
-        if daemon.ours and daemon.pid is None:
-            yield Check(
-                id="mps.stale",
-                verdict=Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=f"an MPS daemon died and left its files in {found.home.directory if found.home else daemon.pipe_directory}",
-                why="its limits, and a compute mode that it changed, are still noted there",
-                remedy=f"gpushare mps stop -g {daemon.device_uuid}",
-            )
-        elif daemon.error is not None:
-            yield Check(
-                id="mps.answers",
-                verdict=Verdict.FAIL if daemon.ours else Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=daemon.error,
-                why="no program can join it",
-                remedy="gpushare mps logs; gpushare mps stop --force" if daemon.ours else "sudo gpushare mps status",
-            )
-        else:
-            yield from _daemon_state(found)
-    if not seen.daemons:
-        yield Check(id="mps.daemons", verdict=Verdict.PASS, seen="no MPS daemon runs")
-
-
-def _daemon_state(found: FoundDaemon) -> Iterator[Check]:
-    daemon = found.daemon
-    fault = [server.pid for server in daemon.servers if server.status == "FAULT"]
-    if fault:
-        yield Check(
-            id="mps.fault",
-            verdict=Verdict.FAIL,
-            gpu=daemon.gpu_index,
-            seen=f"MPS server {fault[0]} is in state FAULT",
-            why="its clients have lost their contexts and new ones are refused (CUDA error 807) until all of them have ended",
-            remedy=f"gpushare mps stop -g {daemon.device_uuid} --force" if daemon.ours else "end its clients",
-        )
-        return
-    whose = (
-        "of gpushare" if daemon.ours else f"of somebody else ({daemon.user or 'user unknown'}, {daemon.pipe_directory})"
-    )
-    if daemon.transient and not daemon.clients and found.home is not None and not found.home.live_leases():
-        yield Check(
-            id="mps.orphan",
-            verdict=Verdict.WARN,
-            gpu=daemon.gpu_index,
-            seen=f"MPS daemon {daemon.pid} was started by a run that is over",
-            why="nobody will stop it",
-            remedy=f"gpushare mps stop -g {daemon.device_uuid}",
-        )
-        return
-    yield Check(
-        id="mps.daemons",
-        verdict=Verdict.PASS,
-        gpu=daemon.gpu_index,
-        seen=f"MPS daemon {daemon.pid} {whose} answers, {len(daemon.clients)} clients",
-    )
 
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
@@ -347,10 +235,10 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _nvml,
     _smi,
-    _mps_programs,
+    mps_programs,
     _persistence,
     _compute_mode,
-    _mps_daemons,
+    mps_daemons,
     _run_directory,
     _permissions,
     _pid_namespace,

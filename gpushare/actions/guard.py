@@ -1,6 +1,6 @@
 """The guard of `gpushare run`: ends the program the safe way when gpushare itself dies.
 
-Runs as its own process (`python guard.py ROOT SPEC UUID INDEX`), started by file so that nothing in the
+Runs as its own process (`python guard.py ROOT SPEC UUID INDEX LEASE DESCRIPTOR`), started by file so that nothing in the
 user's folder can stand in for the package. It reads lines from its standard input: ``program PID
 STARTED``, then ``done``, or ``linger`` (the program has ended, others still use the daemon: stop it
 when the last one goes). The end of the input without either word is the death of gpushare.
@@ -25,16 +25,28 @@ def main() -> None:
         elif words == ["done"]:
             return
         elif words == ["linger"]:
-            _clean_up(*sys.argv[1:5], program=None)
+            _clean_up(*sys.argv[1:7], program=None)
             return
-    _clean_up(*sys.argv[1:5], program=program)
+    _clean_up(*sys.argv[1:7], program=program)
 
 
-def _clean_up(root: str, spec: str, uuid: str, index: str, *, program: tuple[int, float | None] | None) -> None:
+def _clean_up(
+    root: str,
+    spec: str,
+    uuid: str,
+    index: str,
+    lease: str,
+    descriptor: str,
+    *,
+    program: tuple[int, float | None] | None,
+) -> None:
     sys.path.insert(0, root)
-    from gpushare.actions.run_after import after_death
+    from pathlib import Path
 
-    after_death(spec, uuid, int(index), program)
+    from gpushare.actions.run_after import after_death
+    from gpushare.host.mps_home import Lease
+
+    after_death(spec, uuid, int(index), program, Lease(Path(lease), int(descriptor)) if lease else None)
 
 
 if __name__ == "__main__":

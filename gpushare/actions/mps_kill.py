@@ -9,6 +9,7 @@ from gpushare.actions.plan import Plan, Step
 from gpushare.actions.safe_end import Drain, end_clients
 from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
+from gpushare.host.host import make_private_directory
 from gpushare.host.mps import FoundDaemon, find_daemons
 
 if TYPE_CHECKING:
@@ -83,11 +84,23 @@ def plan_kill(client: Client) -> Plan:
         Step(what=f"kill process {pid}", command=f"kill -KILL {pid}", do=_nothing),
         Step(
             what="read the state of the MPS server",
-            command=f"echo get_server_status {client.client.server_pid} | nvidia-cuda-mps-control",
+            command=f"echo get_server_status {client.client.server_pid} | "
+            f"CUDA_MPS_PIPE_DIRECTORY={client.daemon.pipe_directory} nvidia-cuda-mps-control",
             do=_nothing,
         ),
     )
     return Plan(title=f"end MPS client {pid}", steps=steps)
+
+
+def plan_terminate(client: Client) -> Plan:
+    """Return the one step of `terminate`, for `--dry-run`."""
+    pid, server = client.client.pid, client.client.server_pid
+    step = Step(
+        what=f"take the GPU work of client {pid} away; its process lives on",
+        command=f"echo terminate_client {server} {pid} | CUDA_MPS_PIPE_DIRECTORY={client.daemon.pipe_directory} nvidia-cuda-mps-control",
+        do=_nothing,
+    )
+    return Plan(title=f"terminate MPS client {pid}", steps=(step,))
 
 
 def kill(host: Host, client: Client, gpus: Sequence[Gpu], *, bound_seconds: float) -> Killed:
@@ -126,8 +139,8 @@ def terminate(host: Host, client: Client, gpus: Sequence[Gpu]) -> Killed:
             f"let it go on first: kill -CONT {pid}; or end it: gpushare mps kill {pid}",
             code="client_stopped",
         )
-    mark = _terminated_mark(client, None if info is None else info.started_at)
-    if mark is not None and mark.exists():
+    mark = _terminated_mark(host, client, None if info is None else info.started_at)
+    if mark.exists():
         raise OperationFailed(
             f"process {pid} was terminated before: a second terminate_client hangs the server",
             f"end its process: gpushare mps kill {pid}",
@@ -138,9 +151,9 @@ def terminate(host: Host, client: Client, gpus: Sequence[Gpu]) -> Killed:
         raise OperationFailed(
             f"the MPS server of process {pid} is unknown", f"end it: gpushare mps kill {pid}", code="server_unknown"
         )
-    if mark is not None:
-        # Before the call: if it hangs, the second try must not come.
-        mark.touch()
+    # Before the call: if it hangs, the second try must not come.
+    make_private_directory(mark.parent)
+    mark.touch()
     if not client.found.control(host).terminate_client(server, pid):
         raise OperationFailed(
             f"the MPS daemon did not terminate client {pid}",
@@ -175,10 +188,14 @@ def _need_idle(host: Host, client: Client, gpus: Sequence[Gpu]) -> None:
             )
 
 
-def _terminated_mark(client: Client, started_at: float | None) -> Path | None:
-    """Return the file that remembers a terminated client; its start time tells it from a later one of its PID."""
+def _terminated_mark(host: Host, client: Client, started_at: float | None) -> Path:
+    """Return the file that remembers a terminated client; its start time tells it from a later one of its PID.
+
+    In the daemon's home, or, of a daemon that is not ours, in the run directory.
+    """
     home = client.found.home
-    return None if home is None else home.directory / f"terminated-{client.client.pid}-{int(started_at or 0)}"
+    directory = host.run_directory / "terminated" if home is None else home.directory
+    return directory / f"terminated-{client.client.pid}-{int(started_at or 0)}"
 
 
 def _status_after(host: Host, client: Client) -> str | None:

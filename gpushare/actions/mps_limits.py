@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mps_device import own_daemon
 from gpushare.actions.plan import Plan, Step
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, NoPermission
 from gpushare.host import mps_control
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, DaemonRecord
@@ -103,9 +103,14 @@ def plan_set(host: Host, device: Device, limits: MpsLimits) -> Plan:
     """
     check_memory(device, limits.memory_limit_bytes)
     home, record = own_daemon(host, device, to_change=True)
+    title = f"limits of MPS on {device.title}"
+    if limits == MpsLimits():
+        # Limits per GPU may leave one out.
+        return Plan(title=title, steps=())
     control = MpsControl(host.programs, str(home.pipe))
     steps = limit_steps(host, home, limits)
-    for server in control.servers():
+    servers = {server: control.server_threads(server) for server in control.servers()}
+    for server in servers:
         steps += _server_steps(control, home, server, limits)
     merged = replace(
         record,
@@ -126,28 +131,47 @@ def plan_set(host: Host, device: Device, limits: MpsLimits) -> Plan:
     )
     undo = _undo_of_set(device, record)
     return Plan(
-        title=f"limits of MPS on {device.title}",
-        steps=tuple(_with_way_back(host, home, record, steps)),
+        title=title,
+        steps=tuple(_with_way_back(control, record, servers, steps)),
         undo=undo,
         notes=("running clients keep the limits that they started with; start them again to apply the new ones",),
     )
 
 
-def _with_way_back(host: Host, home: DaemonHome, record: DaemonRecord, steps: Sequence[Step]) -> list[Step]:
-    """Let the first step restore all of the old defaults when a later one fails."""
-    control = MpsControl(host.programs, str(home.pipe))
+def _with_way_back(
+    control: MpsControl, record: DaemonRecord, servers: Mapping[int, float | None], steps: Sequence[Step]
+) -> list[Step]:
+    """Let the first step restore all of the old defaults when a later one fails.
+
+    A server keeps its own percentage; its memory limit goes back to the daemon's, which it started with.
+    """
+    refused: list[NoPermission] = []
+
+    def begin() -> None:
+        try:
+            steps[0].do()
+        except NoPermission as error:
+            refused.append(error)
+            raise
 
     def back() -> None:
+        if refused:
+            # Another user's daemon took nothing, and would refuse to take anything back.
+            return
         control.set_default_threads(record.threads_percent or 100.0)
         if record.memory_limit_bytes is None:
             control.clear_default_memory()
         else:
             control.set_default_memory(record.memory_limit_bytes)
         control.set_default_priority(Priority(record.priority or 0))
-        for server in control.servers():
-            control.set_server_threads(server, record.threads_percent or 100.0)
+        for server in set(control.servers()) & servers.keys():
+            control.set_server_threads(server, servers[server] or 100.0)
+            if record.memory_limit_bytes is None:
+                control.ask(f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} 0G")
+            else:
+                control.set_server_memory(server, record.memory_limit_bytes)
 
-    return [replace(steps[0], revert=back), *steps[1:]]
+    return [replace(steps[0], do=begin, revert=back), *steps[1:]]
 
 
 def _server_steps(control: MpsControl, home: DaemonHome, server: int, limits: MpsLimits) -> list[Step]:

@@ -13,8 +13,8 @@ from gpushare.actions.mps_limits import MpsLimits, check_memory, control_command
 from gpushare.actions.mps_stop import end_daemon
 from gpushare.actions.plan import Plan, Step
 from gpushare.actions.timeslice import set_compute_mode
-from gpushare.errors import InUse, NotSupported, OperationFailed
-from gpushare.host import mps_control
+from gpushare.errors import BadUsage, InUse, NotSupported, OperationFailed
+from gpushare.host import mps_control, mps_program
 from gpushare.host.mps import daemon_pid, find_daemons
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
@@ -42,12 +42,16 @@ def plan_start(
     check_device(host, device)
     check_memory(device, limits.memory_limit_bytes)
     home = home_of(host.run_directory, device.uuid)
+    _check_path(home)
     _refuse_second(host, device)
     notes = _notes(host, device)
-    # A dead daemon's record may hold the compute mode from before it: that one is still to be restored.
-    stale = home.read()
-    previous = None if stale is None or stale.previous_compute_mode is None else ComputeMode[stale.previous_compute_mode]
-    steps = [_directories_step(home, stale)]
+    before = _Before(host, home, home.read())
+    previous = before.compute_mode
+    if previous is not None and not exclusive:
+        notes.append(
+            f"a daemon that died had changed the compute mode of {device.title}; stop restores {previous.title}"
+        )
+    steps = [_directories_step(before)]
     if exclusive:
         now = _exclusive_allowed(host, device)
         if now is not ComputeMode.EXCLUSIVE_PROCESS:
@@ -55,8 +59,7 @@ def plan_start(
             previous = previous or now
     steps.append(_daemon_step(host, device, home))
     steps += limit_steps(host, home, limits)
-    record = _Record(previous, transient, limits)
-    steps.append(_record_step(host, device, home, record))
+    steps.append(_record_step(device, before, _Record(previous, transient, limits)))
     return Plan(
         title=f"MPS on {device.title}",
         steps=tuple(steps),
@@ -65,18 +68,49 @@ def plan_start(
     )
 
 
-def _directories_step(home: DaemonHome, stale: DaemonRecord | None) -> Step:
-    def back() -> None:
-        home.clear()
-        if stale is not None:
-            home.write(stale)
+@dataclass(frozen=True)
+class _Before:
+    """What was there before a start: a dead daemon's record holds a compute mode that is still to be restored."""
 
+    host: Host
+    home: DaemonHome
+    record: DaemonRecord | None
+
+    @property
+    def compute_mode(self) -> ComputeMode | None:
+        """Return the compute mode that is still to be restored."""
+        name = None if self.record is None else self.record.previous_compute_mode
+        return None if name is None else ComputeMode[name]
+
+    def put_back(self) -> None:
+        """Leave the home as it was found."""
+        if daemon_pid(self.host, str(self.home.pipe)) is not None:
+            # Somebody's live daemon: its sockets are not ours to remove.
+            return
+        self.home.clear()
+        if self.record is not None:
+            self.home.write(self.record)
+
+
+def _check_path(home: DaemonHome) -> None:
+    """Raise before anything is made: the daemon itself dies without a word."""
+    length = len(os.fsencode(str(home.pipe)))
+    if length > mps_control.MAX_PIPE_DIRECTORY_BYTES:
+        raise BadUsage(
+            f"the MPS pipe directory {home.pipe} has {length} bytes; {mps_control.MAX_PIPE_DIRECTORY_BYTES} is the limit",
+            "set GPUSHARE_RUN_DIR to a shorter directory, for example /run/gpushare",
+            code="path_too_long",
+        )
+
+
+def _directories_step(before: _Before) -> Step:
+    home = before.home
     return Step(
         what=f"make the private directory {home.directory}",
         command=f"mkdir -p -m 755 {shlex.quote(str(home.pipe))} {shlex.quote(str(home.log))}",
         undo=f"rm -r {shlex.quote(str(home.directory))}",
         do=home.create,
-        revert=back,
+        revert=before.put_back,
     )
 
 
@@ -106,6 +140,7 @@ def _exclusive_step(host: Host, device: Device, previous: ComputeMode | None) ->
 
 
 def _daemon_step(host: Host, device: Device, home: DaemonHome) -> Step:
+    started: list[DaemonHome] = []
     pipe, log = shlex.quote(str(home.pipe)), shlex.quote(str(home.log))
     return Step(
         what=f"start the MPS control daemon of {device.title}",
@@ -114,18 +149,24 @@ def _daemon_step(host: Host, device: Device, home: DaemonHome) -> Step:
             f"{mps_control.PROGRAM} -d"
         ),
         undo=control_command(home, "quit"),
-        do=lambda: _start_daemon(host, device, home),
-        revert=lambda: _end_started(host, home),
+        do=lambda: _start_daemon(host, device, home, started),
+        # Only one that this step started: never a daemon that was there before.
+        revert=lambda: _end_started(host, home) if started else None,
     )
 
 
-def _start_daemon(host: Host, device: Device, home: DaemonHome) -> None:
-    environment = mps_control.start_environment(device.uuid, str(home.pipe), str(home.log))
+def _start_daemon(host: Host, device: Device, home: DaemonHome, started: list[DaemonHome]) -> None:
+    control = MpsControl(host.programs, str(home.pipe))
+    if control.answers():
+        raise _exists(device, daemon_pid(host, str(home.pipe)))
+    environment = mps_program.start_environment(device.uuid, str(home.pipe), str(home.log))
+    started.append(home)
     done = host.programs.run([mps_control.PROGRAM, "-d"], env=environment, timeout=_ANSWER_SECONDS)
+    if "already running" in done.text:
+        started.clear()
     if done.exit_code != 0:
         raise start_error(done, device, home)
     # Exit 0 proves nothing: an unknown option prints the usage and exits 0 too. The daemon must answer.
-    control = MpsControl(host.programs, str(home.pipe))
     deadline = time.monotonic() + _ANSWER_SECONDS
     while not control.answers():
         if time.monotonic() > deadline:
@@ -171,7 +212,9 @@ class _Record:
     limits: MpsLimits
 
 
-def _record_step(host: Host, device: Device, home: DaemonHome, facts: _Record) -> Step:
+def _record_step(device: Device, before: _Before, facts: _Record) -> Step:
+    host, home = before.host, before.home
+
     def write() -> None:
         pid = daemon_pid(host, str(home.pipe))
         if pid is None:
@@ -197,7 +240,18 @@ def _record_step(host: Host, device: Device, home: DaemonHome, facts: _Record) -
         )
 
     path = shlex.quote(str(home.directory / "daemon.json"))
-    return Step(what="note what to restore", command=f"write {path}", undo=f"rm {path}", do=write, revert=home.clear)
+    return Step(
+        what="note what to restore", command=f"write {path}", undo=f"rm {path}", do=write, revert=before.put_back
+    )
+
+
+def _exists(device: Device, pid: int | None) -> InUse:
+    return InUse(
+        f"an MPS daemon of gpushare serves {device.title} already (process {pid})",
+        f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",
+        gpu=str(device.gpu.index),
+        code="daemon_exists",
+    )
 
 
 def _refuse_second(host: Host, device: Device) -> None:
@@ -207,12 +261,7 @@ def _refuse_second(host: Host, device: Device) -> None:
             if daemon.error is not None:
                 # A dead daemon: starting in its directory works, and its record is replaced.
                 continue
-            raise InUse(
-                f"an MPS daemon of gpushare serves {device.title} already (process {daemon.pid})",
-                f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",
-                gpu=str(device.gpu.index),
-                code="daemon_exists",
-            )
+            raise _exists(device, daemon.pid)
         if not daemon.ours and device.gpu.index in daemon.gpu_indexes:
             raise InUse(
                 f"an MPS daemon that gpushare did not start serves {device.title} (process {daemon.pid}, {daemon.pipe_directory})",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # How long a daemon and its servers may take to go once told to (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.5
+# A daemon that says nothing for so long hangs (it answers within 2 ms on an H200).
+_PROBE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +60,14 @@ def stop(
         OperationFailed: its process would not go.
     """
     home = found.home
+    # Before the lock: another user's home cannot even be locked.
+    _may_stop(found)
     with home.locked() if home is not None else contextlib.nullcontext():
+        _still_there(found)
         if found.daemon.pid is None:
             # The record of a dead daemon: nothing to stop, but to clear away and to restore.
             waited, forced = 0.0, False
         else:
-            _may_stop(found)
             control = found.control(host)
             waited, left = _wait_for_clients(control, drain_seconds, force=force, on_wait=on_wait)
             if left and not force:
@@ -85,7 +89,8 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
         TimedOut: it does not answer and ``force`` is False.
         OperationFailed: it would not go.
     """
-    for patience in (1.0, 2.0, _GONE_SECONDS):
+    tries = () if force and _hangs(host, control, pid) else (1.0, 2.0, _GONE_SECONDS)
+    for patience in tries:
         # A "quit" that met another conversation is dropped in silence: it is said again.
         try:
             control.quit(seconds if force else None)
@@ -98,18 +103,51 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
             break
         if not wait_gone(host.processes, [pid], patience):
             return False
-    if force:
-        # A stopped process takes no SIGTERM before it continues.
-        for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(NotFound):
-                host.processes.send(pid, number)
-            if not wait_gone(host.processes, [pid], 0.1 if number == signal.SIGCONT else 3.0):
-                return True
+    if force and _end_by_signals(host, pid):
+        return True
     raise OperationFailed(
         f"the MPS daemon {pid} was told to quit and its process is still there",
         "see its log: gpushare mps logs; end it: gpushare mps stop --force",
         code="daemon_stays",
     )
+
+
+def _hangs(host: Host, control: MpsControl, pid: int) -> bool:
+    """Return whether a daemon does not answer, also when it is let go on (somebody may have stopped it)."""
+    for _ in range(2):
+        try:
+            control.answers(timeout=_PROBE_SECONDS)
+        except TimedOut:
+            with contextlib.suppress(NotFound):
+                host.processes.send(pid, signal.SIGCONT)
+        else:
+            return False
+    return True
+
+
+def _end_by_signals(host: Host, pid: int) -> bool:
+    """End a daemon by SIGTERM, then SIGKILL, and the servers that it leaves; return whether it is gone."""
+    servers = [other for other in host.processes.descendants(pid) if other != pid]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(NotFound):
+            host.processes.send(pid, number)
+        if not wait_gone(host.processes, [pid], 3.0):
+            # Nobody tells them to end any more.
+            for server in wait_gone(host.processes, servers, 1.0):
+                with contextlib.suppress(NotFound):
+                    host.processes.send(server, signal.SIGKILL)
+            return True
+    return False
+
+
+def _still_there(found: FoundDaemon) -> None:
+    """Raise when another gpushare stopped the daemon, or started a new one, while we waited for the lock."""
+    if found.home is not None and found.home.read() != found.record:
+        raise NotFound(
+            f"the MPS daemon {found.daemon.pid} was stopped or replaced by another gpushare meanwhile",
+            "see what is there now: gpushare mps status",
+            code="no_daemon",
+        )
 
 
 def _may_stop(found: FoundDaemon) -> None:
@@ -134,13 +172,13 @@ def _wait_for_clients(
     control: MpsControl, seconds: float, *, force: bool, on_wait: Callable[[list[int], float], None] | None
 ) -> tuple[float, list[int]]:
     started = time.monotonic()
-    while True:
+    if force:
         try:
-            left = clients_of(control)
+            control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
-            if force:
-                return time.monotonic() - started, []
-            raise
+            return time.monotonic() - started, []
+    while True:
+        left = clients_of(control)
         waited = time.monotonic() - started
         if not left or waited >= seconds:
             return waited, left
@@ -166,16 +204,18 @@ def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
 
 def _restore(host: Host, found: FoundDaemon, device: Device | None) -> ComputeMode | None:
     record = found.record
-    if record is None or record.previous_compute_mode is None or device is None:
+    if record is None or record.previous_compute_mode is None:
         return None
     mode = ComputeMode[record.previous_compute_mode]
     try:
+        if device is None:
+            raise NotFound(f"{record.device_uuid} does not answer", "see: gpushare status")
         set_compute_mode(host, device, mode)
     except GpushareError as error:
         raise OperationFailed(
             f"the MPS daemon is gone, but the compute mode could not be restored: {error.message}",
-            f"restore it: sudo nvidia-smi -i {device.gpu.uuid} -c {mode.name}",
-            gpu=str(device.gpu.index),
+            f"restore it: sudo nvidia-smi -i {record.device_uuid} -c {mode.name}",
+            gpu=None if device is None else str(device.gpu.index),
             code="not_restored",
         ) from error
     return mode

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -87,15 +86,17 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C. Only the main thread has a say in signals; nobody interrupts another one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore Ctrl-C and what ends like it. Only the main thread has a say in signals, and is interrupted by them."""
+    before = {}
+    with contextlib.suppress(ValueError):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            # None: not Python's handler, and not to be had back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:

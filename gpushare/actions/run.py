@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,14 +19,14 @@ from gpushare.actions.mps_start import plan_start
 from gpushare.actions.plan import carry_out
 from gpushare.actions.run_after import stop_if_last
 from gpushare.actions.run_end import GRACE_SECONDS, client_pids, end_program
+from gpushare.actions.run_environment import check_command, client_environment
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
 from gpushare.actions.terminal import Terminal
 from gpushare.actions.wakeups import Wakeups
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.mps_control import DEVICE, MpsControl
+from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, Lease, home_of
-from gpushare.units import mps_memory, mps_percentage
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Drain
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 # Signals that end the program; the others are passed on as they are.
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Passed on to a program that handles them; one that does not would die of them.
+_DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
 
 
@@ -69,27 +70,6 @@ class Reporter:
         """The program was ended the safe way."""
 
 
-def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: MpsLimits) -> dict[str, str]:
-    """Return the environment of a client: the device by UUID, the private pipe, its limits.
-
-    The limit names device 0, the only one that the client sees: an entry for any other would make
-    CUDA drop all limits, also the server's.
-    """
-    environment = {
-        **base,
-        "CUDA_VISIBLE_DEVICES": device.uuid,
-        "CUDA_MPS_PIPE_DIRECTORY": str(home.pipe),
-        "CUDA_MPS_LOG_DIRECTORY": str(home.log),
-    }
-    if limits.threads_percent is not None:
-        environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = mps_percentage(limits.threads_percent)
-    if limits.memory_limit_bytes is not None:
-        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{DEVICE}={mps_memory(limits.memory_limit_bytes)}"
-    if limits.priority is not None:
-        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(int(limits.priority))
-    return environment
-
-
 def run(host: Host, device: Device, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
     """Run a program inside a share and return its exit code (128 + N when signal N ended it).
 
@@ -100,12 +80,7 @@ def run(host: Host, device: Device, command: Sequence[str], options: RunOptions,
     """
     check_device(host, device)
     check_memory(device, options.limits.memory_limit_bytes)
-    if shutil.which(command[0]) is None:
-        raise NotFound(
-            f"there is no program '{command[0]}'",
-            f"check the spelling: command -v {command[0]}",
-            code="command_not_found",
-        )
+    check_command(device, command[0], options.limits)
     home, lease = open_share(host, device)
     try:
         environment = client_environment(os.environ, device, home, options.limits)
@@ -159,7 +134,7 @@ class _Session:
             child = self._host.processes.spawn(command, environment)
             info = self._host.processes.describe(child.pid)
             _tell(guard, f"program {child.pid} {'-' if info is None or info.started_at is None else info.started_at}")
-            attachment = Attachment(self._host, self._device, self._home, child.pid)
+            attachment = Attachment(self._host, self._device, self._home, child.pid, seen={child.pid})
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, attachment, wakeups, terminal)
             attachment.settle()
@@ -172,7 +147,7 @@ class _Session:
         wait = 0.1
         while (status := child.poll()) is None:
             for number in wakeups.wait(wait):
-                if number in _ENDING:
+                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(child.pid, number)):
                     self._end(child, number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
@@ -186,6 +161,14 @@ class _Session:
                     self._end(child, signal.SIGTERM, wakeups)
             wait = attachment.wait()
         return status
+
+    def _would_kill_a_client(self, pid: int, number: int) -> bool:
+        """Return whether a signal that is passed on would end an MPS client with its queue in flight."""
+        clients = client_pids(MpsControl(self._host.programs, str(self._home.pipe)))
+        return any(
+            member in clients and self._host.processes.catches(member, number) is False
+            for member in self._host.processes.descendants(pid)
+        )
 
     def _report(self, attachment: Attachment) -> None:
         for pids, report in (
@@ -222,8 +205,8 @@ class _Session:
             return 1
         if status >= 0:
             return status
-        # Killed by us in the end: the caller sees the signal that it sent.
-        if -status == signal.SIGKILL and self._ended_by is not None:
+        # Ended by us, perhaps by another signal than we got: the caller sees the one that it sent.
+        if -status in {signal.SIGKILL, signal.SIGINT, signal.SIGTERM} and self._ended_by is not None:
             return 128 + self._ended_by
         return 128 - status
 
@@ -259,8 +242,9 @@ def start_guard(host: Host, device: Device, lease: Lease | None) -> tuple[subpro
     """
     here = Path(__file__).resolve()
     root, index = str(here.parents[2]), str(device.gpu.index)
+    held = ("", "-1") if lease is None else (str(lease.path), str(lease.descriptor))
     guard = subprocess.Popen(
-        [sys.executable, str(here.with_name("guard.py")), root, host.spec, device.uuid, index],
+        [sys.executable, str(here.with_name("guard.py")), root, host.spec, device.uuid, index, *held],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

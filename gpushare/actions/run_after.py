@@ -13,7 +13,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.connect import connect
 from gpushare.host.mps import is_running
 from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_home import DaemonHome, home_of
+from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -41,8 +41,13 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
     return False
 
 
-def after_death(spec: str, uuid: str, index: int, program: tuple[int, float | None] | None) -> None:
-    """End an orphaned program the safe way, wait for the daemon's other users, and stop it if it was ours to stop."""
+def after_death(
+    spec: str, uuid: str, index: int, program: tuple[int, float | None] | None, lease: Lease | None
+) -> None:
+    """End an orphaned program the safe way, wait for the daemon's other users, and stop it if it was ours to stop.
+
+    ``lease`` is the dead gpushare's, which the guard has held on.
+    """
     host = connect(spec)
     home = home_of(host.run_directory, uuid)
     with contextlib.suppress(GpushareError):
@@ -51,6 +56,9 @@ def after_death(spec: str, uuid: str, index: int, program: tuple[int, float | No
             end_program(
                 host, program[0], MpsControl(host.programs, str(home.pipe)), ActivityMeter(host.nvml, index, instance)
             )
+    if lease is not None:
+        # Only now: as long as the program lived, its daemon was in use.
+        lease.release()
     with contextlib.suppress(GpushareError):
         while stop_if_last(host, home):
             time.sleep(_POLL_SECONDS)

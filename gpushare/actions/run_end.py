@@ -71,6 +71,8 @@ def end_program(
     # while it shuts down, and a stop in the middle of that would be taken by nobody.
     while ending and time.monotonic() < deadline and not hurry():
         ending = wait_gone(host.processes, ending, 0.1)
+    # With what was started meanwhile.
+    pids = list(dict.fromkeys(other for pid in (program_pid, *pids) for other in host.processes.descendants(pid)))
     pids = [pid for pid in pids if host.processes.alive(pid)]
     return end_clients(host, pids, meter, bound_seconds=bound_seconds) if pids else None
 

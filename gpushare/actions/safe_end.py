@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import NotFound, OperationFailed
+from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host.process import wait_gone
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def end_clients(host: Host, pids: Sequence[int], meter: Meter, *, bound_seconds:
         drain = wait_for_drain(meter, before, bound_seconds)
     except BaseException:
         for pid in stopped:
-            with contextlib.suppress(NotFound):
+            # Another user's was not stopped, and cannot be continued either.
+            with contextlib.suppress(NotFound, NoPermission):
                 host.processes.send(pid, signal.SIGCONT)
         raise
     for pid in pids:
@@ -101,15 +102,16 @@ def _stop(host: Host, pid: int, stopped: list[int]) -> None:
     if info is None or info.stopped:
         # A stopped one launches nothing already; to be continued is its owner's wish, not ours.
         return
+    # Noted before it is done: Ctrl-C right behind the signal must not leave it stopped for ever.
+    stopped.append(pid)
     try:
         host.processes.send(pid, signal.SIGSTOP)
     except NotFound:
         return
-    stopped.append(pid)
     deadline = time.monotonic() + _STOP_SECONDS
     while time.monotonic() < deadline:
         info = host.processes.describe(pid)
-        if info is None or info.stopped:
+        if info is None or info.stopped or not host.processes.alive(pid):
             return
         time.sleep(0.005)
     # It is on its way out, or waits in the driver: no stop reaches it there, and it launches nothing.

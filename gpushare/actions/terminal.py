@@ -43,7 +43,12 @@ class Terminal:
         number = child.stopped_by()
         if number in {signal.SIGTTIN, signal.SIGTTOU}:
             self._lend()
-            self._continue()
+            if self._lent or self._descriptor is None:
+                self._continue()
+            else:
+                # We are in the background too: stop like any job that wants the terminal. The SIGCONT
+                # of `fg` is passed on, and the program asks again.
+                self._stop_self()
         elif number == signal.SIGTSTP and self._lent:
             # Ctrl-Z in the program: the shell must get its terminal back, so we stop with it.
             self._take_back()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final
 
-import typer
+# Nearly all that a start makes stays to its end: looking for garbage in it, also at the exit, is a fifth of the start.
+gc.set_threshold(50_000)
+atexit.register(gc.freeze)
 
-from gpushare.cli import common
-from gpushare.errors import BadUsage, ExitCode, GpushareError, Interrupted, OperationFailed
+import typer  # noqa: E402
+
+from gpushare.cli import common  # noqa: E402
+from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 
 # One file per verb, in the order of the help. Only the file of the verb that is asked for is loaded: the
 # whole tree costs as much as Typer itself, at every start.
@@ -64,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
     try:
-        code = _run(words)
+        with common.ended_by_exception():
+            code = _run(words)
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):
         # The reader is gone (| head): nothing more to say, also not at the interpreter's own flush.
@@ -80,8 +87,8 @@ def _run(words: list[str]) -> int:
         return _written(answer)
     except GpushareError as error:
         return _failed(words, error)
-    except KeyboardInterrupt:
-        return _failed(words, Interrupted("interrupted", "nothing more was changed; see: gpushare status"))
+    except KeyboardInterrupt as error:
+        return _failed(words, common.interrupted(error))
     except (BrokenPipeError, common.ReaderGone):
         raise
     except SystemExit as exit_:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from gpushare.show.plan import plan_result
 
 if TYPE_CHECKING:
     from gpushare.actions.plan import Plan
+    from gpushare.host.mps_home import DaemonHome
     from gpushare.show.result import Result
 
 
@@ -28,13 +30,20 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
     )
 
 
-def carried_out(command: str, plan: Plan) -> Result:
-    """Carry a plan out, or with --dry-run only show it, and return its result with the undo."""
+def carried_out(command: str, plan: Plan, *, homes: Sequence[DaemonHome] = ()) -> Result:
+    """Carry a plan out, or with --dry-run only show it, and return its result with the undo.
+
+    The locks of ``homes`` are held meanwhile: another gpushare does not start or stop their daemons.
+    """
     notes = list(plan.notes)
     if not settings.dry_run:
         from gpushare.actions.plan import carry_out
 
-        carry_out(plan, _say if settings.verbose else None)
+        with contextlib.ExitStack() as locks:
+            # In one order, so that two that want the same locks do not wait for each other.
+            for home in sorted(homes, key=lambda home: home.directory):
+                locks.enter_context(home.locked())
+            carry_out(plan, _say if settings.verbose else None)
         if plan.undo and plan.steps:
             notes.append(f"undo: {plan.undo}")
     return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes)

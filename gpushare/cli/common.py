@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from gpushare.errors import BadUsage, Interrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gpushare.host.host import Host
     from gpushare.model import Gpu
@@ -138,6 +140,43 @@ def change_options() -> list[TyperOption]:
     ]
 
 
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: what Ctrl-C rolls back and closes is so by them too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def ended_by_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: rolled back, the terminal as it was."""
+
+    def end(number: int, _frame: object) -> None:
+        raise Ended(number)
+
+    taken = []
+    # Another thread than the main one (ValueError) has no say in signals.
+    with contextlib.suppress(ValueError):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+                taken.append(number)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def interrupted(error: KeyboardInterrupt) -> Interrupted:
+    """Return the error of a command that a signal ended; its exit code is 128 + N."""
+    number = error.number if isinstance(error, Ended) else signal.SIGINT
+    said = Interrupted("interrupted", "nothing more was changed; see: gpushare status")
+    said.exit_code = 128 + number  # type: ignore[assignment]
+    return said
+
+
 class ReaderGone(Exception):
     """The reader of stdout is gone (| head). Typer would end a BrokenPipeError itself, with 1."""
 
@@ -156,8 +195,8 @@ class Interruptible(TyperCommand):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise ReaderGone from None
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted", "nothing more was changed; see: gpushare status") from None
+        except KeyboardInterrupt as error:
+            raise interrupted(error) from None
 
 
 class Command(Interruptible):

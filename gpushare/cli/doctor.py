@@ -19,7 +19,8 @@ def doctor() -> Any:
 
     Exit code 0: all is well; 1: something warns; 2: something fails. Nothing is changed.
     """
-    from gpushare.actions.doctor import Verdict, examine, exit_code
+    from gpushare.actions.check import Verdict
+    from gpushare.actions.doctor import examine, exit_code
     from gpushare.show.result import Column, Result, Table
 
     checks = examine(settings.connect())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Limits:
         """Return the limits by device UUID.
 
         Raises:
-            NotFound, BadUsage: a limit names a GPU that is not among them.
+            BadUsage: a limit names a GPU that is not among them.
         """
         from gpushare.actions.mps_limits import MpsLimits
 
@@ -73,6 +73,8 @@ def _by_gpu(option: str, text: str | None, parse: Callable[[str], float]) -> dic
             raise BadUsage(
                 f"'{entry}' in {option} names no GPU", f"give one for all, or {option} 0=...,1=...", code="bad_limit"
             )
+        if gpu.strip() in values:
+            raise BadUsage(f"{option} names GPU {gpu.strip()} twice", f"give {option} 0=...,1=...", code="bad_limit")
         values[gpu.strip()] = parse(value)
     return values
 
@@ -85,12 +87,16 @@ def _resolve(values: dict[str | None, Any], devices: Sequence[Device]) -> dict[s
     uuids = {device.uuid for device in devices}
     resolved: dict[str, Any] = {}
     for name, value in values.items():
-        for device in select(name, [device.gpu for device in devices]):
-            if device.uuid not in uuids:
-                raise BadUsage(
-                    f"a limit names {device.title}, which is not among the chosen",
-                    "choose it too: -g",
-                    code="bad_limit",
-                )
+        try:
+            named = select(name, [device.gpu for device in devices])
+        except NotFound:
+            named = ()
+        if not named or any(device.uuid not in uuids for device in named):
+            raise BadUsage(
+                f"a limit names GPU '{name}', which is not among the chosen: {', '.join(d.title for d in devices)}",
+                f"choose it too: -g {','.join([*(d.selector for d in devices), str(name)])}",
+                code="bad_limit",
+            )
+        for device in named:
             resolved[device.uuid] = value
     return resolved

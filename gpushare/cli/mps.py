@@ -10,7 +10,7 @@ from gpushare.cli import mps_views
 from gpushare.cli.common import GPU_HELP, ChangingCommand, Command, Group, confirm, gpus_of, settings
 from gpushare.cli.limits import Limits
 from gpushare.cli.mps_stopping import sentence, stop_one, stopping
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, GpushareError
 
 group = typer.Typer(
     cls=Group,
@@ -44,6 +44,9 @@ Pipe = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
+    if group.registered_commands:
+        # The tree was built before in this process.
+        return
     group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
     group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and prove that it is gone.")(stop)
     group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(mps_views.status)
@@ -73,6 +76,7 @@ def start(
     """
     from gpushare.actions.mps_start import plan_start
     from gpushare.cli.changes import carried_out, one_plan
+    from gpushare.host.mps_home import home_of
     from gpushare.selection import select_for_change
 
     wanted = Limits(threads, memory, priority)
@@ -81,7 +85,7 @@ def start(
     devices = select_for_change(gpu, gpus)
     limits = wanted.for_devices(devices)
     plans = [plan_start(host, device, limits[device.uuid], exclusive=exclusive) for device in devices]
-    return carried_out("mps start", one_plan(plans))
+    return carried_out("mps start", one_plan(plans), homes=[home_of(host.run_directory, one.uuid) for one in devices])
 
 
 def set_limits(gpu: Gpu = None, threads: Threads = None, memory: Memory = None, priority: Level = None) -> Any:
@@ -90,6 +94,7 @@ def set_limits(gpu: Gpu = None, threads: Threads = None, memory: Memory = None, 
     A running client keeps what it started with: the driver accepts a new percentage for its server
     and changes nothing for it.
     """
+    from gpushare.actions.mps_device import own_daemon
     from gpushare.actions.mps_limits import plan_set
     from gpushare.cli.changes import carried_out, one_plan
     from gpushare.selection import select_for_change
@@ -100,7 +105,10 @@ def set_limits(gpu: Gpu = None, threads: Threads = None, memory: Memory = None, 
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     limits = wanted.for_devices(devices)
-    return carried_out("mps set", one_plan([plan_set(host, device, limits[device.uuid]) for device in devices]))
+    plans = [plan_set(host, device, limits[device.uuid]) for device in devices]
+    return carried_out(
+        "mps set", one_plan(plans), homes=[own_daemon(host, device, to_change=True)[0] for device in devices]
+    )
 
 
 def stop(
@@ -128,11 +136,21 @@ def stop(
 
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
-    stopped, rows = stopping(host, gpu, pipe_directory), []
-    for found, device in stopped:
-        rows.append(stop_one(host, found, device, seconds=seconds, force=force or drain is not None))
+    rows, errors = [], []
+    for found, device in stopping(host, gpu, pipe_directory):
+        try:
+            rows.append(stop_one(host, found, device, seconds=seconds, force=force or drain is not None))
+        except GpushareError as error:
+            # One that is in use must not keep the others from being stopped, nor hide that they were.
+            errors.append(error)
+    if errors and not rows and len(errors) == 1:
+        raise errors[0]
     return Result(
-        command="mps stop", data={"dry_run": settings.dry_run, "stopped": rows}, text="\n".join(map(sentence, rows))
+        command="mps stop",
+        data={"dry_run": settings.dry_run, "stopped": rows},
+        text="\n".join(map(sentence, rows)),
+        errors=tuple(errors),
+        exit_code=errors[0].exit_code if errors else 0,
     )
 
 
@@ -167,23 +185,24 @@ def kill(
     gpus = gpus_of(host)
     client = mps_kill.find_client(host, gpus, pid)
     if settings.dry_run:
-        return plan_result("mps kill", mps_kill.plan_kill(client).steps, dry_run=True)
-    confirm_other_user(client.client.user, pid)
+        planned = mps_kill.plan_terminate(client) if terminate else mps_kill.plan_kill(client)
+        return plan_result("mps kill", planned.steps, dry_run=True)
+    confirm_other_user(host.uid, client.client.user, pid)
     done = (
         mps_kill.terminate(host, client, gpus) if terminate else mps_kill.kill(host, client, gpus, bound_seconds=bound)
     )
     return Result(command="mps kill", data=done, text=killed_sentence(done))
 
 
-def confirm_other_user(user: str | None, pid: int) -> None:
+def confirm_other_user(uid: int, user: str | None, pid: int) -> None:
     """Ask before another user's client is ended: root may, and may not have meant to."""
-    import getpass
+    import pwd
 
     try:
-        own = getpass.getuser()
-    except (KeyError, OSError):
-        own = None
-    if user is not None and own is not None and user != own:
+        own = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        own = str(uid)
+    if user is not None and user != own:
         confirm(f"Process {pid} belongs to {user}. End it?")
 
 

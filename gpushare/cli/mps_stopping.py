@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.host.mps import FoundDaemon
+    from gpushare.model import Gpu
     from gpushare.selection import Device
 
 
@@ -23,30 +24,39 @@ def stopping(host: Host, gpu: str | None, pipe_directory: str | None) -> list[tu
         BadUsage: a daemon of somebody else without --yes, or both ways of naming one.
     """
     from gpushare.host.mps import find_daemons
-    from gpushare.selection import Device, select_for_change
 
     if pipe_directory is not None and gpu is not None:
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
     gpus = gpus_of(host)
     found = find_daemons(host, gpus, deep=False)
     if pipe_directory is not None:
-        return [(_by_pipe(found, pipe_directory), None)]
-    devices = list(select_for_change(gpu, gpus)) if gpu is not None or len(gpus) == 1 else []
-    if not devices:
-        # Several GPUs: the one daemon that is there is meant, several must be named.
-        ours = [item for item in found if item.daemon.ours]
-        if len(ours) == 1:
-            devices = [Device(gpu=item) for item in gpus if item.index == ours[0].daemon.gpu_index]
-        devices = devices or list(select_for_change(gpu, gpus))
-    chosen: list[tuple[FoundDaemon, Device | None]] = [
-        (item, device)
-        for device in devices
-        for item in found
-        if item.daemon.ours and _serves(item, device, all_of=gpu == "all")
-    ]
+        chosen = [_by_pipe(found, pipe_directory)]
+    else:
+        chosen = _by_gpu([item for item in found if item.daemon.ours], found, gpu, gpus)
+    return [(item, _device_of(item, gpus)) for item in chosen]
+
+
+def _by_gpu(
+    ours: Sequence[FoundDaemon], found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]
+) -> list[FoundDaemon]:
+    from gpushare.selection import select_for_change
+
+    if gpu is None and len(ours) == 1:
+        # The one daemon that is there is meant; of several, one must be named.
+        return [*ours]
+    devices = select_for_change(gpu, gpus)
+    chosen = [item for device in devices for item in ours if _serves(item, device, all_of=gpu == "all")]
     if not chosen:
         raise _none_there(found, devices)
     return chosen
+
+
+def _device_of(found: FoundDaemon, gpus: Sequence[Gpu]) -> Device | None:
+    """Return the GPU whose compute mode is to be restored."""
+    from gpushare.selection import Device
+
+    uuid = found.daemon.device_uuid
+    return next((Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None and gpu.uuid == uuid), None)
 
 
 def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
@@ -60,7 +70,11 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotF
     names = ", ".join(device.title for device in devices)
     foreign = next((item.daemon for item in found if not item.daemon.ours), None)
     hint = "see what is there: gpushare mps status"
-    if foreign is not None and foreign.pipe_directory is not None:
+    indexes = {device.gpu.index for device in devices if device.mig is None}
+    instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
+    if instances:
+        hint = f"its MIG instances have some: -g all, or -g {instances[0]}"
+    elif foreign is not None and foreign.pipe_directory is not None:
         hint = f"the daemon {foreign.pid} is not gpushare's; stop it by: gpushare mps stop --pipe-directory {foreign.pipe_directory} --yes"
     return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
 
@@ -91,7 +105,9 @@ def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: 
         "pid": found.daemon.pid,
         "gpu": found.daemon.gpu_index,
         "pipe_directory": found.daemon.pipe_directory,
-        "command": f"echo quit | CUDA_MPS_PIPE_DIRECTORY={found.daemon.pipe_directory} nvidia-cuda-mps-control",
+        "command": None
+        if found.daemon.pid is None
+        else f"echo quit | CUDA_MPS_PIPE_DIRECTORY={found.daemon.pipe_directory} nvidia-cuda-mps-control",
         "waited_seconds": None,
         "forced": None,
         "compute_mode": None if found.record is None else found.record.previous_compute_mode,
@@ -117,6 +133,8 @@ def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: 
 def sentence(row: dict[str, Any]) -> str:
     """Return what became of a daemon, in one line."""
     where = f" of GPU {row['gpu']}" if row["gpu"] is not None else f" at {row['pipe_directory']}"
+    if row["forced"] is None and row["pid"] is None:
+        return f"would clear away what a dead MPS daemon{where} left"
     if row["forced"] is None:
         return f"would stop the MPS daemon{where} (process {row['pid']}): {row['command']}"
     if row["pid"] is None:

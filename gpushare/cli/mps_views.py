@@ -102,7 +102,7 @@ def env(
     """
     from gpushare.actions.mps_device import own_daemon
     from gpushare.actions.mps_limits import MpsLimits, check_memory
-    from gpushare.actions.run import client_environment
+    from gpushare.actions.run_environment import client_environment
     from gpushare.cli.limits import priority_of
     from gpushare.selection import select_one
     from gpushare.show.result import Result

@@ -92,13 +92,14 @@ def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) ->
     from gpushare.actions.mps_limits import MpsLimits, check_memory
     from gpushare.actions.mps_start import plan_start
     from gpushare.actions.plan import Step
-    from gpushare.actions.run import client_environment
+    from gpushare.actions.run_environment import check_command, client_environment
     from gpushare.errors import NotFound
     from gpushare.host.mps_home import home_of
     from gpushare.show.plan import plan_result
 
     check_device(host, device)
     check_memory(device, limits.memory_limit_bytes)
+    check_command(device, command[0], limits)
     steps: list[Step] = []
     try:
         home, _ = own_daemon(host, device)

@@ -27,6 +27,9 @@ Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts, to try everything on.")
+    if group.registered_commands:
+        # The tree was built before in this process.
+        return
     group.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
     group.command("show", cls=Command, short_help="Show the state of a host.")(show)
     group.command("reset", cls=ChangingCommand, short_help="Forget a host.")(reset)
@@ -215,7 +218,12 @@ def add(
 
     spec = spec_of(None)
     host = settings.connect()
-    device = select_one(instance if instance and instance.startswith("MIG-") else gpu, host.nvml.identities())
+    gpus = host.nvml.identities()
+    if instance is not None and instance.isdigit():
+        # By the id of its GPU instance; the simulation says so when there is none.
+        found = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
+        instance = next((mig.uuid for mig in found), instance)
+    device = select_one(instance if instance and instance.startswith("MIG-") else gpu, gpus)
     environment: dict[str, str] = {}
     if mps:
         from gpushare.actions.mps_device import own_daemon

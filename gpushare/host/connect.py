@@ -15,7 +15,7 @@ def connect(spec: str) -> Host:
     """
     if spec == "local":
         return local_host()
-    if not spec.startswith("sim:"):
+    if not spec.strip().lower().startswith("sim:"):
         raise BadUsage(
             f"'{spec}' is not a host",
             "give local, or a simulated one: --host sim:h200, --host sim:2xt4,a30",

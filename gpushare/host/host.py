@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +77,8 @@ def local_run_directory(uid: int) -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.path.isdir(runtime):
         return Path(runtime) / "gpushare"
+    import tempfile
+
     return Path(tempfile.gettempdir()) / f"gpushare-{uid}"
 
 
@@ -92,16 +93,18 @@ def make_private_directory(path: Path, mode: int = 0o755) -> None:
     """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
-        found = path.stat()
+        found, itself = path.stat(), path.lstat()
     except OSError as error:
         raise NoPermission(
             f"cannot create the directory {path}: {error.strerror}",
             "set GPUSHARE_RUN_DIR to a short directory that you may write",
             code="directory_unwritable",
         ) from None
-    if found.st_uid not in {os.geteuid(), 0}:
+    # A link is another's way to choose where our files go.
+    strangers = {found.st_uid, itself.st_uid} - {os.geteuid(), 0}
+    if strangers:
         raise NoPermission(
-            f"the directory {path} belongs to user {found.st_uid}",
+            f"the directory {path} belongs to user {strangers.pop()}",
             "remove it, or set GPUSHARE_RUN_DIR to a directory of your own",
             code="wrong_owner",
         )

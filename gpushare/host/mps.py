@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -17,6 +18,7 @@ from gpushare.units import parse_pinned_limits
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
 
 Number = TypeVar("Number", int, float)
 
@@ -57,9 +59,42 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True) -> list[
     ours = [_ours(host, home, gpus, deep=deep) for home in homes_in([host.run_directory, *host.shared_run_directories])]
     found = [item for item in ours if item is not None]
     known = {item.daemon.pid for item in found}
-    pids = host.processes.named(mps_control.PROGRAM)
-    # A conversation of somebody's is a process of the same name for a moment: it holds no daemon's place.
-    return found + [foreign for pid in pids if pid not in known and (foreign := _foreign(host, pid, gpus, deep=deep))]
+    foreign = [_foreign(host, info, gpus, deep=deep) for info in _running(host) if info.pid not in known]
+    return found + foreign
+
+
+def _running(host: Host) -> list[ProcessInfo]:
+    """Return the processes that are MPS control daemons, by PID.
+
+    A conversation is a process of the same program for a moment, without an option that makes it a daemon
+    (seen with 535). So is a daemon's child before it becomes a server: with its command line and its
+    environment, but a daemon's child.
+    """
+    candidates: dict[str | None, list[ProcessInfo]] = {}
+    for pid in host.processes.named(mps_control.PROGRAM):
+        info = host.processes.describe(pid)
+        if info is not None and _is_daemon(info.command_line):
+            candidates.setdefault(_pipe_directory(host.processes.environment(pid)), []).append(info)
+    running = []
+    for same in candidates.values():
+        # Who descends from whom costs a look at every process: only where two share a directory.
+        below = {child for one in same for child in host.processes.descendants(one.pid)[1:]} if len(same) > 1 else set()
+        running += [info for info in same if info.pid not in below]
+    return sorted(running, key=lambda info: info.pid)
+
+
+def _is_daemon(command_line: Sequence[str] | None) -> bool:
+    """Return whether ``-d`` or ``-f`` (also ``--daemon``, ``--forground`` from 580 on) is given; unknown counts as such."""
+    if not command_line:
+        return True
+    return any(re.match(r"-[MSdfq]*[df][MSdfq]*$|--(daemon|fore?ground)$", word) for word in command_line[1:])
+
+
+def _pipe_directory(environment: Mapping[str, str] | None) -> str | None:
+    if environment is None:
+        return None
+    # The program puts "/control" behind an empty one (seen with 535).
+    return environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) or "/"
 
 
 def daemon_pid(host: Host, pipe_directory: str) -> int | None:
@@ -68,13 +103,9 @@ def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     Not from its PID file, which any user may write and the daemon of driver 535 does not make:
     from the process table, by program and environment.
     """
-    for pid in host.processes.named(mps_control.PROGRAM):
-        environment = host.processes.environment(pid)
-        if (
-            environment is not None
-            and environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) == pipe_directory
-        ):
-            return pid
+    for info in _running(host):
+        if _pipe_directory(host.processes.environment(info.pid)) == pipe_directory:
+            return info.pid
     return None
 
 
@@ -109,10 +140,8 @@ def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], *, deep: bool) -> F
     return FoundDaemon(_asked(host, daemon, record) if deep else daemon, home, record)
 
 
-def _foreign(host: Host, pid: int, gpus: Sequence[Gpu], *, deep: bool) -> FoundDaemon | None:
-    info, environment = host.processes.describe(pid), host.processes.environment(pid)
-    if info is None:
-        return None
+def _foreign(host: Host, info: ProcessInfo, gpus: Sequence[Gpu], *, deep: bool) -> FoundDaemon:
+    pid, environment = info.pid, host.processes.environment(info.pid)
     if environment is None:
         daemon = MpsDaemon(
             pid=pid,
@@ -122,13 +151,12 @@ def _foreign(host: Host, pid: int, gpus: Sequence[Gpu], *, deep: bool) -> FoundD
             error="its environment may not be read: look as root",
         )
         return FoundDaemon(daemon, None, None)
-    pipe = environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY)
     indexes = _visible_gpus(environment, gpus)
     daemon = MpsDaemon(
         pid=pid,
         ours=False,
-        pipe_directory=pipe,
-        log_directory=environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY),
+        pipe_directory=_pipe_directory(environment),
+        log_directory=environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY) or "/",
         gpu_index=indexes[0] if len(indexes) == 1 else None,
         gpu_indexes=indexes,
         user=info.user,
@@ -219,6 +247,9 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
         return tuple(gpu.index for gpu in gpus)
     found: list[int] = []
     for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
+        # CUDA takes ordinals and UUIDs; `select` takes more.
+        if not re.match(r"\d|GPU-|MIG-", word.strip()) or ":" in word:
+            break
         try:
             found += [device.gpu.index for device in select(word, gpus) if device.gpu.index not in found]
         except GpushareError:

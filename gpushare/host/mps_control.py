@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.errors import NoPermission, NotFound, OperationFailed, TimedOut
 from gpushare.host.mps_text import (
     ClientRow,
     Overview,
@@ -161,7 +160,7 @@ class MpsControl:
             OperationFailed: the daemon holds another value.
         """
         self.ask(f"set_default_active_thread_percentage {mps_percentage(percent)}")
-        self._same("active thread percentage", self.default_threads(), percent)
+        self._same("active thread percentage", self.default_threads(), round(percent, 1))
 
     def default_memory(self) -> str | None:
         """Return the default pinned memory limit of the daemon's device as printed, or None when unset.
@@ -216,7 +215,7 @@ class MpsControl:
         return parse_pids(self.ask("get_server_list"))
 
     def server_status(self, server_pid: int) -> str | None:
-        """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone."""
+        """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone or driver 535 cannot tell."""
         said = self.ask(f"get_server_status {server_pid}").splitlines()
         return next((line.strip() for line in said if re.fullmatch(r"[A-Z_]+", line.strip())), None)
 
@@ -233,7 +232,7 @@ class MpsControl:
             OperationFailed: the server holds another value.
         """
         self.ask(f"set_active_thread_percentage {server_pid} {mps_percentage(percent)}")
-        self._same("active thread percentage", self.server_threads(server_pid), percent)
+        self._same("active thread percentage", self.server_threads(server_pid), round(percent, 1))
 
     def server_memory(self, server_pid: int) -> str | None:
         """Return the pinned memory limit of a server as printed, or None."""
@@ -264,14 +263,17 @@ class MpsControl:
             threads_percent=parse_percentage(defaults[0]) if defaults else None,
             priority=Priority(int(priority)) if priority in {"0", "1"} else None,
             memory_limit_bytes=memory[0] if memory else None,
-            servers=tuple(self._server(pid) for pid in pids),
+            servers=tuple(row for row in map(self._server, pids) if row is not None),
             clients=tuple(self.clients()) if pids else (),
         )
 
-    def _server(self, pid: int) -> ServerRow:
+    def _server(self, pid: int) -> ServerRow | None:
         lines = self.ask(
             f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
         ).splitlines()
+        if any("not found" in line for line in lines):
+            # It ended since the list was made.
+            return None
         # Driver 535 has no get_server_status: its "Unknown command" is no status.
         status = next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
         memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
@@ -305,45 +307,3 @@ class MpsControl:
             self.tell("quit", timeout=10.0)
         else:
             self.tell(f"quit -t {max(1, round(seconds))}", timeout=max(1.0, seconds) + 15.0)
-
-
-def probe_version(programs: Programs) -> int | None:
-    """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
-
-    Before 580 ``-v`` is no option: the program silently takes commands from stdin. So it gets a pipe
-    directory where nobody answers, and no stdin.
-    """
-    try:
-        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=_TIMEOUT)
-    except GpushareError:
-        return None
-    match = re.search(r"Binary version:\s*(\d+)", done.stdout)
-    return int(match.group(1)) if match else None
-
-
-def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
-    """Return how many client contexts one server takes on a device, or None when unknown.
-
-    16 before Volta, 48 since, 60 from CUDA 13.1 (binary 13010) on; on a MIG instance its fraction of
-    that (NVIDIA's MPS guide; the real cap is connections, with CUDA_DEVICE_MAX_CONNECTIONS=2).
-    """
-    if compute_capability is None:
-        return None
-    whole = 16 if compute_capability < (7, 0) else 60 if version is not None and version >= 13010 else 48
-    return max(1, int(whole * fraction))
-
-
-def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
-    """Return the daemon's environment: one device by UUID, private directories, no limits by accident.
-
-    The daemon would take a caller's own MPS variables as its defaults, so they are removed.
-    """
-    return {
-        "CUDA_VISIBLE_DEVICES": uuid,
-        "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
-        "CUDA_MPS_LOG_DIRECTORY": log_directory,
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": None,
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": None,
-        "CUDA_MPS_CLIENT_PRIORITY": None,
-        "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING": None,
-    }

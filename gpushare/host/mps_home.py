@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from gpushare.errors import BadUsage, OperationFailed
+from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host.host import make_private_directory
 from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES
+from gpushare.model import ComputeMode
 
 RECORD_SCHEMA: Final = 1
+_LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,38 +80,56 @@ class DaemonHome:
                 "set GPUSHARE_RUN_DIR to a shorter directory, for example /run/gpushare",
                 code="path_too_long",
             )
-        for path in (
-            self.directory.parent.parent,
-            self.directory.parent,
-            self.directory,
-            self.pipe,
-            self.log,
-            self.leases,
-        ):
+        self._make_directory()
+        for path in (self.pipe, self.log, self.leases):
+            make_private_directory(path)
+
+    def _make_directory(self) -> None:
+        # One by one: mkdir's mode holds for the last of a path only.
+        for path in (self.directory.parent.parent, self.directory.parent, self.directory):
             make_private_directory(path)
 
     def read(self) -> DaemonRecord | None:
-        """Return the record, or None when there is none or it cannot be understood."""
+        """Return the record, or None when there is none, it cannot be understood, or another user wrote it.
+
+        Signals go to the PID in it: only our own and root's word is taken for that.
+        """
         try:
-            raw = json.loads((self.directory / "daemon.json").read_text(encoding="utf-8"))
-            names = {field.name for field in fields(DaemonRecord)}
-            return DaemonRecord(**{name: value for name, value in raw.items() if name in names})
-        except (OSError, ValueError, TypeError, AttributeError):
+            with open(self.directory / "daemon.json", encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
+                    return None
+                return record_of(json.load(file))
+        except (OSError, ValueError, RecursionError):
             return None
 
     def write(self, record: DaemonRecord) -> None:
         """Write the record atomically."""
         descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".daemon-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file, indent=2)
-        # Other users may look at it: `gpushare status` shows root's daemons.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, self.directory / "daemon.json")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(record), file, indent=2)
+            # Other users may look at it: `gpushare status` shows root's daemons.
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self.directory / "daemon.json")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def clear(self) -> None:
-        """Remove the record and what a dead daemon left in the pipe directory; the logs stay."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.directory / "daemon.json").unlink()
+        """Remove the record and what a dead daemon left in the pipe directory; the logs stay.
+
+        Raises:
+            NoPermission: they belong to somebody else.
+        """
+        try:
+            (self.directory / "daemon.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise NoPermission(
+                f"cannot remove the record in {self.directory}: {error.strerror}",
+                "run as its owner, or as root: sudo gpushare ...",
+                code="directory_unwritable",
+            ) from None
         self.live_leases()
         for path in [*self.leftovers(), *self.directory.glob("terminated-*")]:
             with contextlib.suppress(OSError):
@@ -127,7 +149,7 @@ class DaemonHome:
         Raises:
             OperationFailed: another gpushare holds it for longer than ``seconds``.
         """
-        make_private_directory(self.directory)
+        self._make_directory()
         descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock_within(descriptor, seconds, self.directory)
@@ -139,6 +161,8 @@ class DaemonHome:
         """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed."""
         live = []
         for path in sorted(self.leases.glob("*.lease")) if self.leases.is_dir() else ():
+            if not _LEASE.match(path.name):
+                continue
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:
@@ -147,18 +171,23 @@ class DaemonHome:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
             except BlockingIOError:
-                live.append(int(path.stem))
+                live.append(int(path.name.partition(".")[0]))
             finally:
                 os.close(descriptor)
         return live
 
     def take_lease(self) -> Lease:
         """Take a lease: the daemon is in use until it is released, or until every holder has ended."""
-        path = self.leases / f"{os.getpid()}.lease"
-        # Inheritable across fork: the guard holds it on when gpushare itself is killed.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return Lease(path, descriptor)
+        # The name may be held: by another lease of this process, or by the guard of one with our PID that died.
+        for number in itertools.count():
+            path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
+            # Inheritable across fork: the guard holds it on when gpushare itself is killed.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _locked(descriptor) and _is_at(descriptor, path):
+                return Lease(path, descriptor)
+            # Taken, or `live_leases` removed it between open and lock.
+            os.close(descriptor)
+        raise AssertionError
 
 
 @dataclass(frozen=True)
@@ -174,6 +203,54 @@ class Lease:
             self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def record_of(raw: Any) -> DaemonRecord | None:
+    """Return the record that parsed JSON holds, or None when it is none. Fields of a newer gpushare are left out."""
+    if not isinstance(raw, dict):
+        return None
+    known = {field.name: raw[field.name] for field in fields(DaemonRecord) if field.name in raw}
+    if not {"device_uuid", "pid", "started_at", "uid"} <= set(known):
+        return None
+    if not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
+        return None
+    return DaemonRecord(**known)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or _is_whole(value) or isinstance(value, float)
+
+
+# What a field may hold; all others are whole numbers.
+_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "device_uuid": lambda value: isinstance(value, str),
+    "pid": lambda value: _is_whole(value) and value > 0,
+    "started_at": _is_number_or_none,
+    "threads_percent": _is_number_or_none,
+    "memory_limit_bytes": lambda value: value is None or _is_whole(value),
+    "priority": lambda value: value is None or (_is_whole(value) and value in {0, 1}),
+    "previous_compute_mode": lambda value: value is None or value in ComputeMode.__members__,
+    "transient": lambda value: isinstance(value, bool),
+}
 
 
 def device_key(uuid: str) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from gpushare.model import Priority
 from gpushare.units import GIB, MIB
 
-_MEMORY: Final = re.compile(r"^(\d+)([MG])$")
+# Bounded: int() refuses numbers of thousands of digits, and a log line may hold anything.
+_MEMORY: Final = re.compile(r"^(\d{1,12})([MG])$", re.ASCII)
+_PID: Final = re.compile(r"^\d{1,10}$", re.ASCII)
+_PERCENTAGE: Final = re.compile(r"^\d{1,12}(\.\d+)?$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -47,37 +51,53 @@ def parse_ps(text: str) -> list[ClientRow]:
     """Return the rows of ``ps``, found by the header's words.
 
     ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580, one more column behind COMMAND from
-    595; COMMAND may hold blanks. Text without a header (``Server not found``) has no rows.
+    595, often blank; COMMAND may hold blanks. Text without a header (``Server not found``) has no rows.
     """
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.split()[:1] == ["PID"] and "COMMAND" in line), None)
+    titles = [line.split() for line in lines]
+    start = next((i for i, words in enumerate(titles) if words[:1] == ["PID"] and "COMMAND" in words), None)
     if start is None:
         return []
-    header = lines[start].split()
-    command_at = header.index("COMMAND")
-    behind = len(header) - command_at - 1
+    columns = {match.group(): match.start() for match in re.finditer(r"\S+", lines[start])}
+    names = titles[start][: titles[start].index("COMMAND")]
     rows = []
     for line in lines[start + 1 :]:
-        words = line.split()
-        if len(words) < command_at or not words[0].isdigit():
+        words = line.split(maxsplit=len(names))
+        if len(words) < len(names) or not _PID.match(words[0]):
             continue
-        cells = dict(zip(header[:command_at], words, strict=False))
-        command = words[command_at : len(words) - behind or None]
+        cells = dict(zip(names, words, strict=False))
         server = cells.get("SERVER", "")
         rows.append(
             ClientRow(
                 pid=int(cells["PID"]),
-                server_pid=int(server) if server.isdigit() else None,
+                server_pid=int(server) if _PID.match(server) else None,
                 device=cells.get("DEVICE"),
-                command=" ".join(command) or None,
+                command=_command(line, columns),
             )
         )
     return rows
 
 
+def _command(line: str, columns: Mapping[str, int]) -> str | None:
+    """Return the COMMAND of a row, with the columns of the header by name.
+
+    One that fills its column touches the next, which then cannot be told from it.
+    """
+    names = sorted(columns, key=lambda name: columns[name])
+    at = names.index("COMMAND")
+    last = list(re.finditer(r"\S+", line))[at - 1]
+    begin = last.start() + columns["COMMAND"] - columns[names[at - 1]]
+    # A cell that is wider than its column pushes the others to the right.
+    rest = line[begin:] if not line[last.end() : begin].strip() and begin > last.end() else line[last.end() :].lstrip()
+    if at + 1 < len(names):
+        width = columns[names[at + 1]] - columns["COMMAND"]
+        rest = rest[:width] if rest[width - 1 : width] == " " else rest
+    return " ".join(rest.split()) or None
+
+
 def parse_pids(text: str) -> list[int]:
     """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are no PIDs."""
-    return [int(line) for line in map(str.strip, text.splitlines()) if line.isascii() and line.isdigit()]
+    return [int(line) for line in map(str.strip, text.splitlines()) if _PID.match(line)]
 
 
 def parse_memory(text: str) -> int | None:
@@ -88,5 +108,5 @@ def parse_memory(text: str) -> int | None:
 
 def parse_percentage(text: str) -> float | None:
     """Return the last percentage that a reply prints (``25.0``), or None."""
-    numbers = [line for line in map(str.strip, text.splitlines()) if re.fullmatch(r"\d+(\.\d+)?", line)]
+    numbers = [line for line in map(str.strip, text.splitlines()) if _PERCENTAGE.match(line)]
     return float(numbers[-1]) if numbers else None

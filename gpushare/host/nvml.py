@@ -59,7 +59,10 @@ class NvmlReader:
         except UnicodeDecodeError:
             where = "" if gpu is None else f"GPU {gpu}: "
             raise OperationFailed(
-                f"{where}NVML answers garbage instead of a text", "see what is wrong: gpushare doctor", gpu=gpu, code="nvml"
+                f"{where}NVML answers garbage instead of a text",
+                "see what is wrong: gpushare doctor",
+                gpu=gpu,
+                code="nvml",
             ) from None
 
     def _api(self) -> Any:

@@ -79,11 +79,14 @@ class Processes(Protocol):
         """Return whether this PID namespace is the host's; None when it cannot be told."""
 
 
-_CONTAINER = re.compile(
-    r"(?:docker|libpod|cri-containerd|crio|containerd)-([0-9a-f]{12,64})\.scope"
-    r"|/(?:docker|kubepods[^:]*|lxc|machine\.slice[^:]*|libpod_parent[^:]*)/(?:.*/)?([0-9a-f]{32,64})(?:$|/)"
-    r"|/lxc(?:\.payload\.|/)([^/\n]+)"
-    r"|/slurm[^\n]*/(job_\d+)",
+# Not compiled here: nobody needs it while no process is on a GPU.
+_CONTAINER = (
+    # systemd's scopes, and the same where containerd was given a cgroup without systemd.
+    r"(?:docker|libpod|cri-containerd|crio|containerd|nerdctl)[-:]([0-9a-f]{12,64})(?=\.scope|$|/)"
+    # A directory whose name is an id: Docker, Kubernetes and others with cgroupfs, below any parent.
+    r"|/(?:docker|lxc|kubepods[^:\n]*)/(?:[^\n]*/)?([0-9a-f]{32,64})(?=$|/)|/([0-9a-f]{64})(?=$|/)"
+    r"|/lxc(?:\.payload)?[./]([^/\n]+)"
+    r"|/[^/\n]*slurm[^\n]*/(job_[0-9]+)"
 )
 
 
@@ -93,12 +96,12 @@ def container_of(cgroup: str) -> str | None:
     Knows Docker, Podman, containerd and CRI-O (with Kubernetes pods), LXC, and Slurm's ``job_N``;
     cgroup v1 and v2. None means that the process is in none of them.
     """
-    for match in _CONTAINER.finditer(cgroup):
-        scope, path, lxc, slurm = match.groups()
-        if scope or path:
-            return (scope or path)[:12]
-        return lxc or slurm
-    return None
+    match = re.search(_CONTAINER, cgroup, re.MULTILINE)
+    if match is None:
+        return None
+    scope, path, anywhere, lxc, slurm = match.groups()
+    short = scope or path or anywhere
+    return short[:12] if short else lxc or slurm
 
 
 class _Child:
@@ -138,6 +141,8 @@ class LocalProcesses:
         """Return what is known of a process (psutil; container from ``/proc/PID/cgroup``)."""
         import psutil
 
+        if pid <= 0:
+            return None
         try:
             process = psutil.Process(pid)
             with process.oneshot():
@@ -173,7 +178,7 @@ class LocalProcesses:
         return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
     def named(self, name: str) -> Sequence[int]:
-        """Return the PIDs whose executable has this name; by ``comm`` where ``exe`` may not be read."""
+        """Return the PIDs whose executable has this name; by the command line where ``exe`` may not be read."""
         found = []
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
@@ -209,10 +214,13 @@ class LocalProcesses:
             NotFound: there is no such process.
             NoPermission: it belongs to another user.
         """
-        name = signals.Signals(signal).name
+        name = signals.Signals(signal).name if signal in set(signals.Signals) else f"SIG{signal}"
         try:
+            if pid <= 0:
+                # kill(2) takes these for whole groups.
+                raise ProcessLookupError
             os.kill(pid, signal)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):
             raise NotFound(f"there is no process {pid}", "see who is there: gpushare status") from None
         except PermissionError:
             raise NoPermission(
@@ -269,7 +277,8 @@ def wait_gone(processes: Processes, pids: Iterable[int], seconds: float, *, inte
 
 def _read(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        # newline: a variable of an environment may hold any.
+        with open(path, encoding="utf-8", errors="replace", newline="") as file:
             return file.read()
     except OSError:
         return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +78,12 @@ class Programs(Protocol):
         """
 
 
+# A killed program is gone at once, unless it hangs in the kernel.
+_KILL_SECONDS = 1.0
 # Where packages put the programs when PATH does not say (cron, systemd, containers).
 _EXTRA_PATH = "/usr/bin:/usr/sbin:/usr/local/bin:/opt/bin:/usr/lib/nvidia/bin:/usr/local/nvidia/bin"
-_OVERRIDES = {"nvidia-smi": "GPUSHARE_NVIDIA_SMI", "nvidia-cuda-mps-control": "GPUSHARE_MPS_CONTROL"}
+MPS_CONTROL = "nvidia-cuda-mps-control"
+_OVERRIDES = {"nvidia-smi": "GPUSHARE_NVIDIA_SMI", MPS_CONTROL: "GPUSHARE_MPS_CONTROL"}
 
 
 def program_path(name: str) -> str | None:
@@ -122,12 +126,18 @@ class _Started:
         try:
             self._process.communicate(self._stdin.encode(), timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+            self._kill()
             raise timed_out(self._argv, self._timeout) from None
         finally:
             stdout, stderr = (self._read(file) for file in self._files)
         return Completed(self._argv, self._process.returncode, stdout, stderr)
+
+    def _kill(self) -> None:
+        """Kill the program and what it started; give up on one that hangs in the kernel, as with a lost GPU."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_KILL_SECONDS)
 
     @staticmethod
     def _read(file: IO[bytes]) -> str:
@@ -161,6 +171,8 @@ class LocalPrograms:
         path = program_path(argv[0])
         if path is None:
             raise missing_program(argv[0])
+        import tempfile
+
         # Files, not pipes: a daemon that goes to the background keeps what it inherited, and a pipe would never end.
         files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 - closed in `result`
         try:
@@ -174,9 +186,13 @@ class LocalPrograms:
                 # change leaves the host half changed.
                 start_new_session=True,
             )
-        except PermissionError as error:
-            raise NoPermission(f"cannot execute {path}: {error.strerror}", f"check its mode: ls -l {path}") from None
         except OSError as error:
+            for file in files:
+                file.close()
+            if isinstance(error, PermissionError):
+                raise NoPermission(
+                    f"cannot execute {path}: {error.strerror}", f"check its mode: ls -l {path}"
+                ) from None
             raise OperationFailed(f"cannot execute {path}: {error.strerror}", "see: gpushare doctor") from None
         return _Started(tuple(argv), process, files, stdin, time.monotonic() + timeout, timeout)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import (
     DriverNotLoaded,
+    GpuLost,
     GpushareError,
     NoPermission,
     NotFound,
@@ -62,9 +63,11 @@ def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
     found: dict[int, TimeSlice | None] = {}
     for line in lines:
         words = line.split()
-        if len(words) < len(header) or not words[gpu_at].isdigit() or words[name_at].lower() != "timeslice":
+        if len(words) < len(header) or words[name_at].lower() != "timeslice":
             continue
-        found[int(words[gpu_at])] = parse_level(words[value_at])
+        # Four digits: int() refuses numbers of thousands of them.
+        if re.fullmatch(r"[0-9]{1,4}", words[gpu_at]):
+            found[int(words[gpu_at])] = parse_level(words[value_at])
     return found
 
 
@@ -140,8 +143,11 @@ def smi_error(done: Completed) -> GpushareError:
         return NvmlMissing("nvidia-smi finds no libnvidia-ml.so", "install the NVIDIA driver; then: gpushare doctor")
     if done.exit_code == 4 or "permission" in lowered:
         return NoPermission(message, "run it as root: sudo gpushare ...")
-    if done.exit_code == 3 or "not supported" in lowered:
+    # 13: this driver's NVML does not have the function.
+    if done.exit_code in {3, 13} or "not supported" in lowered:
         return NotSupported(message, "this GPU has no time-slice policy; see: gpushare timeslice show")
     if done.exit_code == 6:
         return NotFound(message, "see which GPUs are there: gpushare status")
+    if done.exit_code == 15:
+        return GpuLost(message, "see: sudo dmesg | grep -i xid; a reboot may bring it back")
     return OperationFailed(message, "see: gpushare doctor", code="smi")

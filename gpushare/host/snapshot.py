@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError
-from gpushare.host.mps import find_daemons
-from gpushare.host.mps_control import max_clients, probe_version
+from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
 from gpushare.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpushare.host.host import Host
     from gpushare.host.program import Pending
 
@@ -31,6 +32,7 @@ class Observer:
         self._driver: str | None = None
         self._mps_version: int | None = None
         self._mps_probed = False
+        self._mps_seen = False
 
     def look(self) -> Snapshot:
         """Return the host as it is now.
@@ -95,26 +97,55 @@ class Observer:
         )
 
     def _daemons(self, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
+        self._mps_seen = self._mps_seen or self._has_mps()
+        if not self._mps_seen:
+            return ()
+        from gpushare.host.mps import find_daemons
+        from gpushare.host.mps_program import probe_version
+
         found = [item.daemon for item in find_daemons(self._host, gpus)]
         if found and not self._mps_probed:
             self._mps_version, self._mps_probed = probe_version(self._host.programs), True
         return tuple(self._with_capacity(daemon, gpus) for daemon in found)
 
+    def _has_mps(self) -> bool:
+        """Return whether there is a record or a daemon; the conversation with MPS is loaded only then."""
+        directories = (self._host.run_directory, *self._host.shared_run_directories)
+        if any(_holds_records(directory / "mps") for directory in directories):
+            return True
+        return bool(self._host.processes.named(MPS_CONTROL))
+
     def _with_capacity(self, daemon: MpsDaemon, gpus: tuple[Gpu, ...]) -> MpsDaemon:
         if daemon.gpu_index is None:
             return daemon
         gpu = next(gpu for gpu in gpus if gpu.index == daemon.gpu_index)
+        version = None if self._mps_version is None else str(self._mps_version)
+        try:
+            room = self._room(daemon, gpu)
+        except GpushareError:
+            # The GPU was lost since the sweep.
+            room = None
+        return replace(daemon, version=version, max_clients=room)
+
+    def _room(self, daemon: MpsDaemon, gpu: Gpu) -> int | None:
+        """Return how many clients a server of this daemon takes on the GPU, or None when that is unknown."""
+        from gpushare.host.mps_program import max_clients
+
         capability = None if gpu.error else self._host.nvml.compute_capability(gpu.index)
         mig = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)
         # NVIDIA's MIG guide: 48 times the instance's share of the compute slices.
         fraction = 1.0 if mig is None else self._share(gpu, mig.profile)
-        if fraction is None:
-            return daemon
-        version = None if self._mps_version is None else str(self._mps_version)
-        return replace(daemon, version=version, max_clients=max_clients(self._mps_version, capability, fraction))
+        return None if fraction is None else max_clients(self._mps_version, capability, fraction)
 
     def _share(self, gpu: Gpu, profile: str | None) -> float | None:
         """Return the share of the compute slices of ``3g.71gb`` (or ``1c.3g.71gb``) on this GPU."""
         slices = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
         total = self._host.nvml.max_mig_devices(gpu.index)
         return int(slices.group(1) or slices.group(2)) / total if slices and total else None
+
+
+def _holds_records(directory: Path) -> bool:
+    try:
+        return any(directory.glob("*/daemon.json"))
+    except OSError:
+        return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from typing import Any
@@ -42,6 +40,9 @@ def csv_table(result: Result) -> Table | None:
 
 def csv_text(table: Table, *, header: bool = True) -> str:
     """Return a table as RFC 4180 CSV: a header of keys, raw values, nothing for unknown."""
+    import csv
+    import io
+
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
     keys = [column.key for column in table.columns]

@@ -40,7 +40,8 @@ def plain_value(value: Any) -> str:
     return str(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+# Nobody compares or prints these three, and every start of a command pays for each generated method.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Column:
     """One column: ``key`` of the row, ``title`` for people, and when it goes.
 
@@ -63,7 +64,7 @@ class Column:
     style: Callable[[Any], str | None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Table:
     """Rows of raw values under columns. ``empty`` is what to say when there are no rows.
 
@@ -78,7 +79,7 @@ class Table:
     lines: tuple[tuple[str, str | None], ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Result:
     """What a command answers with.
 

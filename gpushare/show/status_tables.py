@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -66,7 +65,11 @@ def age(seconds: float | None) -> str:
 
 def command_of(process: GpuProcess) -> str | None:
     """Return the command line as a shell would take it, or the program's name."""
-    return shlex.join(process.command_line) if process.command_line else process.name
+    if not process.command_line:
+        return process.name
+    import shlex
+
+    return shlex.join(process.command_line)
 
 
 def is_lost(reason: str) -> bool:

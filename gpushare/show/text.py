@@ -7,9 +7,10 @@ from typing import IO, Final
 
 # Control characters, line separators, lone surrogates (undecodable bytes of a command line) and the
 # bidirectional overrides: a process may put any of them into its own name.
-_UNSAFE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Compiled at the first use: JSON of a host needs neither.
+_UNSAFE: Final = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-_SURROGATES: Final = re.compile(r"[\ud800-\udfff]")
+_SURROGATES: Final = r"[\ud800-\udfff]"
 # What we draw ourselves has an ASCII spelling of the same width.
 _ASCII: Final = str.maketrans({"─": "-", "…": "~", "→": ">", "·": "-"})
 
@@ -22,7 +23,7 @@ def _escape(match: re.Match[str]) -> str:
 
 def visible(text: str) -> str:
     """Return text with every character escaped that would break the line or drive the terminal."""
-    return _UNSAFE.sub(_escape, text)
+    return re.sub(_UNSAFE, _escape, text)
 
 
 def one_line(text: str) -> str:
@@ -37,7 +38,7 @@ def paragraphs(text: str) -> str:
 
 def well_formed(text: str) -> str:
     """Return text that UTF-8 can carry: a lone surrogate becomes U+FFFD."""
-    return _SURROGATES.sub("\ufffd", text)
+    return text if text.isascii() else re.sub(_SURROGATES, "\ufffd", text)
 
 
 def put(stream: IO[str], text: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from gpushare.sim.state import StateFile
 
 
-@dataclass(frozen=True)
-class SimulatedHost:
+class SimulatedHost(NamedTuple):
     """A simulated host: NVML library, programs, processes, and the user that commands run as there."""
 
     spec: str

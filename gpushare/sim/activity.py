@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from gpushare.sim.clients import on_gpu
-from gpushare.sim.devices import daemon_devices
+from gpushare.sim.liveness import on_gpu
 from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now
 from gpushare.units import MIB
@@ -16,8 +14,7 @@ MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
 _RESERVED_MIB: Final = 512
 
 
-@dataclass(frozen=True)
-class Resident:
+class Resident(NamedTuple):
     """One entry of a process list: a process, or an MPS server, on one GPU."""
 
     pid: int
@@ -145,6 +142,10 @@ def process_names(state: SimulatedHostState) -> dict[int, str]:
 
 
 def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:
+    if not state.daemons:
+        return
+    from gpushare.sim.devices import daemon_devices
+
     for daemon in state.daemons:
         # A server has a context on every device that its daemon offers.
         for device in daemon_devices(state, daemon):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from gpushare.errors import NotFound, OperationFailed
-from gpushare.sim import clients, faults
+from gpushare.sim import clients, faults, liveness
 from gpushare.sim.faults import user_id
 from gpushare.sim.mig_layout import place
 from gpushare.sim.models import find_model
@@ -77,7 +77,7 @@ def describe(spec: str) -> dict[str, Any]:
     state = current(state_file) if used else initial_state(state_file.spec)
     raw = asdict(state)
     for process, shown in zip(state.processes, raw["processes"], strict=True):
-        shown["on_gpu"] = clients.on_gpu(process)
+        shown["on_gpu"] = liveness.on_gpu(process)
     return {**raw, "used": used, "directory": str(state_file.directory)}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from gpushare.sim import mps_limits, mps_servers
 from gpushare.sim.devices import Device, daemon_devices, host_devices, split, visible
-from gpushare.sim.liveness import lives
+from gpushare.sim.liveness import lives, on_gpu
 from gpushare.sim.mps_logs import CONTROL, DEFAULT_DIRECTORY, LogLine
 from gpushare.sim.mps_servers import server_line
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, now
@@ -23,12 +23,6 @@ OUTSIDE = "GPUSHARE_SIM_OUTSIDE"
 # Below it a queue drains before the context is torn down: 0 of 9 broke (queue of at most 7 ms).
 HARMLESS_QUEUE_SECONDS = 0.02
 _KILLING = {signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT, signals.SIGABRT}
-
-
-def on_gpu(process: SimulatedProcess) -> bool:
-    """Return whether the process has a context: not refused, not pending, not still starting."""
-    waiting = process.mps_daemon is not None and process.mps_server is None
-    return process.refused is None and process.attach_at is None and not waiting
 
 
 def daemon_of(state: SimulatedHostState, environment: Mapping[str, str]) -> SimulatedDaemon | None:
@@ -105,15 +99,6 @@ def in_flight(process: SimulatedProcess, at: float) -> bool:
     if process.queue_seconds <= HARMLESS_QUEUE_SECONDS:
         return False
     return process.stopped_at is None or at - process.stopped_at < process.queue_seconds
-
-
-def due(state: SimulatedHostState) -> bool:
-    """Return whether `settle` would change anything; cheap, for readers."""
-    at = now()
-    return any(
-        (process.attach_at is not None and process.attach_at <= at) or (process.real and not lives(process))
-        for process in state.processes
-    )
 
 
 def settle(state: SimulatedHostState) -> list[LogLine]:

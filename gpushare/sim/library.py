@@ -6,20 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Final
 
 from gpushare.errors import NoPermission
-from gpushare.sim import (
-    clients,
-    library_compute,
-    library_device,
-    library_gpm,
-    library_mig,
-    library_processes,
-    library_sensors,
-    settled,
-)
-from gpushare.sim.models import load_models
+from gpushare.sim import library_device, library_processes, library_sensors, liveness, settled
+from gpushare.sim.models import model_of
 from gpushare.sim.nvml_abi import (
     ENTRY_POINTS,
     Code,
@@ -35,8 +27,10 @@ from gpushare.sim.nvml_abi import (
 from gpushare.sim.spec import initial_state
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
 
-# Importing these rooms fills the table of entry points.
-ROOMS: Final = (library_compute, library_device, library_gpm, library_mig, library_processes, library_sensors)
+# Importing these rooms fills the table of entry points. Those of MIG instances and of GPM are loaded at the
+# first name that the others do not have: most hosts have no MIG, and loading costs every command.
+ROOMS: Final = (library_device, library_processes, library_sensors)
+RARE_ROOMS: Final = ("library_compute", "library_gpm", "library_mig")
 # How long a look at real processes holds, in seconds: they end without anybody writing the state.
 _SETTLED_FOR: Final = 0.05
 
@@ -55,15 +49,15 @@ class SimulatedLibrary:
     def __init__(self, file: StateFile) -> None:
         self.file: Final = file
         self.calls: Final[Counter[str]] = Counter()
-        # Samples of nvmlGpmSampleAlloc by pointer value.
-        self.samples: Final[dict[int, library_gpm.Sample | None]] = {}
+        # Samples of nvmlGpmSampleAlloc by pointer value: the utilisation in percent that they saw.
+        self.samples: Final[dict[int, float | None]] = {}
         self.references = 0
         self._state: SimulatedHostState | None = None
         self._stamp: tuple[int, int, int] | None = None
         self._settled_at = 0.0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        entry = ENTRY_POINTS.get(name)
+        entry = ENTRY_POINTS.get(name) or _rare(name)
         if entry is None:
             raise AttributeError(name)
 
@@ -91,7 +85,7 @@ class SimulatedLibrary:
         elif at - self._settled_at < _SETTLED_FOR:
             return self._state
         self._settled_at = at
-        if clients.due(self._state):
+        if liveness.due(self._state):
             self._settle()
         return self._state
 
@@ -102,6 +96,8 @@ class SimulatedLibrary:
         except NoPermission:
             # Another user's host: what happened is seen here, and written by its owner.
             if self._state is not None:
+                from gpushare.sim import clients
+
                 clients.settle(self._state)
 
     def forget(self) -> None:
@@ -132,7 +128,7 @@ class SimulatedLibrary:
             raise Refused(Code.INVALID_ARGUMENT)
         if gpus[index].lost:
             raise Refused(Code.GPU_IS_LOST)
-        return Target(Handle(Kind.GPU, index), gpus[index], load_models()[gpus[index].model])
+        return Target(Handle(Kind.GPU, index), gpus[index], model_of(gpus[index].model))
 
     def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
         try:
@@ -166,6 +162,12 @@ class SimulatedLibrary:
         except FileNotFoundError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _rare(name: str) -> EntryPoint | None:
+    for room in RARE_ROOMS:
+        import_module(f"gpushare.sim.{room}")
+    return ENTRY_POINTS.get(name)
 
 
 def _instance(whole: Target, handle: Handle) -> SimulatedMigInstance:

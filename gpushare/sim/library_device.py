@@ -206,6 +206,15 @@ def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> N
         gpu.compute_mode = wanted
 
 
+@entry_point("nvmlDeviceGetMigMode", on=On.GPU)
+def _mig_mode(_library: SimulatedLibrary, target: Target, current: Any, pending: Any) -> None:
+    mode, next_mode = target.gpu.mig_mode, target.gpu.mig_pending
+    if mode is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    put(current, mode)
+    put(pending, mode if next_mode is None else next_mode)
+
+
 @entry_point("nvmlDeviceGetPersistenceMode", on=On.DEVICE)
 def _persistence(_library: SimulatedLibrary, target: Target, mode: Any) -> None:
     put(mode, int(target.gpu.persistence))

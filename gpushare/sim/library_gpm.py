@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.sim import activity
@@ -29,13 +28,6 @@ _METRICS_GET_VERSION: Final = 1
 # Metric by id as a share of the utilisation, from a large matmul on our H200: SM 96, occupancy 17, DRAM 20.
 # 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY, 10 DRAM_BW_UTIL.
 _METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96, 10: 20 / 96}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one nvmlGpmSampleGet saw: the utilisation in percent at that moment."""
-
-    busy: float
 
 
 @entry_point("nvmlGpmQueryDeviceSupport", on=On.DEVICE)
@@ -92,7 +84,7 @@ def _take(library: SimulatedLibrary, target: Target, sample: Any) -> None:
     pointer = pointer_value(sample)
     if pointer not in library.samples:
         raise Refused(Code.INVALID_ARGUMENT)
-    library.samples[pointer] = Sample(activity.utilization(library.state, target))
+    library.samples[pointer] = activity.utilization(library.state, target)
 
 
 @entry_point("nvmlGpmMetricsGet")
@@ -104,7 +96,7 @@ def _metrics(library: SimulatedLibrary, argument: Any) -> None:
     if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
         raise Refused(Code.INVALID_ARGUMENT)
     # GPM integrates over the time between two samples; between these, the load is taken as linear.
-    busy = (first.busy + second.busy) / 2
+    busy = (first + second) / 2
     for index in range(struct.numMetrics):
         metric = struct.metrics[index]
         share = _METRICS.get(metric.metricId)

@@ -1,4 +1,4 @@
-"""Entry points of the simulated NVML: MIG mode, profiles, GPU instances and compute instances (reading)."""
+"""Entry points of the simulated NVML: MIG profiles, GPU instances and compute instances (reading)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 
 # Driver 580 answers INVALID_ARGUMENT from here on (H200).
 _PROFILE_COUNT: Final = 17
-
-
-@entry_point("nvmlDeviceGetMigMode", on=On.GPU)
-def _mig_mode(_library: SimulatedLibrary, target: Target, current: Any, pending: Any) -> None:
-    mode, next_mode = target.gpu.mig_mode, target.gpu.mig_pending
-    if mode is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    put(current, mode)
-    put(pending, mode if next_mode is None else next_mode)
 
 
 @entry_point("nvmlDeviceGetMaxMigDeviceCount", on=On.GPU)

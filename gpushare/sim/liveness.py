@@ -1,10 +1,28 @@
-"""Whether the real processes on a simulated host live: from ``/proc``, without psutil (readers settle often)."""
+"""Who lives on a simulated host, and whether time has changed anything: cheap, for readers.
+
+Real processes are looked up in ``/proc``, without psutil.
+"""
 
 from __future__ import annotations
 
 import os
 
-from gpushare.sim.state import SimulatedProcess
+from gpushare.sim.state import SimulatedHostState, SimulatedProcess, now
+
+
+def on_gpu(process: SimulatedProcess) -> bool:
+    """Return whether the process has a context: not refused, not pending, not still starting."""
+    waiting = process.mps_daemon is not None and process.mps_server is None
+    return process.refused is None and process.attach_at is None and not waiting
+
+
+def due(state: SimulatedHostState) -> bool:
+    """Return whether `clients.settle` would change anything: a process died, or makes its first context now."""
+    at = now()
+    return any(
+        (process.attach_at is not None and process.attach_at <= at) or (process.real and not lives(process))
+        for process in state.processes
+    )
 
 
 def lives(process: SimulatedProcess) -> bool:

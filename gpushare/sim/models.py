@@ -5,14 +5,12 @@ The catalogue is data (``data/gpu-models.json``); unknown facts are null there a
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.errors import BadUsage
 from gpushare.units import MIB
@@ -42,8 +40,7 @@ NVML_PROFILE: Final[Mapping[str, int]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GiProfile:
+class GiProfile(NamedTuple):
     """One GPU instance profile (``nvidia-smi mig -lgip`` and ``-lgipp``); None is unknown."""
 
     name: str
@@ -88,8 +85,7 @@ class GiProfile:
         return self.name.endswith("-me")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuModel:
+class GpuModel(NamedTuple):
     """One GPU model; None is unknown."""
 
     key: str
@@ -139,11 +135,25 @@ class GpuModel:
         return next((profile for profile in self.profiles if profile.id == profile_id), None)
 
 
-@lru_cache(maxsize=1)
 def load_models() -> dict[str, GpuModel]:
     """Return the catalogue by key, in its order."""
+    return {key: model_of(key) for key in _catalogue()}
+
+
+@cache
+def model_of(key: str) -> GpuModel:
+    """Return the model with this key; a host's models alone are built, not the catalogue.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _model(_catalogue()[key])
+
+
+@lru_cache(maxsize=1)
+def _catalogue() -> dict[str, dict[str, Any]]:
     raw = json.loads(_CATALOGUE.read_text(encoding="utf-8"))
-    return {entry["key"]: _model(entry) for entry in raw["models"]}
+    return {entry["key"]: entry for entry in raw["models"]}
 
 
 def find_model(name: str) -> GpuModel:
@@ -152,9 +162,13 @@ def find_model(name: str) -> GpuModel:
     Raises:
         BadUsage: no model has this name; the hint names those that are close.
     """
-    model = _names().get(_plain(name))
-    if model is not None:
-        return model
+    # What people type nearly always: no need to spell every name of the catalogue in one way.
+    typed = (key for key, entry in _catalogue().items() if name in entry["aliases"])
+    key = next(typed, None) or _names().get(_plain(name))
+    if key is not None:
+        return model_of(key)
+    import difflib
+
     listing = "see them all: gpushare sim list --models"
     shorts = {_plain(known.short): known.short for known in load_models().values()}
     close = [shorts[match] for match in difflib.get_close_matches(_plain(name), shorts, n=3, cutoff=0.5)]
@@ -163,13 +177,14 @@ def find_model(name: str) -> GpuModel:
 
 
 @lru_cache(maxsize=1)
-def _names() -> dict[str, GpuModel]:
-    names: dict[str, GpuModel] = {}
-    for model in load_models().values():
-        bare = re.sub(r"^(NVIDIA GeForce|NVIDIA|Tesla) ", "", model.name)
-        for name in (model.key, model.name, bare, model.product, *model.aliases):
+def _names() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for key, entry in _catalogue().items():
+        full = entry["name"]
+        bare = re.sub(r"^(NVIDIA GeForce|NVIDIA|Tesla) ", "", full)
+        for name in (key, full, bare, entry["product"], *entry["aliases"]):
             # A short alias is claimed by the first model that has it; a test keeps them unambiguous.
-            names.setdefault(_plain(name), model)
+            names.setdefault(_plain(name), key)
     return names
 
 

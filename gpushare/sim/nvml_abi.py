@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.sim.models import GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedMigInstance
@@ -86,7 +86,7 @@ class Kind(IntEnum):
     GPM_SAMPLE = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Handle:
     """An opaque pointer. It holds the place, not an address, so it stays valid across state changes."""
 
@@ -111,8 +111,7 @@ class Handle:
         return Handle(Kind(value >> 24), value >> 16 & 0xFF, value >> 8 & 0xFF, value & 0xFF)
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What an entry point was called on: a GPU, or an instance of it."""
 
     handle: Handle
@@ -137,8 +136,7 @@ class On(Enum):
     COMPUTE_INSTANCE = frozenset({Kind.COMPUTE_INSTANCE})
 
 
-@dataclass(frozen=True)
-class EntryPoint:
+class EntryPoint(NamedTuple):
     """One entry point of the library."""
 
     name: str

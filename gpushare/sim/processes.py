@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal as signals
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission, NotFound
 from gpushare.host.process import LocalProcesses, ProcessInfo, Spawned
-from gpushare.sim import clients, liveness, mps_daemon
-from gpushare.sim.mps_logs import LogLine
+from gpushare.sim import liveness
 from gpushare.sim.programs import MPS_CONTROL
 from gpushare.sim.settled import changing, current
 from gpushare.sim.state import (
@@ -22,6 +22,9 @@ from gpushare.sim.state import (
     now,
 )
 from gpushare.units import MIB
+
+if TYPE_CHECKING:
+    from gpushare.sim.mps_logs import LogLine
 
 MPS_SERVER = "nvidia-cuda-mps-server"
 ATTACH_DELAY = "GPUSHARE_SIM_ATTACH_DELAY"
@@ -128,6 +131,8 @@ class SimulatedProcesses:
             NotFound: there is no such process.
             NoPermission: it belongs to another user.
         """
+        from gpushare.sim import clients
+
         with changing(self._state_file) as (state, lines):
             daemon, server, process = _find(state, pid)
             if pid >= FIRST_SIMULATED_PID:
@@ -148,6 +153,8 @@ class SimulatedProcesses:
         ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
         context and make it miss MPS.
         """
+        from gpushare.sim import clients
+
         child = self._local.spawn(argv, env)
         started = liveness.started_at(child.pid)
         if started is None:
@@ -184,6 +191,8 @@ def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal:
 
     A real process that has its own handler is judged when it is gone, see `clients.settle`.
     """
+    from gpushare.sim import clients
+
     if signal == signals.SIGSTOP or (signal == signals.SIGTSTP and not process.real):
         process.stopped_at = process.stopped_at or now()
         return []
@@ -215,6 +224,8 @@ def user_name(uid: int) -> str:
 
 
 def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
+    from gpushare.sim import clients, mps_daemon
+
     if signal == signals.SIGSTOP:
         daemon.stopped = True
     elif signal == signals.SIGCONT:

@@ -11,6 +11,7 @@ from gpushare.sim.state import StateFile
 
 SMI = "nvidia-smi"
 MPS_CONTROL = "nvidia-cuda-mps-control"
+MPS_SERVER = "nvidia-cuda-mps-server"
 _POLL_SECONDS = 0.01
 
 
@@ -41,7 +42,9 @@ class SimulatedPrograms:
         """Return the path of the program, or None when the simulated host does not have it."""
         if self._is_real(name):
             return LocalPrograms().find(name)
-        return None if self._is_missing(name) else f"/usr/bin/{name}"
+        # One package has both; the daemon starts the server, nobody else does.
+        package = MPS_CONTROL if name == MPS_SERVER else name
+        return None if self._is_missing(package) else f"/usr/bin/{name}"
 
     def start(
         self,

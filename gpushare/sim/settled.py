@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from gpushare.sim import clients, mps_logs
-from gpushare.sim.mps_logs import LogLine
+from gpushare.sim.liveness import due
 from gpushare.sim.spec import initial_state
 from gpushare.sim.state import SimulatedHostState, StateFile
+
+if TYPE_CHECKING:
+    from gpushare.sim.mps_logs import LogLine
 
 
 def current(state_file: StateFile) -> SimulatedHostState:
     """Return the settled state; takes the lock only when a process died or is due to attach."""
     state = state_file.read()
-    if state is not None and not clients.due(state):
+    if state is not None and not due(state):
         return state
     with changing(state_file) as (state, _):
         return state
@@ -26,6 +29,9 @@ def changing(state_file: StateFile) -> Iterator[tuple[SimulatedHostState, list[L
 
     A host that was never used is created.
     """
+    # What MPS does is loaded when something changes; most looks change nothing.
+    from gpushare.sim import clients, mps_logs
+
     lines: list[LogLine] = []
     new = None if state_file.exists() else initial_state(state_file.spec)
     with state_file.changed(new) as state:

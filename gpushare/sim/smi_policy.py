@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpushare.sim.models import find_model
+from gpushare.sim.models import model_of
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
 _HELP = """
@@ -98,7 +98,7 @@ def _set(state: SimulatedHostState, chosen: list[tuple[int, SimulatedGpu]], leve
 def _unsupported(gpu: SimulatedGpu) -> tuple[int, str] | None:
     if gpu.lost:
         return 15, "GPU is lost"
-    if find_model(gpu.model).time_slice is False or "compute-policy" in gpu.not_supported:
+    if model_of(gpu.model).time_slice is False or "compute-policy" in gpu.not_supported:
         return 3, "Not Supported"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpushare.sim import activity
-from gpushare.sim.models import GpuModel, find_model
+from gpushare.sim.models import GpuModel, model_of
 from gpushare.sim.nvml_abi import Handle, Kind, Refused, Target
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance
 from gpushare.units import MIB
@@ -35,7 +35,7 @@ class Chosen:
 def choose(state: SimulatedHostState, ids: str | None) -> list[Chosen]:
     """Return the GPUs that ``-i`` names: indices, UUIDs, bus ids, with commas; all when it is not given."""
     wanted = None if ids is None else [part.strip() for part in ids.split(",")]
-    found = [Chosen(index, gpu, find_model(gpu.model)) for index, gpu in enumerate(state.gpus)]
+    found = [Chosen(index, gpu, model_of(gpu.model)) for index, gpu in enumerate(state.gpus)]
     if wanted is None:
         return found
     return [one for one in found if any(_names(one, part) for part in wanted)]

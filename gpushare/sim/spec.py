@@ -6,8 +6,7 @@ import itertools
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.errors import BadUsage
 from gpushare.sim.models import GpuModel, find_model
@@ -20,8 +19,7 @@ _HINT: Final = "write for example sim:h200, sim:8xa100-80gb or sim:2xt4,a30; mod
 _NAMESPACE: Final = uuid.UUID("6f0e6c5e-2f0b-5b0c-9f5b-3a1d6a4f7c11")
 
 
-@dataclass(frozen=True)
-class SimulatedHostSpec:
+class SimulatedHostSpec(NamedTuple):
     """A simulated host as its name describes it; ``text`` is canonical, equal hosts have equal texts."""
 
     text: str

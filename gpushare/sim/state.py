@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,9 @@ from gpushare.errors import NoPermission
 FIRST_SIMULATED_PID = 4_194_305
 
 
-@dataclass
+# Without eq and repr: nobody compares or prints these, and each generated method is paid
+# for at the start of every command.
+@dataclass(eq=False, repr=False)
 class SimulatedMigInstance:
     """One MIG device of a simulated GPU."""
 
@@ -31,7 +32,7 @@ class SimulatedMigInstance:
     uuid: str
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SimulatedGpu:
     """One simulated GPU: what differs from its model, and its faults."""
 
@@ -49,7 +50,7 @@ class SimulatedGpu:
     not_supported: list[str] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SimulatedProcess:
     """A process on a simulated GPU: simulated (PID above every real one) or a real one that `run` started."""
 
@@ -88,7 +89,7 @@ class SimulatedProcess:
     attach_at: float | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SimulatedServer:
     """One nvidia-cuda-mps-server."""
 
@@ -101,7 +102,7 @@ class SimulatedServer:
     priority: int = 0
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SimulatedDaemon:
     """One nvidia-cuda-mps-control daemon."""
 
@@ -126,7 +127,7 @@ class SimulatedDaemon:
     static: bool = False
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SimulatedHostState:
     """Everything about one simulated host."""
 
@@ -166,6 +167,8 @@ def state_root() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "gpushare-sim"
+    import tempfile
+
     return Path(tempfile.gettempdir()) / f"gpushare-sim-{os.getuid()}"
 
 
@@ -178,7 +181,7 @@ class StateFile:
 
     def __init__(self, spec: str) -> None:
         # The spec may be long and holds commas; the directory must be short.
-        self.directory = state_root() / hashlib.sha256(spec.encode()).hexdigest()[:8]
+        self.directory = state_root() / f"{zlib.crc32(spec.encode()):08x}"
         self.path = self.directory / "state.json"
         self.spec = spec
 
@@ -228,6 +231,8 @@ class StateFile:
             os.close(descriptor)
 
     def _write(self, text: str) -> None:
+        import tempfile
+
         descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".state-")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

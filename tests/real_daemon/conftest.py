@@ -13,7 +13,8 @@ import pytest
 
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.mps_control import PROGRAM, MpsControl, start_environment
+from gpushare.host.mps_control import PROGRAM, MpsControl
+from gpushare.host.mps_program import start_environment
 from gpushare.host.process import LocalProcesses
 from gpushare.host.program import Completed, LocalPrograms
 from gpushare.selection import Device, select_one

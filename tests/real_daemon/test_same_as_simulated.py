@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpushare.host.connect import connect
-from gpushare.host.mps_control import PROGRAM, start_environment
+from gpushare.host.mps_control import PROGRAM
+from gpushare.host.mps_program import start_environment
 from gpushare.host.program import Completed, LocalPrograms, Programs
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import set_fault

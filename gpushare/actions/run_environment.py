@@ -1,0 +1,58 @@
+"""The environment of a program inside a share, and whether it can be run in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from gpushare.errors import BadUsage, NotFound
+from gpushare.host.mps_control import DEVICE
+from gpushare.units import mps_memory, mps_percentage, parse_pinned_limits
+
+if TYPE_CHECKING:
+    from gpushare.actions.mps_limits import MpsLimits
+    from gpushare.host.mps_home import DaemonHome
+    from gpushare.selection import Device
+
+
+def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: MpsLimits) -> dict[str, str]:
+    """Return the environment of a client: the device by UUID, the private pipe, its limits.
+
+    The limit names device 0, the only one that the client sees: an entry for any other would make
+    CUDA drop all limits, also the server's.
+    """
+    environment = {
+        **base,
+        "CUDA_VISIBLE_DEVICES": device.uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": str(home.pipe),
+        "CUDA_MPS_LOG_DIRECTORY": str(home.log),
+    }
+    if limits.threads_percent is not None:
+        environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = mps_percentage(limits.threads_percent)
+    if limits.memory_limit_bytes is not None:
+        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{DEVICE}={mps_memory(limits.memory_limit_bytes)}"
+    if limits.priority is not None:
+        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(int(limits.priority))
+    return environment
+
+
+def check_command(device: Device, program: str, limits: MpsLimits) -> None:
+    """Raise unless a program can be run with the caller's environment.
+
+    Raises:
+        NotFound: there is no such program.
+        BadUsage: the caller's own CUDA_MPS_PINNED_DEVICE_MEM_LIMIT would make CUDA drop every limit, in silence.
+    """
+    if shutil.which(program) is None:
+        raise NotFound(
+            f"there is no program '{program}'", f"check the spelling: command -v {program}", code="command_not_found"
+        )
+    own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+    if own and limits.memory_limit_bytes is None and parse_pinned_limits(own, device.uuid) is None:
+        raise BadUsage(
+            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={own} is no limit for {device.title} alone: CUDA would drop all limits",
+            "take it away: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
+            code="bad_environment",
+        )

@@ -1,0 +1,84 @@
+"""Fixtures that drive the command line on simulated hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpushare.cli import main
+from tests.cli.drive import H200, Answer, Started, World, clear_up, same, start_real
+
+Cli = Callable[..., Answer]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what changes how things are shown, and what a CUDA program would read."""
+    for name in ("COLUMNS", "NO_COLOR", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def world() -> World:
+    """Return the simulated host with one H200."""
+    return World()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Return a function that runs a command in this process."""
+
+    def run(*words: str, host: str | None = H200, output: str | None = None) -> Answer:
+        capsys.readouterr()
+        code = main([*(["--host", host] if host else []), *words, *(["-o", output] if output else [])])
+        out, err = capsys.readouterr()
+        return Answer(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def refused(cli: Cli) -> Callable[..., str]:
+    """Return a check that a command is refused as it must be.
+
+    One ``error:`` line, one ``hint:`` line, the exit code, the same in the JSON document, no traceback,
+    and nothing of the host changed. Returns both lines.
+    """
+
+    def check(*words: str, code: str, exit_code: int, host: str = H200) -> str:
+        before = same(host)
+        answer = cli(*words, host=host)
+        assert answer.code == exit_code, answer
+        assert answer.out == ""
+        assert len(answer.lines("error")) == 1, answer
+        assert len(answer.lines("hint")) == 1, answer
+        assert "Traceback" not in answer.err
+        document = cli("-o", "json", *words, host=host)
+        assert document.code == exit_code
+        assert document.json["status"] == "error"
+        assert document.json["data"] is None
+        (error,) = document.json["errors"]
+        assert error["code"] == code
+        assert list(error) == ["code", "message", "hint", "gpu"]
+        assert (error["message"] in answer.err, error["hint"] in answer.err) == (True, True)
+        if before[0] is not None:
+            assert same(host) == before
+        return answer.err
+
+    return check
+
+
+@pytest.fixture
+def real(world: World) -> Iterator[Callable[..., Started]]:
+    """Return a function that starts a real gpushare; what is left of it is ended after the test."""
+    processes: list[Any] = []
+
+    def start(*words: str, **named: Any) -> Started:
+        started = start_real(*words, **named)
+        processes.append(started.process)
+        return started
+
+    yield start
+    clear_up(processes, world)

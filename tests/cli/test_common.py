@@ -1,0 +1,220 @@
+"""What holds for every command: common options, usage errors, help, version, pipes, tracebacks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from gpushare import __version__
+from gpushare.cli import app
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started
+
+
+def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from paths(inner, (*words, name))
+
+
+COMMANDS = list(paths(typer.main.get_command(app)))
+LEAVES = [words for words in COMMANDS if words and words not in {("mps",), ("sim",), ("timeslice",)}]
+
+
+def test_the_tree_has_every_command() -> None:
+    assert {
+        ("status",),
+        ("run",),
+        ("doctor",),
+        ("mps", "start"),
+        ("mps", "stop"),
+        ("mps", "status"),
+        ("mps", "set"),
+        ("mps", "kill"),
+        ("mps", "logs"),
+        ("mps", "env"),
+        ("timeslice", "show"),
+        ("timeslice", "set"),
+        ("timeslice", "reset"),
+        ("sim", "list"),
+        ("sim", "show"),
+        ("sim", "reset"),
+    } <= set(LEAVES)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_of_every_command(cli: Cli, words: tuple[str, ...]) -> None:
+    answer = cli(*words, "-h", host=None).ok()
+    assert answer.out.lstrip().startswith(f"Usage: {' '.join(['gpushare', *words])}")
+    assert answer.err == ""
+    assert all(option in answer.out for option in ("--host", "-o, --output", "-q, --quiet", "-v, --verbose", "--debug"))
+    changes = "-n, --dry-run" in answer.out
+    assert changes == ("-y, --yes" in answer.out) == (words in CHANGING)
+
+
+CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("run",), ("sim", "reset")]
+CHANGING += [("mps", verb) for verb in ("start", "stop", "set", "kill")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--host", "sim:a30", "-o", "json", "status"),
+        ("status", "--host", "sim:a30", "-o", "json"),
+        ("--host=sim:a30", "status", "--output=json"),
+        ("-ojson", "status", "--host", "sim:a30"),
+        # The last one counts.
+        ("--host", "sim:h200", "-o", "csv", "status", "--host", "sim:a30", "-o", "JSON"),
+    ],
+)
+def test_common_options_before_and_after(cli: Cli, words: tuple[str, ...]) -> None:
+    data = cli(*words, host=None).ok().data
+    assert data["host"] == "sim:a30"
+
+
+def test_group_options_between(cli: Cli) -> None:
+    assert cli("timeslice", "-o", "json", "show").ok().json["command"] == "timeslice show"
+
+
+def test_host_from_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_HOST", "sim:l4")
+    assert cli("status", host=None, output="json").ok().data["host"] == "sim:l4"
+    assert cli("status", host="sim:a30", output="json").ok().data["host"] == "sim:a30"
+
+
+@pytest.mark.parametrize("words", [("-o", "xml", "status"), ("status", "-o", "xml"), ("status", "--output=")])
+def test_unknown_output(cli: Cli, words: tuple[str, ...]) -> None:
+    answer = cli(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert "is not an output format" in answer.lines("error")[0]
+    assert answer.lines("hint") == ["hint: give -o table, plain, json, yaml or csv"]
+
+
+def test_unknown_output_after_a_known_one_is_said_in_json(cli: Cli) -> None:
+    answer = cli("-o", "json", "status", "-o", "xml")
+    assert answer.code == 2
+    assert answer.json["errors"][0]["code"] == "bad_output"
+
+
+@pytest.mark.parametrize("spec", ["sim:nonsense", "nohost", "sim:", "sim:0xh200", "sim:65xh200", ""])
+def test_unknown_host(cli: Cli, spec: str) -> None:
+    answer = cli("status", "--host", spec, output="json", host=None)
+    if spec == "":
+        # As if it was not given: this machine, which has NVML or has not.
+        assert answer.code in {0, 9, 12, 4}
+        return
+    assert answer.code == 2
+    assert len(answer.json["errors"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("status", "--nonsense"), "status"),
+        (("mps", "start", "--treads", "5"), "mps start"),
+        (("timeslice", "set"), "timeslice set"),
+        (("mps", "kill", "abc"), "mps kill"),
+        (("mps", "kill"), "mps kill"),
+        (("status", "-g"), "status"),
+        (("status", "more"), "status"),
+        (("mps", "logs", "--lines", "0"), "mps logs"),
+        (("sim", "add", "--sm", "101"), "sim add"),
+    ],
+)
+def test_wrong_usage(refused: Callable[..., str], cli: Cli, words: tuple[str, ...], command: str) -> None:
+    said = refused(*words, code="usage", exit_code=2)
+    assert f"hint: see: gpushare {command} --help" in said
+    assert cli(*words, output="json").json["command"] == command
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(("stats",), "status"), (("mps", "strat"), "start"), (("timeslce", "show"), "timeslice")]
+)
+def test_unknown_command_says_what_was_meant(refused: Callable[..., str], words: tuple[str, ...], meant: str) -> None:
+    said = refused(*words, code="usage", exit_code=2)
+    assert f"did you mean '{meant}'" in said.lower()
+
+
+@pytest.mark.parametrize("words", [(), ("mps",), ("timeslice",), ("sim",)])
+def test_no_arguments_show_the_help(cli: Cli, words: tuple[str, ...]) -> None:
+    answer = cli(*words, host=None)
+    assert answer.code == 2
+    assert "Usage: gpushare" in answer.out
+    assert answer.err == ""
+
+
+def test_version(cli: Cli) -> None:
+    answer = cli("--version", host=None).ok()
+    assert answer.out == f"gpushare {__version__}\n"
+    # Before anything else is looked at.
+    assert cli("--version", "nonsense", host=None).ok().out == answer.out
+
+
+def test_quiet_drops_notes_and_keeps_errors(cli: Cli) -> None:
+    assert cli("timeslice", "set", "short", "-n").lines("note")
+    assert cli("-q", "timeslice", "set", "short", "-n").ok().err == ""
+    assert cli("timeslice", "set", "short", "-n", "--quiet").ok().err == ""
+    assert cli("-q", "timeslice", "set", "nonsense").lines("error")
+
+
+def test_verbose_says_each_step(cli: Cli) -> None:
+    answer = cli("timeslice", "set", "short", "-v").ok()
+    assert "set the time-slice of GPU 0 to short\n  nvidia-smi compute-policy" in answer.err
+
+
+@pytest.mark.parametrize("words", [("--debug", "timeslice", "set", "x"), ("timeslice", "set", "x", "--debug")])
+def test_debug_shows_the_traceback_of_an_error(cli: Cli, words: tuple[str, ...]) -> None:
+    answer = cli(*words)
+    assert answer.code == 2
+    assert "Traceback" in answer.err
+    assert len(answer.lines("error")) == 1
+
+
+def test_a_bug_is_said_in_two_lines(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        message = "some\nthing"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("gpushare.host.snapshot.Observer.look", broken)
+    answer = cli("status", output="json")
+    assert answer.code == 1
+    assert "Traceback" not in answer.err
+    assert answer.lines("error") == ["error: unexpected RuntimeError: some thing"]
+    assert answer.json["errors"][0]["code"] == "bug"
+    with pytest.raises(RuntimeError, match="some"):
+        cli("--debug", "status")
+
+
+def test_interrupt_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpushare.host.snapshot.Observer.look", interrupted)
+    answer = cli("status", output="json")
+    assert answer.code == 130
+    assert answer.json["errors"][0]["code"] == "interrupted"
+    assert "Traceback" not in answer.err
+
+
+def test_output_of_an_error_is_the_asked_one(cli: Cli) -> None:
+    assert "errors:" in cli("timeslice", "set", "x", output="yaml").out
+    assert cli("timeslice", "set", "x", output="csv").out == ""
+
+
+def test_what_stands_behind_dashes_is_no_option_of_ours(cli: Cli) -> None:
+    answer = cli("run", "--", "no-such-program", "-o", "json", "--debug")
+    assert (answer.code, answer.out) == (6, "")
+    assert "Traceback" not in answer.err
+
+
+def test_broken_pipe(real: Callable[..., Started]) -> None:
+    started = real("sim", "list", "--models", "-o", "json", stdout=subprocess.PIPE)
+    assert started.process.stdout is not None
+    started.process.stdout.close()
+    _, err = started.process.communicate(timeout=20)
+    assert started.process.returncode == 128 + 13
+    assert err == ""

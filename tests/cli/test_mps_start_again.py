@@ -1,0 +1,87 @@
+"""``gpushare mps start`` where a daemon is, or was."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.mps_control import MpsControl
+from gpushare.model import ComputeMode
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+from tests.cli.test_mps_start import TWO, daemons
+
+
+def test_twice(refused: Callable[..., str], cli: Cli) -> None:
+    cli("mps", "start", "--threads", "25").ok()
+    said = refused("mps", "start", code="daemon_exists", exit_code=19)
+    assert "gpushare mps set -g 0" in said
+
+
+def test_a_daemon_that_nobody_noted_is_not_taken_down(
+    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody's daemon listens in our directory: a second start fails there, and its way back must not end it."""
+    from gpushare.host.mps_home import home_of
+
+    home = home_of(world.host.run_directory, world.uuid())
+    home.create()
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": "GPU-elsewhere"}
+    with monkeypatch.context() as patched:
+        patched.setattr("gpushare.sim.mps_daemon.daemon_devices", lambda *_: [None])
+        assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+    sockets = home.leftovers()
+    refused("mps", "start", code="daemon_exists", exit_code=19)
+    assert len(world.state.daemons) == 1
+    assert home.leftovers() == sockets != []
+
+
+def test_dead_daemon_then_start(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "25").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    (dead,) = daemons(cli)
+    assert (dead["pid"], "is gone" in str(dead["error"])) == (None, True)
+    cli("mps", "start", "--threads", "50").ok()
+    (daemon,) = daemons(cli)
+    assert (daemon["threads_percent"], daemon["error"]) == (50.0, None)
+
+
+def test_dead_daemon_is_remembered_by_a_start_that_fails(
+    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    before = (world.directory / "run").rglob("daemon.json")
+    assert len(list(before)) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(MpsControl, "default_threads", lambda *_: 99.0)
+        answer = cli("mps", "start", "--threads", "30")
+        assert answer.code == 1
+    assert len(list((world.directory / "run").rglob("daemon.json"))) == 1
+    cli("mps", "stop").ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+@pytest.mark.parametrize("again", [(), ("--exclusive",)])
+def test_compute_mode_of_a_dead_daemon_is_restored_by_the_next(cli: Cli, world: World, again: tuple[str, ...]) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    cli("mps", "start", *again).ok()
+    cli("mps", "stop").ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+def test_foreign_daemon(refused: Callable[..., str], world: World, sim_dir: Path) -> None:
+    pid = world.foreign_daemon(sim_dir)
+    said = refused("mps", "start", code="foreign_daemon", exit_code=19)
+    assert f"process {pid}" in said
+    assert f"gpushare mps stop --pipe-directory {sim_dir}/p --yes" in said
+
+
+def test_foreign_daemon_of_another_gpu(cli: Cli, sim_dir: Path) -> None:
+    world = World(TWO)
+    world.foreign_daemon(sim_dir, uuid=world.uuid(1))
+    cli("mps", "start", "-g", "0", host=TWO).ok()

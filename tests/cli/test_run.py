@@ -1,0 +1,295 @@
+"""``gpushare run``: the program, its share and the proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+TWO = "sim:2xh200"
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 255])
+def test_own_exit_code(cli: Cli, world: World, code: int) -> None:
+    assert cli("run", "--", "sh", "-c", f"exit {code}").code == code
+    assert world.state.daemons == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_ended_by_a_signal_of_its_own(cli: Cli, number: int) -> None:
+    assert cli("run", "--", "sh", "-c", f"kill -{int(number)} $$").code == 128 + number
+
+
+def test_own_options_without_dashes(cli: Cli) -> None:
+    assert cli("run", "sh", "-c", "exit 3").code == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--", "no-such-program"), "command_not_found", 6),
+        (("-n", "--", "no-such-program"), "command_not_found", 6),
+        (("--", "/etc/passwd"), "command_not_found", 6),
+        ((), "usage", 2),
+        (("--",), "usage", 2),
+        (("--threads", "0", "--", "true"), "bad_percentage", 2),
+        (("--memory", "x", "--", "true"), "bad_size", 2),
+        (("--memory", "1T", "--", "true"), "limit_above_gpu", 2),
+        (("--priority", "x", "--", "true"), "bad_priority", 2),
+        (("--grace", "x", "--", "true"), "bad_duration", 2),
+        (("-g", "4", "--", "true"), "unknown_gpu", 6),
+        (("--nonsense", "--", "true"), "usage", 2),
+    ],
+)
+def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("run", *words, code=code, exit_code=exit_code)
+
+
+def test_several_gpus(refused: Callable[..., str], cli: Cli) -> None:
+    refused("run", "--", "true", code="gpu_not_named", exit_code=2, host=TWO)
+    refused("run", "-g", "all", "--", "true", code="one_gpu", exit_code=2, host=TWO)
+    assert cli("run", "-g", "1", "--", "true", host=TWO).code == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "code", "exit_code"),
+    [
+        ("no-driver", None, "driver_not_loaded", 9),
+        ("no-nvml", None, "nvml_missing", 12),
+        ("lost", None, "gpu_lost", 6),
+        ("missing", "nvidia-cuda-mps-control", "program_missing", 3),
+    ],
+)
+def test_a_host_that_cannot(
+    refused: Callable[..., str], world: World, fault: str, value: str | None, code: str, exit_code: int
+) -> None:
+    world.fault(fault, value)
+    refused("run", "--", "true", code=code, exit_code=exit_code)
+
+
+def test_foreign_daemon(refused: Callable[..., str], world: World, sim_dir: Path) -> None:
+    world.foreign_daemon(sim_dir)
+    refused("run", "--", "true", code="foreign_daemon", exit_code=19)
+
+
+def test_dry_run(cli: Cli, world: World) -> None:
+    data = cli("run", "-n", "--threads", "25", "--", "sh", "-c", "exit 3", output=None).ok()
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0" in data.out
+    assert "sh -c 'exit 3'" in data.out
+    assert world.state.daemons == []
+    steps = cli("-o", "json", "run", "-n", "--", "true").ok().data["steps"]
+    assert [step["what"].split()[0] for step in steps] == ["make", "start", "note", "run"]
+    cli("mps", "start").ok()
+    assert len(cli("-o", "json", "run", "-n", "--", "true").ok().data["steps"]) == 1
+
+
+PRINT = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('CUDA')}))"
+
+
+def child_environment(started: Started) -> dict[str, str]:
+    answer = started.result()
+    assert answer.code == 0, answer
+    return json.loads(answer.out)
+
+
+def test_environment_of_the_program(real: Callable[..., Started], world: World) -> None:
+    words = ("--threads", "25", "--memory", "4G", "--priority", "low", "--", sys.executable, "-c", PRINT)
+    found = child_environment(real("run", *words))
+    assert found.pop("CUDA_MPS_PIPE_DIRECTORY").startswith(str(world.directory))
+    assert found.pop("CUDA_MPS_LOG_DIRECTORY").startswith(str(world.directory))
+    assert found == {
+        "CUDA_VISIBLE_DEVICES": world.uuid(),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
+        "CUDA_MPS_CLIENT_PRIORITY": "1",
+    }
+
+
+def test_users_own_variables(real: Callable[..., Started], world: World) -> None:
+    own = {
+        "CUDA_VISIBLE_DEVICES": "7",
+        "CUDA_MPS_PIPE_DIRECTORY": "/elsewhere",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    }
+    found = child_environment(real("run", "--threads", "25", "--", sys.executable, "-c", PRINT, env=own))
+    # What names the share is ours, a limit of theirs stays unless one is given, the rest is theirs.
+    assert found["CUDA_VISIBLE_DEVICES"] == world.uuid()
+    assert found["CUDA_MPS_PIPE_DIRECTORY"] != "/elsewhere"
+    assert found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
+    assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=1G"
+    assert found["CUDA_LAUNCH_BLOCKING"] == "1"
+
+
+def test_users_own_limit_that_would_drop_all(
+    refused: Callable[..., str], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=1G,1=2G")
+    refused("run", "--", "true", code="bad_environment", exit_code=2)
+    refused("run", "-n", "--", "true", code="bad_environment", exit_code=2)
+    assert cli("run", "--memory", "1G", "--", "true").code == 0
+
+
+def test_attached_line_and_limits_in_status(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    started = real("run", "--threads", "25", "--memory", "4G", "--priority", "low", "--", "sleep", "30")
+    assert started.process.stderr is not None
+    line = started.process.stderr.readline()
+    assert "is attached to MPS server" in line
+    assert "(threads 25 %, memory limit 4.0 GiB, low priority)" in line
+    (daemon,) = cli("status", output="json").ok().data["mps_daemons"]
+    (client,) = daemon["servers"][0]["clients"]
+    assert f"process {client['pid']} is attached" in line
+    assert (client["threads_percent"], client["memory_limit_bytes"], client["priority"]) == (25.0, 4 * GIB, "low")
+    assert daemon["transient"]
+    started.signal(signal.SIGTERM)
+    assert started.result().code == 128 + signal.SIGTERM
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+def test_quiet_says_nothing(real: Callable[..., Started]) -> None:
+    answer = real("-q", "run", "--", "sh", "-c", "sleep 0.3; echo out").result()
+    assert (answer.code, answer.out, answer.err) == (0, "out\n", "")
+
+
+def test_a_short_program_is_proved_by_the_log(cli: Cli) -> None:
+    answer = cli("run", "--", "true")
+    assert "was attached to MPS on GPU 0" in answer.err
+    assert "not proved" not in answer.err
+
+
+def test_a_program_that_makes_no_context_is_not_proved(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "60")
+    answer = cli("run", "--", "true")
+    assert answer.code == 0
+    assert "is not proved" in answer.err
+    assert world.state.daemons == []
+
+
+def test_outside_is_said_loudly(real: Callable[..., Started]) -> None:
+    answer = real("run", "--", "sleep", "0.8", env={"GPUSHARE_SIM_OUTSIDE": "1"}).result()
+    assert answer.code == 0
+    assert "outside MPS" in answer.lines("error")[0]
+    assert answer.lines("hint")
+    # Also when nobody wants notes.
+    quiet = real("-q", "run", "--", "sleep", "0.8", env={"GPUSHARE_SIM_OUTSIDE": "1"}).result()
+    assert quiet.lines("error")
+
+
+def test_strict_ends_what_runs_outside(real: Callable[..., Started], world: World) -> None:
+    answer = real("run", "--strict", "--", "sleep", "30", env={"GPUSHARE_SIM_OUTSIDE": "1"}).result()
+    assert answer.code == 1
+    assert "outside MPS" in answer.err
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+def test_strict_leaves_what_is_attached(cli: Cli) -> None:
+    assert cli("run", "--strict", "--", "sh", "-c", "sleep 0.5; exit 4").code == 4
+
+
+def test_another_users_clients_make_it_wait(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.client(user="nobody")
+    started = real("run", "--", "sleep", "30")
+    assert started.process.stderr is not None
+    assert "waits: another user's clients hold the MPS server" in started.process.stderr.readline()
+    started.signal(signal.SIGTERM)
+    assert started.result().code == 128 + signal.SIGTERM
+
+
+def test_on_a_mig_instance(real: Callable[..., Started], world: World) -> None:
+    (uuid,) = world.mig("3g.71gb")
+    started = real("run", "-g", uuid, "--", "sleep", "30")
+    process = until(lambda: world.attached(), "attached")[0]
+    assert process.gpu_instance_id == world.state.gpus[0].mig[0].gpu_instance_id
+    started.signal(signal.SIGINT)
+    assert started.result().code == 130
+    assert world.state.daemons == []
+
+
+def test_streams_are_untouched(real: Callable[..., Started]) -> None:
+    started = real("run", "--", "cat", stdin=subprocess.PIPE)
+    data = os.urandom(200_000).hex()
+    out, err = started.process.communicate(data, timeout=20)
+    assert (started.process.returncode, out) == (0, data)
+    assert "gpushare:" in err
+
+
+def test_binary_output_through_a_pipe(sim_dir: Path) -> None:
+    from tests.cli.drive import environment
+
+    code = "import os; os.write(1, bytes(range(256)) * 300)"
+    done = subprocess.run(
+        [sys.executable, "-m", "gpushare", "--host", "sim:h200", "run", "--", sys.executable, "-c", code],
+        capture_output=True,
+        env=environment(),
+        check=True,
+        timeout=20,
+    )
+    assert done.stdout == bytes(range(256)) * 300
+
+
+def test_a_daemon_of_mps_start_is_left_alone(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "50").ok()
+    pid = world.state.daemons[0].pid
+    assert cli("run", "--threads", "80", "--", "true").code == 0
+    assert [daemon.pid for daemon in world.state.daemons] == [pid]
+
+
+def test_a_dead_daemon_is_replaced(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    assert cli("run", "--", "sh", "-c", "exit 5").code == 5
+    assert world.state.daemons == []
+
+
+def test_not_root(cli: Cli, world: World) -> None:
+    world.fault("user", "1000")
+    assert cli("run", "--threads", "25", "--", "sh", "-c", "exit 5").code == 5
+
+
+def test_two_share_one_daemon_and_the_last_one_stops_it(real: Callable[..., Started], world: World) -> None:
+    first = real("run", "--", "sleep", "30")
+    until(lambda: world.attached(), "the first")
+    second = real("run", "--", "sleep", "30")
+    until(lambda: len(world.attached()) == 2, "the second")
+    (daemon,) = world.state.daemons
+    first.signal(signal.SIGINT)
+    assert first.result().code == 130
+    assert [one.pid for one in world.state.daemons] == [daemon.pid]
+    (left,) = world.state.processes
+    assert not left.broken
+    second.signal(signal.SIGINT)
+    assert second.result().code == 130
+    until(lambda: world.state.daemons == [], "no daemon")
+
+
+def test_six_at_the_same_moment(real: Callable[..., Started], world: World) -> None:
+    world.host.nvml.identities()
+    started = [real("run", "--", "sh", "-c", "sleep 0.5; exit 4") for _ in range(6)]
+    answers = [one.result() for one in started]
+    assert [answer.code for answer in answers] == [4] * 6
+    assert all("attached to MPS" in answer.err for answer in answers)
+    until(lambda: world.state.daemons == [], "no daemon")
+
+
+def test_client_kept_after_the_program_keeps_the_daemon(real: Callable[..., Started], world: World) -> None:
+    """What the program leaves behind still uses the daemon: a guard waits for it."""
+    started = real("run", "--", "sleep", "30")
+    until(lambda: world.attached(), "attached")
+    other = world.client()
+    started.signal(signal.SIGINT)
+    assert started.result().code == 130
+    assert world.state.daemons
+    world.send(other, signal.SIGKILL)
+    until(lambda: world.state.daemons == [], "no daemon")

@@ -1,0 +1,249 @@
+"""``gpushare run`` and signals: the program gets its own and time, its neighbours get no harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.drive import Started, World, alive, until
+
+HANDLER = """
+import signal, sys, time
+def end(number, frame):
+    print("got", number, flush=True)
+    {then}
+for number in {numbers}:
+    signal.signal(number, end)
+if signal.SIGINT not in {numbers}:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def program(*numbers: int, then: str = "sys.exit(5)") -> tuple[str, ...]:
+    """Return a program that handles these signals."""
+    return sys.executable, "-c", HANDLER.format(numbers=tuple(map(int, numbers)), then=then)
+
+
+def ready(started: Started) -> None:
+    assert started.process.stdout is not None
+    assert started.process.stdout.readline() == "ready\n"
+
+
+def child_of(world: World) -> int:
+    """Return the PID of the program, once it is a client."""
+    until(lambda: world.attached(), "attached")
+    return world.state.processes[0].pid
+
+
+def gone(world: World) -> None:
+    until(lambda: world.state.daemons == [] and world.pids() == [], "all is gone")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("handled", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_with_a_handler_ends_itself(
+    real: Callable[..., Started], world: World, number: int, handled: int
+) -> None:
+    started = real("run", "--", *program(handled))
+    ready(started)
+    started.signal(number)
+    answer = started.result()
+    # Its own signal if it handles it, else the one that it does.
+    assert (answer.code, answer.out) == (5, f"got {int(handled)}\n")
+    assert "and killed" not in answer.err
+    gone(world)
+
+
+def test_a_program_gets_time_to_end(real: Callable[..., Started], world: World) -> None:
+    started = real(
+        "run", "--", *program(signal.SIGINT, then="time.sleep(0.7); print('saved', flush=True); sys.exit(0)")
+    )
+    ready(started)
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    assert (answer.code, answer.out) == (0, "got 2\nsaved\n")
+    gone(world)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(
+    real: Callable[..., Started], world: World, number: int
+) -> None:
+    started = real("run", "--", "sleep", "60")
+    child_of(world)
+    begun = time.monotonic()
+    started.signal(number)
+    answer = started.result()
+    assert answer.code == 128 + number
+    assert "was stopped, its queue drained" in answer.err
+    # Far below the grace, which it could not use.
+    assert time.monotonic() - begun < 9
+    gone(world)
+
+
+def test_the_end_breaks_no_neighbour(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", "sleep", "60")
+    child_of(world)
+    neighbour = world.client(sm_percent=20, queue_seconds=0.2)
+    started.signal(signal.SIGTERM)
+    assert started.result().code == 128 + signal.SIGTERM
+    assert not world.process(neighbour).broken
+
+
+def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--grace", "0.3", "--", *program(signal.SIGINT, then="pass"))
+    ready(started)
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    assert answer.code == 130
+    assert "and killed" in answer.err
+    gone(world)
+
+
+def test_a_second_ctrl_c_hurries(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--grace", "60", "--", *program(signal.SIGINT, then="pass"))
+    ready(started)
+    assert started.process.stdout is not None
+    started.signal(signal.SIGINT)
+    assert started.process.stdout.readline() == "got 2\n"
+    started.signal(signal.SIGINT)
+    assert started.result().code == 130
+    gone(world)
+
+
+def test_all_processes_of_the_program_end(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", "sh", "-c", "sleep 61 & echo $!; sleep 62")
+    assert started.process.stdout is not None
+    below = int(started.process.stdout.readline())
+    child_of(world)
+    started.signal(signal.SIGTERM)
+    assert started.result().code == 128 + signal.SIGTERM
+    until(lambda: not alive(below), "the one below is gone")
+    gone(world)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
+def test_other_signals_are_passed_on(real: Callable[..., Started], world: World, number: int) -> None:
+    started = real("run", "--", *program(number, signal.SIGINT, then="sys.exit(5) if number == 2 else None"))
+    ready(started)
+    assert started.process.stdout is not None
+    started.signal(number)
+    assert started.process.stdout.readline() == f"got {int(number)}\n"
+    started.signal(signal.SIGINT)
+    assert started.result().code == 5
+    gone(world)
+
+
+def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", "sleep", "60")
+    child_of(world)
+    started.signal(signal.SIGQUIT)
+    answer = started.result()
+    assert answer.code == 128 + signal.SIGQUIT
+    assert "was stopped, its queue drained" in answer.err
+    gone(world)
+
+
+def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", "sleep", "60", stderr=None, stdout=None)
+    child = child_of(world)
+    started.signal(signal.SIGKILL)
+    started.process.wait()
+    until(lambda: not alive(child), "the program is gone")
+    gone(world)
+    assert not list(world.directory.rglob("daemon.json"))
+
+
+def test_death_of_gpushare_lets_the_program_end_itself(
+    real: Callable[..., Started], world: World, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    then = f"open({str(mark)!r}, 'w').write('saved'); sys.exit(0)"
+    started = real("run", "--", *program(signal.SIGINT, then=then))
+    ready(started)
+    started.signal(signal.SIGKILL)
+    started.process.wait()
+    until(mark.exists, "it saved")
+    gone(world)
+
+
+def test_death_of_one_leaves_the_daemon_to_the_other(real: Callable[..., Started], world: World) -> None:
+    first = real("run", "--", "sleep", "60", stderr=None, stdout=None)
+    child = child_of(world)
+    second = real("run", "--", "sleep", "60")
+    until(lambda: len(world.attached()) == 2, "both")
+    first.signal(signal.SIGKILL)
+    first.process.wait()
+    until(lambda: world.pids() and child not in world.pids(), "the first is gone")
+    assert world.state.daemons
+    assert not world.state.processes[0].broken
+    second.signal(signal.SIGINT)
+    assert second.result().code == 130
+    gone(world)
+
+
+def guard_of(pid: int) -> int:
+    """Return the PID of the guard."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                words = Path(f"/proc/{entry}/cmdline").read_text().split("\0")
+                parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if parent == str(pid) and any(word.endswith("guard.py") for word in words):
+                return int(entry)
+    return 0
+
+
+def test_death_of_the_guard_does_not_end_the_program(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", *program(signal.SIGINT))
+    ready(started)
+    os.kill(until(lambda: guard_of(started.pid), "the guard"), signal.SIGKILL)
+    child = child_of(world)
+    until(lambda: guard_of(started.pid) == 0 or not alive(guard_of(started.pid)), "no guard")
+    assert alive(child)
+    started.signal(signal.SIGINT)
+    assert started.result().code == 5
+    gone(world)
+
+
+def test_the_guard_hears_no_signal_of_ours(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", *program(signal.SIGINT), start_new_session=True)
+    ready(started)
+    guard = until(lambda: guard_of(started.pid), "the guard")
+    assert os.getsid(guard) != os.getsid(started.pid)
+    os.killpg(started.pid, signal.SIGINT)
+    assert started.result().code == 5
+    until(lambda: not alive(guard), "the guard has ended with it")
+    gone(world)
+
+
+def test_a_daemon_that_dies_meanwhile_does_not_end_the_program(real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", *program(signal.SIGINT))
+    ready(started)
+    child_of(world)
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    started.signal(signal.SIGINT)
+    assert started.result().code == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_start_that_is_ended_rolls_back(real: Callable[..., Started], world: World, number: int) -> None:
+    world.fault("hang", "nvidia-cuda-mps-control")
+    started = real("mps", "start", "--exclusive")
+    until(lambda: world.state.gpus[0].compute_mode == 3, "half way")
+    started.signal(number)
+    answer = started.result()
+    assert answer.code == 128 + number
+    assert answer.lines("error") == ["error: interrupted"]
+    assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], 0)

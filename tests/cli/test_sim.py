@@ -1,0 +1,282 @@
+"""``gpushare sim``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.sim.faults import KINDS
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import H200, Started, World, until
+
+TWO = "sim:2xt4,a30"
+
+
+def test_list_of_nothing(cli: Cli) -> None:
+    assert "no simulated host was used yet" in cli("sim", "list", host=None).ok().out
+    assert cli("sim", "list", host=None, output="json").ok().data == {"hosts": []}
+
+
+def test_list(cli: Cli) -> None:
+    cli("status", host=TWO).ok()
+    cli("mps", "start").ok()
+    hosts = cli("sim", "list", host=None, output="json").ok().data["hosts"]
+    assert [(host["spec"], host["gpus"], host["daemons"]) for host in hosts] == [(TWO, 3, 0), (H200, 1, 1)]
+    for form in ("table", "plain", "csv", "yaml"):
+        assert TWO in cli("sim", "list", host=None, output=form).ok().out
+
+
+def test_models(cli: Cli) -> None:
+    models = cli("sim", "list", "--models", host=None, output="json").ok().data["models"]
+    assert len(models) > 20
+    h200 = next(model for model in models if model["host"] == H200)
+    assert (h200["name"], h200["mig"], h200["multiprocessors"]) == ("NVIDIA H200", True, 132)
+    # Each name is a host.
+    for model in models[:5]:
+        assert cli("status", host=model["host"], output="json").ok().data["gpus"][0]["name"] == model["name"]
+    assert "sim:p100" in cli("sim", "list", "--models", host=None).ok().out
+
+
+def test_show(cli: Cli, world: World) -> None:
+    data = cli("sim", "show", output="json").ok().data
+    assert (data["spec"], data["used"], data["driver"]) == (H200, False, "580.159.04")
+    assert not world.directory.exists()
+    assert cli("sim", "show", TWO, host=None, output="json").ok().data["spec"] == TWO
+    world.fault("busy")
+    text = cli("sim", "show").ok().out
+    assert H200 in text
+    assert str(world.pids()[0]) in text
+
+
+@pytest.mark.parametrize("verb", ["show", "reset", "mig", "fault", "add"])
+def test_no_simulated_host(cli: Cli, verb: str) -> None:
+    words = ("fault", "lost") if verb == "fault" else (verb,)
+    answer = cli("sim", *words, host=None, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (2, "no_sim_host")
+    assert cli("sim", *words, host="local").code == 2
+
+
+def test_reset(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.client()
+    before = world.uuid()
+    assert cli("sim", "reset", "-n").ok().out == f"would forget {H200}\n"
+    assert world.state.daemons
+    assert cli("sim", "reset").ok().out == f"{H200} is as new\n"
+    assert not world.directory.exists()
+    assert world.uuid() == before
+    assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO} is as new\n"
+
+
+def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> None:
+    cli("status").ok()
+    cli("status", host=TWO).ok()
+    refused("sim", "reset", "--all", code="not_confirmed", exit_code=2)
+    assert len(cli("sim", "list", host=None, output="json").ok().data["hosts"]) == 2
+    cli("sim", "reset", "--all", "--yes", host=None).ok()
+    assert cli("sim", "list", host=None, output="json").ok().data["hosts"] == []
+    assert "no simulated host was used" in cli("sim", "reset", "--all", host=None).ok().out
+
+
+def test_reset_leaves_real_programs_alone(cli: Cli, real: Callable[..., Started], world: World) -> None:
+    started = real("run", "--", "sleep", "60", stderr=None, stdout=None)
+    until(lambda: world.attached(), "attached")
+    (pid,) = world.pids()
+    answer = cli("sim", "reset").ok()
+    assert f"left alone: {pid}" in answer.err
+    os.kill(pid, 0)
+    os.kill(pid, signal.SIGKILL)
+    assert started.result().code in {128 + signal.SIGKILL, 1}
+
+
+def test_add_and_end(cli: Cli, world: World) -> None:
+    words = ("--memory", "2G", "--sm", "30", "--name", "train.py", "--queue", "110ms", "--user", "nobody")
+    pid = int(cli("sim", "add", *words).ok().out)
+    process = world.process(pid)
+    assert (process.memory_bytes, process.sm_percent, process.name) == (2 * GIB, 30, "train.py")
+    assert (process.user, process.queue_seconds, process.mps_daemon) == ("nobody", 0.11, None)
+    (shown,) = cli("status", output="json").ok().data["gpus"][0]["processes"]
+    assert (shown["pid"], shown["user"], shown["sm_percent"]) == (pid, "nobody", 30)
+    cli("sim", "end", str(pid)).ok()
+    assert world.pids() == []
+
+
+def test_add_a_client(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    refused("sim", "add", "--mps", code="no_daemon", exit_code=6)
+    cli("mps", "start", "--threads", "25").ok()
+    pid = cli("sim", "add", "--mps", output="json").ok().data["pid"]
+    assert world.process(pid).threads == 25.0
+
+
+def test_add_a_client_on_a_mig_instance(cli: Cli, world: World) -> None:
+    uuids = world.mig("3g.71gb", "1g.18gb")
+    cli("mps", "start", "-g", uuids[1]).ok()
+    pid = cli("sim", "add", "--mps", "--mig", uuids[1], output="json").ok().data["pid"]
+    assert world.process(pid).gpu_instance_id == world.state.gpus[0].mig[1].gpu_instance_id
+    number = str(world.state.gpus[0].mig[1].gpu_instance_id)
+    again = cli("sim", "add", "--mps", "--mig", number, output="json").ok().data["pid"]
+    assert world.process(again).mps_server == world.process(pid).mps_server
+
+
+def test_add_graphics(cli: Cli) -> None:
+    cli("sim", "add", "--graphics", "-g", "1", host=TWO).ok()
+    (process,) = cli("status", "-g", "1", host=TWO, output="json").ok().data["gpus"][0]["processes"]
+    assert (process["graphics"], process["compute"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--memory", "x"), "bad_size", 2),
+        (("--queue", "x"), "bad_duration", 2),
+        (("--user", "no-such-user-here"), "not_found", 6),
+        (("--mig", "5"), "not_found", 6),
+        (("-g", "9"), "unknown_gpu", 6),
+    ],
+)
+def test_wrong_add(
+    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    world.host.nvml.identities()
+    refused("sim", "add", *words, code=code, exit_code=exit_code)
+
+
+def test_add_that_cuda_refuses(refused: Callable[..., str], world: World) -> None:
+    from gpushare.model import ComputeMode
+
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    assert "CUDA_ERROR_DEVICE_UNAVAILABLE" in refused("sim", "add", code="cuda_refused", exit_code=1)
+
+
+@pytest.mark.parametrize("name", ["KILL", "SIGKILL", "term", "int"])
+def test_end_by_a_signal(cli: Cli, world: World, name: str) -> None:
+    cli("mps", "start").ok()
+    first, second = world.client(queue_seconds=0.5), world.client(queue_seconds=0.5)
+    cli("sim", "end", str(first), "--signal", name).ok()
+    assert world.pids() == [second]
+    # It handles SIGINT, and drains its queue then.
+    assert world.process(second).broken == (name != "int")
+
+
+def test_stop_and_continue(cli: Cli, world: World) -> None:
+    world.fault("busy")
+    (pid,) = world.pids()
+    cli("sim", "end", str(pid), "--signal", "STOP").ok()
+    assert world.process(pid).stopped_at is not None
+    cli("sim", "end", str(pid), "--signal", "CONT").ok()
+    assert world.process(pid).stopped_at is None
+
+
+def test_wrong_end(refused: Callable[..., str], world: World) -> None:
+    world.fault("busy")
+    refused("sim", "end", "1", code="not_found", exit_code=6)
+    refused("sim", "end", str(world.pids()[0]), "--signal", "NOPE", code="bad_signal", exit_code=2)
+
+
+def test_mig(cli: Cli, world: World) -> None:
+    assert cli("sim", "mig", "3g.71gb", "1g.18gb:4").ok().out == "GPU 0: 3g.71gb, 1g.18gb:4\n"
+    assert [(one.profile, one.start) for one in world.state.gpus[0].mig] == [("3g.71gb", 0), ("1g.18gb", 4)]
+    assert cli("sim", "mig").ok().out == "GPU 0: MIG off\n"
+    assert (world.state.gpus[0].mig, world.state.gpus[0].mig_mode) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "exit_code"),
+    [
+        (H200, ("9g.1gb",), 2),
+        (H200, ("7g.141gb", "1g.18gb"), 1),
+        (H200, ("1g.18gb:9",), 2),
+        ("sim:t4", ("1g.5gb",), 3),
+        (H200, ("-g", "4", "1g.18gb"), 6),
+    ],
+)
+def test_wrong_mig(cli: Cli, host: str, words: tuple[str, ...], exit_code: int) -> None:
+    answer = cli("sim", "mig", *words, host=host)
+    assert answer.code == exit_code, answer
+    assert (len(answer.lines("error")), len(answer.lines("hint"))) == (1, 1)
+
+
+def test_mig_in_use(refused: Callable[..., str], world: World) -> None:
+    world.fault("busy")
+    refused("sim", "mig", "1g.18gb", code="in_use", exit_code=1)
+
+
+FAULTS = {
+    "lost": (None, lambda world: world.state.gpus[0].lost),
+    "persistence-off": (None, lambda world: not world.state.gpus[0].persistence),
+    "not-supported": ("utilization", lambda world: world.state.gpus[0].not_supported),
+    "no-driver": (None, lambda world: not world.state.driver_loaded),
+    "no-nvml": (None, lambda world: not world.state.nvml_installed),
+    "no-permission": (None, lambda world: world.state.permission_denied),
+    "blind": (None, lambda world: not world.state.pid_namespace_is_host),
+    "hang": ("nvidia-smi", lambda world: world.state.hanging_programs == ["nvidia-smi"]),
+    "missing": ("nvidia-smi", lambda world: world.state.missing_programs == ["nvidia-smi"]),
+    "user": ("1000", lambda world: world.state.uid == 1000),
+    "driver": ("535.261.03", lambda world: world.state.driver == "535.261.03"),
+    "busy": (None, lambda world: world.state.processes),
+    "collide": ("1", lambda world: True),
+}
+
+
+def test_every_fault_has_a_test() -> None:
+    assert set(FAULTS) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_fault(cli: Cli, world: World, kind: str) -> None:
+    value, holds = FAULTS[kind]
+    cli("sim", "fault", kind, *([value] if value else [])).ok()
+    assert holds(world)
+    assert cli("sim", "show").ok().out
+    cli("sim", "fault", "--clear").ok()
+    # Processes, MIG and the driver's version are no faults.
+    assert bool(holds(world)) == (kind in {"driver", "busy", "collide"})
+
+
+def test_fault_of_one_gpu(cli: Cli) -> None:
+    cli("sim", "fault", "lost", "-g", "1", host=TWO).ok()
+    assert [gpu.lost for gpu in World(TWO).state.gpus] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nonsense",),
+        (),
+        ("lost", "--clear"),
+        ("hang",),
+        ("hang", "vi"),
+        ("missing",),
+        ("user",),
+        ("driver",),
+        ("driver", "x"),
+        ("not-supported",),
+        ("not-supported", "x"),
+    ],
+)
+def test_wrong_fault(refused: Callable[..., str], world: World, words: tuple[str, ...]) -> None:
+    world.host.nvml.identities()
+    refused("sim", "fault", *words, code="bad_fault", exit_code=2)
+
+
+def test_fault_of_an_unknown_gpu_or_user(refused: Callable[..., str], world: World) -> None:
+    world.host.nvml.identities()
+    refused("sim", "fault", "lost", "-g", "7", code="not_found", exit_code=6)
+    refused("sim", "fault", "user", "no-such-user-here", code="not_found", exit_code=6)
+
+
+@pytest.mark.parametrize("words", [("list",), ("show",), ("reset",), ("add",)])
+def test_state_that_cannot_be_written(
+    cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    blocked = sim_dir / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(blocked))
+    answer = cli("sim", *words)
+    assert "bug" not in answer.err
+    assert answer.code in {0, 4}

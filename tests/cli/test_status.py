@@ -1,0 +1,200 @@
+"""``gpushare status``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+MIXED = "sim:2xt4,a30"
+
+
+def test_json(cli: Cli) -> None:
+    data = cli("status", host=MIXED, output="json").ok().data
+    assert [gpu["index"] for gpu in data["gpus"]] == [0, 1, 2]
+    assert data["host"] == MIXED
+    assert {gpu["error"] for gpu in data["gpus"]} == {None}
+
+
+def test_yaml_is_the_same_document(cli: Cli) -> None:
+    answers = [cli("status", host=MIXED, output=form).ok() for form in ("json", "yaml")]
+    documents = [json.loads(answers[0].out), yaml.safe_load(answers[1].out)]
+    for document in documents:
+        document["data"].pop("taken_at")
+    assert documents[0] == documents[1]
+
+
+def test_csv_has_a_row_per_gpu(cli: Cli) -> None:
+    rows = list(csv.DictReader(io.StringIO(cli("status", host=MIXED, output="csv").ok().out)))
+    assert len(rows) == 3
+
+
+def test_plain_off_a_terminal_and_table_when_asked(cli: Cli) -> None:
+    plain, asked, table = (cli("status", *more).ok().out for more in ((), ("-o", "plain"), ("-o", "table")))
+    assert plain.splitlines()[1:] == asked.splitlines()[1:]
+    assert "# GPUs" in plain
+    assert "# GPUs" not in table
+    assert "H200" in table
+
+
+@pytest.mark.parametrize(
+    ("gpu", "indexes"),
+    [("0", [0]), ("2,0", [2, 0]), ("all", [0, 1, 2]), ("1,1", [1]), ("00000000:03:00.0", [2]), ("02:00.0", [1])],
+)
+def test_gpu_forms(cli: Cli, gpu: str, indexes: list[int]) -> None:
+    assert [one["index"] for one in cli("status", "-g", gpu, host=MIXED, output="json").ok().data["gpus"]] == indexes
+
+
+def test_gpu_by_uuid_and_prefix(cli: Cli) -> None:
+    world = World(MIXED)
+    uuid = world.uuid(1)
+    for text in (uuid, uuid[:12], uuid.upper()):
+        assert [one["index"] for one in cli("status", "-g", text, host=MIXED, output="json").ok().data["gpus"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "code", "exit_code"),
+    [
+        ("3", "unknown_gpu", 6),
+        ("GPU-ffffffff", "unknown_gpu", 6),
+        ("0,,1", "bad_gpu", 2),
+        ("", "bad_gpu", 2),
+        ("MIG-ffffffff", "unknown_gpu", 6),
+        ("ten", "unknown_gpu", 6),
+        ("09:00.0", "unknown_gpu", 6),
+    ],
+)
+def test_wrong_gpu(refused: Callable[..., str], gpu: str, code: str, exit_code: int) -> None:
+    refused("status", "-g", gpu, code=code, exit_code=exit_code, host=MIXED)
+
+
+def test_all_gpus_lost_fail(cli: Cli, world: World) -> None:
+    world.fault("lost")
+    answer = cli("status", output="json")
+    assert (answer.code, answer.json["errors"][0]["gpu"]) == (1, "0")
+
+
+def test_one_lost_gpu_hides_no_other(cli: Cli) -> None:
+    World(MIXED).fault("lost", gpu="1")
+    answer = cli("status", host=MIXED, output="json")
+    assert answer.json["status"] == "partial"
+    assert [gpu["error"] is None for gpu in answer.data["gpus"]] == [True, False, True]
+    assert answer.data["gpus"][1]["memory_used_bytes"] is None
+    assert [error["gpu"] for error in answer.json["errors"]] == ["1"]
+    # Something could be shown.
+    assert answer.code == 0
+    # Named alone, the others say nothing of it.
+    assert cli("status", "-g", "0,2", host=MIXED, output="json").json["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "exit_code"),
+    [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("no-permission", "no_permission", 4)],
+)
+def test_a_host_that_does_not_answer(
+    refused: Callable[..., str], world: World, fault: str, code: str, exit_code: int
+) -> None:
+    world.fault(fault)
+    refused("status", code=code, exit_code=exit_code)
+
+
+def test_hanging_smi_costs_the_time_slice_only(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host.smi import ComputePolicy
+
+    world.fault("hang", "nvidia-smi")
+    monkeypatch.setattr(ComputePolicy.start, "__defaults__", (0.1,))
+    answer = cli("status", output="json").ok()
+    assert answer.data["gpus"][0]["time_slice"] is None
+    assert answer.data["gpus"][0]["name"] == "NVIDIA H200"
+    assert "time-slice is unknown" in answer.lines("note")[0]
+
+
+def test_missing_smi_costs_the_time_slice_only(cli: Cli, world: World) -> None:
+    world.fault("missing", "nvidia-smi")
+    answer = cli("status", output="json").ok()
+    assert answer.data["gpus"][0]["time_slice"] is None
+    assert "nvidia-smi is not installed" in answer.lines("note")[0]
+
+
+def test_a_blind_namespace_is_said(cli: Cli, world: World) -> None:
+    world.fault("blind")
+    assert "PID namespace" in cli("status").ok().lines("note")[0]
+    assert cli("status", "-q").ok().err == ""
+
+
+def test_mig(cli: Cli, world: World) -> None:
+    uuids = world.mig("3g.71gb", "1g.18gb:4")
+    gpu = cli("status", output="json").ok().data["gpus"][0]
+    assert [instance["uuid"] for instance in gpu["mig_instances"]] == uuids
+    (one,) = cli("status", "-g", uuids[1], output="json").ok().data["gpus"]
+    assert [instance["uuid"] for instance in one["mig_instances"]] == [uuids[1]]
+    assert uuids[0] in cli("status").ok().out
+
+
+def test_daemons_and_clients(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "25").ok()
+    pid = world.client()
+    (daemon,) = cli("status", output="json").ok().data["mps_daemons"]
+    assert daemon["servers"][0]["clients"][0]["pid"] == pid
+    assert daemon["threads_percent"] == 25.0
+    assert cli("status", "-g", "0", output="json").ok().data["mps_daemons"] == [daemon]
+
+
+@pytest.mark.parametrize(("text", "code"), [("0", "bad_interval"), ("50ms", "bad_interval"), ("x", "bad_duration")])
+def test_wrong_interval(refused: Callable[..., str], text: str, code: str) -> None:
+    refused("status", "-w", text, code=code, exit_code=2)
+
+
+def test_watch_of_a_wrong_gpu_ends(refused: Callable[..., str]) -> None:
+    refused("status", "-w", "1", "-g", "7", code="unknown_gpu", exit_code=6)
+
+
+def test_watch_writes_json_lines_and_ends_clean(real: Callable[..., Started], tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with path.open("w") as file:
+        started = real("status", "-w", "0.1", "-o", "json", stdout=file)
+        until(lambda: path.read_text().count("\n") >= 3, "three looks")
+        started.signal(signal.SIGINT)
+        answer = started.result()
+    assert (answer.code, answer.err) == (0, "")
+    documents = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(documents) >= 3
+    assert all(document["command"] == "status" for document in documents)
+
+
+def test_watch_sees_a_fault_come_and_go(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+    from gpushare.sim import admin
+
+    path = tmp_path / "out"
+    world.fault("busy")
+
+    def last() -> str:
+        lines = path.read_text().splitlines()
+        return json.loads(lines[-1])["status"] if lines else ""
+
+    with path.open("w") as file:
+        started = real("status", "-w", "0.1", "-o", "json", stdout=file)
+        until(lambda: last() == "ok", "a good look")
+        world.fault("lost")
+        until(lambda: last() == "partial", "the lost GPU")
+        admin.clear_faults(world.spec)
+        until(lambda: last() == "ok", "the GPU again")
+        started.signal(signal.SIGINT)
+        assert started.result().code == 0
+
+
+def test_watch_ends_when_its_reader_is_gone(real: Callable[..., Started]) -> None:
+    started = real("status", "-w", "0.1", "-o", "json")
+    assert started.process.stdout is not None
+    started.process.stdout.readline()
+    started.process.stdout.close()
+    assert started.process.wait(timeout=20) == 128 + 13

@@ -1,0 +1,71 @@
+"""The container of a process, from the cgroup paths that each runtime documents."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.host.process import container_of
+
+ID = "0123456789abcdef" * 4
+SHORT = ID[:12]
+POD = "pod5c9f1c4e-6d4b-4f0e-9b44-1d6a3c1f0a11"
+V1 = "12:pids:{path}\n11:memory:{path}\n1:name=systemd:{path}\n0::/system.slice/containerd.service\n"
+V2 = "0::{path}\n"
+# With both versions mounted the last line is of another place.
+BOTH = pytest.mark.parametrize("layout", [V1, V2], ids=["v1", "v2"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("path", "container"),
+    [
+        (f"/docker/{ID}", SHORT),
+        (f"/docker/{ID}/docker/{'f' * 64}", "f" * 12),
+        (f"/system.slice/docker-{ID}.scope", SHORT),
+        (f"/user.slice/user-1000.slice/user@1000.service/user.slice/docker-{ID}.scope", SHORT),
+        (f"/my-parent/{ID}", SHORT),
+        (f"/machine.slice/libpod-{ID}.scope", SHORT),
+        (f"/machine.slice/libpod-{ID}.scope/container", SHORT),
+        (f"/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container", SHORT),
+        (f"/libpod_parent/libpod-{ID}", SHORT),
+        (f"/machine.slice/libpod-conmon-{ID}.scope", None),
+        (f"/system.slice/nerdctl-{ID}.scope", SHORT),
+        (f"/kubepods/burstable/{POD}/{ID}", SHORT),
+        (f"/kubepods/{POD}/{ID}", SHORT),
+        (f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{POD}.slice/cri-containerd-{ID}.scope", SHORT),
+        (f"/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope", SHORT),
+        (f"/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope/container", SHORT),
+        (f"/kubepods.slice/kubepods-{POD}.slice/docker-{ID}.scope", SHORT),
+        (f"/system.slice/containerd.service/kubepods-{POD}.slice:cri-containerd:{ID}", SHORT),
+        (f"/ecs/task-id/{ID}", SHORT),
+        ("/lxc/web1", "web1"),
+        ("/lxc/web1/system.slice/sshd.service", "web1"),
+        ("/lxc.payload.web1", "web1"),
+        ("/lxc.payload.web1/user.slice", "web1"),
+        ("/lxc.payload/web1", "web1"),
+        ("/slurm/uid_1000/job_123/step_0/task_0", "job_123"),
+        ("/system.slice/slurmstepd.scope/job_123/step_0/user/task_0", "job_123"),
+        ("/system.slice/node1_slurmstepd.scope/job_123/step_batch/user/task_0", "job_123"),
+        ("/", None),
+        ("/init.scope", None),
+        ("/user.slice/user-1000.slice/session-2.scope", None),
+        ("/system.slice/docker.service", None),
+        ("/system.slice/containerd.service", None),
+        ("/docker", None),
+        ("/kubepods.slice", None),
+    ],
+)
+def test_the_container_of_a_cgroup(layout: str, path: str, container: str | None) -> None:
+    assert container_of(layout.format(path=path)) == container
+
+
+def test_no_text_is_no_container() -> None:
+    assert container_of("") is None
+
+
+@given(st.text(alphabet="0123456789abcdef/.-:\ndockerlxcslurmjob_", max_size=120))
+def test_any_text_is_a_short_name_of_one_line_or_none(text: str) -> None:
+    found = container_of(text)
+    assert found is None or (found in text and "\n" not in found)

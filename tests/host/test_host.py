@@ -1,0 +1,108 @@
+"""A host, where gpushare keeps what dies with a reboot, and who may write there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import BadUsage, GpushareError, NoPermission
+from gpushare.host.connect import connect
+from gpushare.host.host import SYSTEM_RUN_DIRECTORY, local_host, local_run_directory, make_private_directory
+
+
+def test_the_run_directory_of_root_and_of_users(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(sim_dir))
+    assert local_run_directory(0) == SYSTEM_RUN_DIRECTORY
+    assert local_run_directory(1000) == sim_dir / "gpushare"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
+    assert local_run_directory(1000).name == "gpushare-1000"
+    monkeypatch.setenv("GPUSHARE_RUN_DIR", "relative")
+    assert local_run_directory(0) == Path("relative").absolute()
+
+
+def test_a_user_sees_roots_daemons_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    host = local_host()
+    assert (host.uid, tuple(host.shared_run_directories), host.is_simulated) == (1000, (SYSTEM_RUN_DIRECTORY,), False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert tuple(local_host().shared_run_directories) == ()
+
+
+@pytest.mark.parametrize("spec", ["sim:h200", " SIM:H200 ", "Sim:1xh200"])
+def test_a_simulated_host_by_any_spelling(spec: str) -> None:
+    host = connect(spec)
+    assert (host.spec, host.is_simulated) == ("sim:h200", True)
+
+
+@pytest.mark.parametrize("spec", ["", "remote", "sim", "sim:", "sim:banana", "sim:0xt4", "local:"])
+def test_what_is_no_host_is_bad_usage(spec: str) -> None:
+    with pytest.raises(BadUsage):
+        connect(spec)
+
+
+def test_this_machine_is_local() -> None:
+    assert connect("local").spec == "local"
+
+
+def refused(path: Path) -> GpushareError:
+    with pytest.raises(NoPermission) as caught:
+        make_private_directory(path)
+    assert str(path) in caught.value.message
+    return caught.value
+
+
+def test_a_directory_is_made_with_its_parents(sim_dir: Path) -> None:
+    make_private_directory(sim_dir / "a" / "b")
+    make_private_directory(sim_dir / "a" / "b")
+    assert (sim_dir / "a" / "b").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_a_directory_that_others_may_write_is_refused(sim_dir: Path, mode: int) -> None:
+    path = sim_dir / "open"
+    path.mkdir()
+    path.chmod(mode)
+    error = refused(path)
+    assert error.code == "directory_open"
+    assert f"{mode:o}" in error.message
+    path.chmod(mode | 0o1000)
+    make_private_directory(path)
+
+
+def test_a_directory_of_somebody_else_is_refused(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sim_dir / "theirs"
+    path.mkdir()
+    if os.geteuid() == 0:
+        os.chown(path, 4242, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 4343)
+    assert refused(path).code == "wrong_owner"
+
+
+def test_a_link_of_somebody_else_is_refused_and_ones_own_is_followed(
+    sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sim_dir / "there").mkdir()
+    link = sim_dir / "link"
+    link.symlink_to(sim_dir / "there")
+    make_private_directory(link)
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a link of another user")
+    os.chown(link, 4242, -1, follow_symlinks=False)
+    assert refused(link).code == "wrong_owner"
+
+
+def test_a_directory_that_may_not_be_written_is_refused(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert refused(sim_dir).code == "directory_unwritable"
+
+
+def test_a_file_in_the_way_is_refused(sim_dir: Path) -> None:
+    (sim_dir / "file").write_text("")
+    assert refused(sim_dir / "file").code == "directory_unwritable"
+    assert refused(sim_dir / "file" / "below").code == "directory_unwritable"
+
+
+def test_a_name_that_is_too_long_is_refused(sim_dir: Path) -> None:
+    assert refused(sim_dir / ("x" * 300)).code == "directory_unwritable"

@@ -1,0 +1,282 @@
+"""The MPS daemons of a host: ours, foreign ones, dead ones, and what only looks like one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gpushare.host import mps as host_mps
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.host.mps import FoundDaemon, daemon_pid, find_daemons
+from gpushare.host.mps_control import PROGRAM, MpsControl
+from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
+from gpushare.host.mps_program import start_environment
+from gpushare.host.process import LocalProcesses, ProcessInfo
+from gpushare.model import MpsClient, Priority
+from gpushare.sim import admin
+from gpushare.units import GIB, MIB
+
+SPEC = "sim:2xh200"
+
+
+@pytest.fixture
+def host() -> Host:
+    return connect(SPEC)
+
+
+def start(host: Host, pipe: Path, visible: str | None) -> int:
+    """Start a daemon as anybody would, and return its PID."""
+    pipe.mkdir(parents=True, exist_ok=True)
+    environment = {**start_environment("", str(pipe), str(pipe.parent / "log")), "CUDA_VISIBLE_DEVICES": visible}
+    assert host.programs.run([PROGRAM, "-d"], env=environment).exit_code == 0
+    pid = daemon_pid(host, str(pipe))
+    assert pid is not None
+    return pid
+
+
+def start_ours(host: Host, **limits: object) -> tuple[DaemonHome, DaemonRecord]:
+    uuid = host.nvml.sweep()[0].uuid or ""
+    home = home_of(host.run_directory, uuid)
+    home.create()
+    pid = start(host, home.pipe, uuid)
+    info = host.processes.describe(pid)
+    assert info is not None
+    record = DaemonRecord(device_uuid=uuid, pid=pid, started_at=info.started_at, uid=0, **limits)  # type: ignore[arg-type]
+    home.write(record)
+    return home, record
+
+
+def found(host: Host) -> list[FoundDaemon]:
+    return find_daemons(host, host.nvml.sweep())
+
+
+def client(home: DaemonHome, **environment: str) -> int:
+    return admin.add_process(SPEC, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), **environment})
+
+
+def clients_of(host: Host) -> dict[int, MpsClient]:
+    return {client.pid: client for item in found(host) for client in item.daemon.clients}
+
+
+def test_a_host_without_daemons(host: Host) -> None:
+    assert found(host) == []
+    assert daemon_pid(host, "/nowhere") is None
+
+
+def test_a_daemon_of_ours_with_what_it_holds(host: Host) -> None:
+    home, record = start_ours(host, memory_limit_bytes=1500 * MIB, transient=True, priority=1)
+    talk = MpsControl(host.programs, str(home.pipe))
+    talk.set_default_threads(30.0)
+    talk.set_default_memory(1500 * MIB)
+    pid = client(home)
+    (item,) = found(host)
+    daemon = item.daemon
+    assert (daemon.pid, daemon.ours, daemon.gpu_index, daemon.gpu_indexes) == (record.pid, True, 0, (0,))
+    assert (daemon.threads_percent, daemon.transient, daemon.error, daemon.priority) == (
+        30.0,
+        True,
+        None,
+        Priority.NORMAL,
+    )
+    # The daemon prints 1G: the record knows better.
+    assert (daemon.memory_limit_bytes, daemon.servers[0].status) == (1500 * MIB, "ACTIVE")
+    assert [(one.pid, one.threads_percent, one.memory_limit_bytes) for one in daemon.clients] == [
+        (pid, 30.0, 1500 * MIB)
+    ]
+    assert (item.home, item.record) == (home, record)
+    assert item.control(host).pipe_directory == str(home.pipe)
+
+
+def test_a_dead_daemon_of_ours_is_shown_with_its_way_out(host: Host) -> None:
+    _, record = start_ours(host)
+    host.processes.send(record.pid, 9)
+    (item,) = found(host)
+    assert (item.daemon.pid, item.daemon.ours) == (None, True)
+    assert item.daemon.error is not None
+    assert f"gpushare mps stop -g {record.device_uuid}" in item.daemon.error
+
+
+def test_another_process_with_the_daemons_pid_is_not_the_daemon(host: Host) -> None:
+    home, record = start_ours(host)
+    assert record.started_at is not None
+    home.write(dataclasses.replace(record, started_at=record.started_at - 1000))
+    first, second = found(host)
+    assert (first.daemon.ours, first.daemon.pid) == (True, None)
+    # What lives there now is shown, as somebody else's.
+    assert (second.daemon.ours, second.daemon.pid) == (False, record.pid)
+
+
+def test_a_corrupt_record_makes_the_daemon_foreign(host: Host) -> None:
+    home, record = start_ours(host)
+    (home.directory / "daemon.json").write_text('{"pid": "?"}')
+    (item,) = found(host)
+    assert (item.daemon.ours, item.daemon.pid, item.daemon.pipe_directory) == (False, record.pid, str(home.pipe))
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"),
+    [
+        (None, (0, 1)),
+        ("0", (0,)),
+        ("1", (1,)),
+        ("1,0", (1, 0)),
+        ("0,7,1", (0,)),
+    ],
+)
+def test_a_foreign_daemon_and_the_gpus_it_serves(
+    host: Host, sim_dir: Path, visible: str | None, indexes: tuple[int, ...]
+) -> None:
+    pid = start(host, sim_dir / "f" / "pipe", visible)
+    (item,) = found(host)
+    daemon = item.daemon
+    assert (daemon.pid, daemon.ours, daemon.gpu_indexes) == (pid, False, indexes)
+    assert daemon.gpu_index == (indexes[0] if len(indexes) == 1 else None)
+    assert (daemon.error, daemon.pipe_directory) == (None, str(sim_dir / "f" / "pipe"))
+    assert (item.home, item.record) == (None, None)
+
+
+@pytest.mark.parametrize("visible", ["", "all", "-1", "00000000:01:00.0", "GPU-00000000"])
+def test_what_cuda_takes_for_no_device_is_none(host: Host, visible: str) -> None:
+    assert host_mps._visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, host.nvml.sweep()) == ()
+
+
+def test_a_shallow_look_asks_no_daemon(host: Host) -> None:
+    start_ours(host)
+    admin.set_fault(SPEC, "hang", value=PROGRAM)
+    (item,) = find_daemons(host, host.nvml.sweep(), deep=False)
+    assert (item.daemon.error, item.daemon.ours) == (None, True)
+
+
+def test_a_daemon_that_does_not_answer_is_shown_with_its_error(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_ours(host)
+    admin.set_fault(SPEC, "missing", value=PROGRAM)
+    (item,) = found(host)
+    assert item.daemon.error == "nvidia-cuda-mps-control is not installed"
+    assert item.daemon.pid is not None
+
+
+def test_limits_of_a_client_are_the_smaller_of_its_own_and_the_servers(host: Host) -> None:
+    home, record = start_ours(host, memory_limit_bytes=2 * GIB)
+    talk = MpsControl(host.programs, str(home.pipe))
+    talk.set_default_threads(50.0)
+    talk.set_default_memory(2 * GIB)
+    uuid = record.device_uuid
+    expected = {
+        client(home): (50.0, 2 * GIB, Priority.NORMAL),
+        client(home, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="20"): (20.0, 2 * GIB, Priority.NORMAL),
+        client(home, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="90"): (50.0, 2 * GIB, Priority.NORMAL),
+        client(home, CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=1G"): (50.0, GIB, Priority.NORMAL),
+        client(home, CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=f"{uuid}=8G"): (50.0, 2 * GIB, Priority.NORMAL),
+        client(home, CUDA_MPS_CLIENT_PRIORITY="1"): (50.0, 2 * GIB, Priority.LOW),
+    }
+    shown = clients_of(host)
+    assert {pid: (one.threads_percent, one.memory_limit_bytes, one.priority) for pid, one in shown.items()} == expected
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-5", "0", "101", "abc", "", "9" * 5000])
+def test_nonsense_in_a_clients_environment_is_no_limit(host: Host, value: str) -> None:
+    home, _ = start_ours(host)
+    names = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY")
+    pid = client(home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(host.processes), "environment", lambda *_: dict.fromkeys(names, value))
+        shown = clients_of(host)[pid]
+    assert (shown.threads_percent, shown.memory_limit_bytes) == (100.0, None)
+
+
+def test_another_users_processes_keep_their_environment_to_themselves(host: Host, sim_dir: Path) -> None:
+    home, _ = start_ours(host)
+    pid = client(home)
+    start(host, sim_dir / "f" / "pipe", "1")
+    admin.set_fault(SPEC, "user", value="1000")
+    ours, foreign = found(host)
+    assert (ours.daemon.error, ours.daemon.clients[0].pid, ours.daemon.clients[0].threads_percent) == (None, pid, 100.0)
+    assert (foreign.daemon.pipe_directory, foreign.daemon.gpu_indexes) == (None, ())
+    assert foreign.daemon.error is not None
+    with pytest.raises(Exception, match="pipe directory of the MPS daemon"):
+        foreign.control(host)
+
+
+class Table(LocalProcesses):
+    """A process table of (PID, command line, pipe directory, parent)."""
+
+    def __init__(self, *rows: tuple[int, str, str | None, int]) -> None:
+        self.rows = {row[0]: row for row in rows}
+
+    def named(self, name: str) -> list[int]:
+        assert name == PROGRAM
+        return list(self.rows)
+
+    def describe(self, pid: int) -> ProcessInfo | None:
+        return ProcessInfo(pid=pid, command_line=tuple(self.rows[pid][1].split()) or None) if pid in self.rows else None
+
+    def environment(self, pid: int) -> dict[str, str] | None:
+        pipe = self.rows[pid][2]
+        return None if pipe is None else {} if pipe == "unset" else {"CUDA_MPS_PIPE_DIRECTORY": pipe}
+
+    def descendants(self, pid: int) -> list[int]:
+        return [pid, *(row[0] for row in self.rows.values() if row[3] == pid)]
+
+
+def daemons(host: Host, *rows: tuple[int, str, str | None, int]) -> list[int | None]:
+    shown = find_daemons(dataclasses.replace(host, processes=Table(*rows)), (), deep=False)
+    return [item.daemon.pid for item in shown]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_daemon"),
+    [
+        ("-d", True),
+        ("-f", True),
+        ("--daemon", True),
+        ("--forground", True),
+        ("--foreground", True),
+        ("-S -d", True),
+        ("-f -multiuser-server", True),
+        ("-d -p 3", True),
+        ("-dM", True),
+        ("", False),
+        ("get_server_list", False),
+        ("start_server -uid 1000", False),
+        ("-v", False),
+        ("-h", False),
+        ("set_default_active_thread_percentage 50", False),
+    ],
+)
+def test_a_conversation_is_no_daemon(host: Host, arguments: str, is_daemon: bool) -> None:
+    row = (10, f"/usr/bin/{PROGRAM} {arguments}", "/p", 1)
+    assert daemons(host, row) == ([10] if is_daemon else [])
+    assert daemon_pid(dataclasses.replace(host, processes=Table(row)), "/p") == (10 if is_daemon else None)
+
+
+def test_a_process_that_hides_its_command_line_may_be_one(host: Host) -> None:
+    assert daemons(host, (10, "", None, 1)) == [10]
+
+
+def test_a_daemon_and_what_it_forks_before_it_becomes_a_server_are_one(host: Host) -> None:
+    line = f"{PROGRAM} -d"
+    assert daemons(host, (10, line, "/p", 1), (11, line, "/p", 10), (12, line, "/q", 1)) == [10, 12]
+    assert daemons(host, (5, PROGRAM, "/p", 1), (10, line, "/p", 1)) == [10]
+    assert daemons(host, (10, line, None, 1), (11, line, None, 1)) == [10, 11]
+
+
+@pytest.mark.parametrize(("pipe", "directory"), [("unset", "/tmp/nvidia-mps"), ("", "/"), ("/p", "/p")])
+def test_where_a_daemon_listens(host: Host, pipe: str, directory: str) -> None:
+    table = Table((10, f"{PROGRAM} -d", pipe, 1))
+    assert daemon_pid(dataclasses.replace(host, processes=table), directory) == 10
+
+
+def test_a_daemon_that_ends_while_it_is_looked_at_is_none(host: Host) -> None:
+    table = Table((10, f"{PROGRAM} -d", "/p", 1))
+    looked: list[int] = []
+
+    def gone(pid: int) -> ProcessInfo | None:
+        looked.append(pid)
+        return None
+
+    table.describe = gone  # type: ignore[method-assign]
+    assert find_daemons(dataclasses.replace(host, processes=table), (), deep=False) == []
+    assert looked == [10]

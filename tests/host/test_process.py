@@ -1,0 +1,214 @@
+"""The process table of this machine: who a process is, signals to it, programs started."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.host import process
+from gpushare.host.process import LocalProcesses, wait_gone
+
+LOCAL = LocalProcesses()
+NOBODY = 2**31 - 1
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return a function that starts a program, and end them all."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*argv: str, **options: object) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)  # type: ignore[call-overload]
+        started.append(child)
+        return child
+
+    yield run
+    for child in started:
+        with child:
+            child.kill()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_this_process_is_described() -> None:
+    found = LOCAL.describe(os.getpid())
+    assert found is not None
+    assert (found.uid, found.user, found.stopped) == (os.geteuid(), pwd.getpwuid(os.getuid()).pw_name, False)
+    assert found.command_line is not None
+    assert found.started_at is not None
+    assert found.started_at <= time.time()
+
+
+@pytest.mark.parametrize("pid", [0, -1, NOBODY, 2**40])
+def test_nobody_is_not_described_and_not_alive(pid: int) -> None:
+    assert LOCAL.describe(pid) is None
+    assert not LOCAL.alive(pid)
+    assert LOCAL.environment(pid) is None
+    assert LOCAL.catches(pid, signal.SIGINT) is None
+    with pytest.raises(NotFound):
+        LOCAL.send(pid, signal.SIGTERM)
+
+
+def test_a_stopped_process_is_told(start: Start) -> None:
+    child = start("cat")
+    LOCAL.send(child.pid, signal.SIGSTOP)
+    eventually(lambda: (LOCAL.describe(child.pid) or pytest.fail()).stopped)
+    LOCAL.send(child.pid, signal.SIGCONT)
+    eventually(lambda: not (LOCAL.describe(child.pid) or pytest.fail()).stopped)
+
+
+def test_a_zombie_is_not_alive_but_there(start: Start) -> None:
+    child = start("cat")
+    child.kill()
+    eventually(lambda: not LOCAL.alive(child.pid))
+    assert LOCAL.describe(child.pid) is not None
+    LOCAL.send(child.pid, signal.SIGTERM)
+
+
+def test_a_pid_that_was_given_out_again_is_another_process(start: Start) -> None:
+    child = start("cat")
+    begun = (LOCAL.describe(child.pid) or pytest.fail()).started_at
+    assert begun is not None
+    assert LOCAL.alive(child.pid, begun)
+    assert not LOCAL.alive(child.pid, begun - 100)
+
+
+def test_a_name_with_a_bracket_does_not_confuse(start: Start, sim_dir: Path) -> None:
+    program = sim_dir / "a) Z (b"
+    shutil.copy(shutil.which("sh") or "/bin/sh", program)
+    child = start(str(program), "-c", "read x")
+    assert LOCAL.alive(child.pid)
+
+
+def test_the_environment_is_the_one_it_began_with(start: Start) -> None:
+    child = start("cat", env={"A": "1", "B": "x=y", "C": "two\r\nlines", "PATH": os.environ["PATH"]})
+    eventually(lambda: (LOCAL.environment(child.pid) or {}).get("A"))
+    found = LOCAL.environment(child.pid) or {}
+    assert (found["A"], found["B"], found["C"]) == ("1", "x=y", "two\r\nlines")
+
+
+def test_an_environment_that_may_not_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("builtins.open", refused)
+    assert LOCAL.environment(os.getpid()) is None
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_processes_are_found_by_the_name_of_their_program(start: Start, sim_dir: Path, gone: bool) -> None:
+    shell = os.path.realpath(shutil.which("sh") or "/bin/sh")
+    # The kernel's own short name is the same for both.
+    children = {}
+    for name in ("gs-mps-long-name-control", "gs-mps-long-name-server"):
+        shutil.copy(shell, sim_dir / name)
+        children[name] = start("other-argv0", "-c", "read x", executable=str(sim_dir / name))
+    eventually(lambda: all(LOCAL.named(name) for name in children))
+    if gone:
+        shutil.rmtree(sim_dir)
+    for name, child in children.items():
+        assert list(LOCAL.named(name)) == [child.pid]
+    assert list(LOCAL.named("gs-mps-long-name")) == []
+
+
+def test_where_the_program_may_not_be_read_the_command_line_tells(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start("/opt/gs-hidden-name", "-c", "read x", executable=shutil.which("sh"))
+
+    def refused(_path: str) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "readlink", refused)
+    eventually(lambda: list(LOCAL.named("gs-hidden-name")) == [child.pid])
+
+
+def test_descendants_are_those_of_a_process(start: Start) -> None:
+    child = start("sh", "-c", "cat & cat; wait")
+    eventually(lambda: len(LOCAL.descendants(child.pid)) == 3)
+    found = LOCAL.descendants(child.pid)
+    assert found[0] == child.pid
+    assert LOCAL.descendants(NOBODY) == []
+    for pid in found[1:]:
+        LOCAL.send(pid, signal.SIGKILL)
+
+
+def test_whether_a_process_has_its_own_handler(start: Start) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, print); print('ready', flush=True); sys.stdin.read()"
+    child = start(sys.executable, "-c", code)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert LOCAL.catches(child.pid, signal.SIGTERM) is True
+    assert LOCAL.catches(child.pid, signal.SIGHUP) is False
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 3, "SIG")])
+def test_a_signal_to_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch, number: int, name: str) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    with pytest.raises(NoPermission, match=f"may not send {name}") as caught:
+        LOCAL.send(1, number)
+    assert "sudo kill" in caught.value.hint
+
+
+def test_a_program_runs_in_a_group_of_its_own_and_its_status_is_known() -> None:
+    child = LOCAL.spawn(["sh", "-c", 'test "$A" = 1 && exit 7'], {"A": "1", "PATH": os.environ["PATH"]})
+    eventually(lambda: child.poll() is not None)
+    assert (child.poll(), child.stopped_by()) == (7, None)
+
+
+def test_a_program_that_is_stopped_and_killed_is_told_so() -> None:
+    child = LOCAL.spawn(["sleep", "60"], os.environ)
+    assert os.getpgid(child.pid) == child.pid
+    LOCAL.send(child.pid, signal.SIGSTOP)
+    eventually(lambda: child.stopped_by() == signal.SIGSTOP)
+    assert (child.stopped_by(), child.poll()) == (None, None)
+    LOCAL.send(child.pid, signal.SIGKILL)
+    eventually(lambda: child.poll() is not None)
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_a_program_that_cannot_be_started_is_an_error(sim_dir: Path) -> None:
+    with pytest.raises(NotFound) as caught:
+        LOCAL.spawn(["gs-no-such-program"], os.environ)
+    assert caught.value.code == "command_not_found"
+    with pytest.raises(NoPermission) as refused:
+        LOCAL.spawn([str(sim_dir)], os.environ)
+    assert refused.value.code == "command_not_executable"
+    broken = sim_dir / "broken"
+    broken.write_bytes(b"\x7fELFgarbage")
+    broken.chmod(0o755)
+    with pytest.raises(OperationFailed, match="cannot execute"):
+        LOCAL.spawn([str(broken)], os.environ)
+
+
+def test_waiting_until_processes_are_gone(start: Start) -> None:
+    stays, goes = start("cat"), start("cat")
+    goes.kill()
+    assert wait_gone(LOCAL, [stays.pid, goes.pid, NOBODY], 0.1) == [stays.pid]
+
+
+def test_the_pid_namespace_is_compared_with_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.stat("/proc/self/ns/pid").st_ino
+    monkeypatch.setattr(process, "_HOST_PID_NAMESPACE", here)
+    assert LOCAL.namespace_is_host() is True
+    monkeypatch.setattr(process, "_HOST_PID_NAMESPACE", here + 1)
+    assert LOCAL.namespace_is_host() is False

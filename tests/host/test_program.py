@@ -1,0 +1,138 @@
+"""Running the vendor's programs: time-outs, missing and broken ones, daemons that keep what they inherited."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.host.process import LocalProcesses
+from gpushare.host.program import Completed, LocalPrograms, merged_environment, program_path
+
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Return a function that makes nvidia-smi of this machine a shell script."""
+
+    def make(text: str) -> str:
+        path = sim_dir / "smi"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", str(path))
+        return str(path)
+
+    return make
+
+
+def run(stdin: str = "", timeout: float = 10.0, **env: str | None) -> Completed:
+    return LocalPrograms().run(["nvidia-smi", "-L"], stdin=stdin, env=env, timeout=timeout)
+
+
+def test_a_program_is_run_with_arguments_stdin_and_environment(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GS_GONE", "1")
+    script('cat; echo "$1 $LC_ALL $GS_NEW ${GS_GONE-unset}"; echo err >&2; exit 3')
+    done = run("in\n", GS_NEW="new", GS_GONE=None)
+    assert done == Completed(("nvidia-smi", "-L"), 3, "in\n-L C new unset\n", "err\n")
+    assert done.text == "in\n-L C new unset\nerr"
+
+
+def test_text_that_is_no_utf8_is_read(script: Script) -> None:
+    script(r"printf 'a\377b'")
+    assert run().stdout == "a�b"
+
+
+def test_much_output_and_much_input_do_not_block(script: Script) -> None:
+    script("head -c 1000000 /dev/zero | tr '\\0' x; exec 0<&-")
+    assert len(run("y" * 1_000_000).stdout) == 1_000_000
+
+
+def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir: Path) -> None:
+    script(f"sleep 60 & echo $! $$ > {sim_dir}/pids; wait")
+    started = LocalPrograms().start(["nvidia-smi"], timeout=0.2)
+    with pytest.raises(TimedOut) as caught:
+        started.result()
+    assert (caught.value.code, caught.value.exit_code) == ("program_hangs", ExitCode.FAILED)
+    assert "'nvidia-smi' did not answer within 0.2 s" in caught.value.message
+    for pid in map(int, (sim_dir / "pids").read_text().split()):
+        deadline = time.monotonic() + 5
+        while LocalProcesses().alive(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_program_that_cannot_be_killed_is_not_waited_for(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As nvidia-smi in the kernel with a lost GPU: SIGKILL waits until the kernel returns.
+    script("sleep 2")
+    monkeypatch.setattr("gpushare.host.program._KILL_SECONDS", 0.05)
+    pending = LocalPrograms().start(["nvidia-smi"], timeout=0.05)
+    process = pending._process  # type: ignore[attr-defined]
+    with monkeypatch.context() as deaf:
+        deaf.setattr(os, "killpg", lambda *_: None)
+        with pytest.raises(TimedOut):
+            pending.result()
+    assert process.poll() is None
+    os.killpg(process.pid, 9)
+    process.wait()
+
+
+def test_a_daemon_that_keeps_stdout_open_does_not_block(script: Script, sim_dir: Path) -> None:
+    script(f"sleep 60 & echo $! > {sim_dir}/pid; echo started")
+    assert run(timeout=5.0).stdout == "started\n"
+    os.kill(int((sim_dir / "pid").read_text()), 9)
+
+
+def test_a_program_is_in_a_session_of_its_own(script: Script) -> None:
+    script("exec cut -d ' ' -f 1,6 /proc/self/stat")
+    pid, session = run().stdout.split()
+    assert pid == session
+
+
+def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", "/nonexistent/smi")
+    for name in ("nvidia-smi", "gs-no-such-program"):
+        assert LocalPrograms().find(name) is None
+        with pytest.raises(NotSupported, match=f"{name} is not installed") as caught:
+            LocalPrograms().run([name])
+        assert caught.value.code == "program_missing"
+
+
+def test_a_file_that_is_not_executable_is_no_program(script: Script) -> None:
+    path = Path(script("true"))
+    path.chmod(0o644)
+    if os.access(path, os.X_OK):
+        pytest.skip("this user may execute anything")
+    assert program_path("nvidia-smi") is None
+
+
+def test_a_directory_is_no_program(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", str(sim_dir))
+    with pytest.raises(NoPermission, match="cannot execute"):
+        run()
+
+
+def test_a_file_of_another_format_is_an_error(script: Script) -> None:
+    Path(script("")).write_bytes(b"\x7fELFgarbage")
+    with pytest.raises(OperationFailed, match="cannot execute"):
+        run()
+
+
+def test_programs_are_found_beyond_a_poor_path(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script("true")
+    assert program_path("nvidia-smi") == path
+    monkeypatch.setenv("PATH", "/nonexistent")
+    real = shutil.which("env", path="/usr/bin:/bin")
+    assert real is not None
+    assert os.path.basename(program_path("env") or "") == "env"
+
+
+def test_none_removes_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GS_A", "1")
+    assert "GS_A" not in merged_environment({"GS_A": None})
+    assert merged_environment(None)["GS_A"] == "1"

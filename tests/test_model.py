@@ -1,0 +1,76 @@
+"""The vocabulary, and the way of sharing in force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gpushare.model import (
+    ComputeMode,
+    Gpu,
+    GpuProcess,
+    Mechanism,
+    MpsClient,
+    MpsDaemon,
+    MpsServer,
+    Priority,
+    TimeSlice,
+    mechanism,
+)
+
+
+def daemon(gpu_index: int | None = 0, *, more: tuple[int, ...] = (), error: str | None = None) -> MpsDaemon:
+    return MpsDaemon(pid=1, ours=False, pipe_directory="/p", gpu_index=gpu_index, gpu_indexes=more, error=error)
+
+
+def gpu(mode: ComputeMode | None = ComputeMode.DEFAULT, *, mig: bool | None = False, error: str | None = None) -> Gpu:
+    return Gpu(index=0, compute_mode=mode, mig_enabled=mig, error=error)
+
+
+@pytest.mark.parametrize(
+    ("shown", "daemons", "expected"),
+    [
+        (gpu(), (), Mechanism.TIME_SLICING),
+        (gpu(mig=None), (), Mechanism.TIME_SLICING),
+        (gpu(), (daemon(),), Mechanism.MPS),
+        (gpu(), (daemon(None, more=(0, 1)),), Mechanism.MPS),
+        (gpu(), (daemon(1),), Mechanism.TIME_SLICING),
+        (gpu(), (daemon(None),), Mechanism.TIME_SLICING),
+        (gpu(), (daemon(error="gone"),), Mechanism.TIME_SLICING),
+        (gpu(), (daemon(error="gone"), daemon()), Mechanism.MPS),
+        (gpu(ComputeMode.EXCLUSIVE_PROCESS), (daemon(),), Mechanism.MPS),
+        (gpu(ComputeMode.EXCLUSIVE_PROCESS), (), Mechanism.EXCLUSIVE),
+        (gpu(ComputeMode.EXCLUSIVE_THREAD), (), Mechanism.EXCLUSIVE),
+        (gpu(ComputeMode.PROHIBITED), (daemon(),), Mechanism.PROHIBITED),
+        (gpu(mig=True), (daemon(),), Mechanism.MIG),
+        # The mode alone is unknown: what else is seen still holds.
+        (gpu(None, mig=True), (), Mechanism.MIG),
+        (gpu(None), (daemon(),), Mechanism.MPS),
+        (gpu(None), (), None),
+        (gpu(error="lost"), (daemon(),), None),
+    ],
+)
+def test_the_way_of_sharing_in_force(shown: Gpu, daemons: tuple[MpsDaemon, ...], expected: Mechanism | None) -> None:
+    assert mechanism(shown, daemons) is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "letters"),
+    [("c", "C"), ("g", "G"), ("cg", "C+G"), ("mc", "M+C"), ("m", "M+C"), ("mcg", "M+C+G"), ("", "")],
+)
+def test_the_type_of_a_process_is_nvidia_smis(flags: str, letters: str) -> None:
+    assert GpuProcess(pid=1, compute="c" in flags, graphics="g" in flags, mps="m" in flags).type == letters
+
+
+def test_titles_are_what_users_type() -> None:
+    assert [level.title for level in TimeSlice] == ["default", "short", "medium", "long"]
+    assert [mode.title for mode in ComputeMode] == ["default", "exclusive-thread", "prohibited", "exclusive-process"]
+    assert [priority.title for priority in Priority] == ["normal", "low"]
+
+
+def test_the_clients_of_a_daemon_are_those_of_all_its_servers() -> None:
+    pids = itertools.count(10)
+    servers = tuple(MpsServer(pid=n, clients=(MpsClient(pid=next(pids)), MpsClient(pid=next(pids)))) for n in (1, 2))
+    found = MpsDaemon(pid=1, ours=True, pipe_directory=None, servers=servers).clients
+    assert [client.pid for client in found] == [10, 11, 12, 13]

@@ -1,0 +1,201 @@
+"""Sizes, percentages, durations: every text gives a value that MPS can hold, or BadUsage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare import units
+from gpushare.errors import BadUsage, ExitCode
+from gpushare.units import GIB, KIB, MIB, TIB
+
+UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
+NASTY = st.one_of(
+    st.text(max_size=20),
+    st.text(alphabet="0123456789.eE+-kKmMgGtTiIbB %", max_size=12),
+    st.sampled_from(["nan", "NaN", "inf", "-inf", "1e3M", "1e9", "٣G", "²M", "３２%", "9" * 5000 + "M", "9" * 5000]),
+    st.sampled_from(["-1M", "+1M", "0x10M", "1_000M", "1,5G", "4 G B", "", " ", "\n", "M", ".", ".M", "1.M", "1\x00M"]),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4G", 4 * GIB),
+        ("4GiB", 4 * GIB),
+        ("4gb", 4 * GIB),
+        (" 4 GiB ", 4 * GIB),
+        ("4096M", 4 * GIB),
+        ("1.5g", 1536 * MIB),
+        (".5G", 512 * MIB),
+        ("0.5 GB", 512 * MIB),
+        ("2048K", 2 * MIB),
+        ("2047K", MIB),
+        ("1T", TIB),
+        ("0.3G", 307 * MIB),
+        ("0001M", MIB),
+    ],
+)
+def test_a_size_is_binary_and_rounded_down_to_whole_mebibytes(text: str, size: int) -> None:
+    assert units.parse_memory_limit(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["4", "4096", "4B", "0M", "0.5M", "1023K", "2000T", "1e3M", "4X", "-4G", "٣G", "", "4 4G"]
+)
+def test_what_is_no_limit_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        units.parse_memory_limit(text)
+    assert (caught.value.code, caught.value.exit_code) == ("bad_size", ExitCode.USAGE)
+    assert "--memory" in caught.value.hint
+
+
+@given(NASTY)
+def test_any_text_is_a_positive_whole_number_of_mebibytes_or_bad_usage(text: str) -> None:
+    try:
+        size = units.parse_memory_limit(text)
+    except BadUsage as error:
+        assert error.code == "bad_size"
+    else:
+        assert size > 0
+        assert size % MIB == 0
+
+
+@given(st.integers(1, 1024 * 1024))
+def test_a_limit_goes_to_mps_as_whole_m_and_comes_back(mebibytes: int) -> None:
+    size = units.parse_memory_limit(f"{mebibytes}M")
+    assert units.mps_memory(size) == f"{mebibytes}M"
+    assert units.parse_memory_limit(units.mps_memory(size)) == size
+
+
+@given(st.integers(1, 10**6))
+def test_the_readback_is_the_limit_floored_to_whole_g_from_1024m_up(mebibytes: int) -> None:
+    read = units.parse_memory_limit(units.mps_memory_readback(mebibytes * MIB)) // MIB
+    assert read == (mebibytes if mebibytes < 1024 else mebibytes // 1024 * 1024)
+
+
+def test_a_size_just_below_a_mebibyte_is_not_rounded_up() -> None:
+    assert units.parse_memory_limit("1." + "9" * 200 + "M") == MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "percent"),
+    [("25", 25.0), ("25%", 25.0), (" 33.3 % ", 33.3), ("100", 100.0), ("0.1", 0.1), ("33.33", 33.3)],
+)
+def test_a_percentage_has_the_one_decimal_that_the_daemon_keeps(text: str, percent: float) -> None:
+    assert units.parse_thread_percentage(text) == percent
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0.0", "0.04", "100.01", "101", "-1", "nan", "inf", "1e1", "٣٣", "25%%", "", "9" * 5000]
+)
+def test_a_percentage_outside_the_range_is_refused(text: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        units.parse_thread_percentage(text)
+    assert caught.value.code == "bad_percentage"
+
+
+@given(NASTY)
+def test_any_text_is_a_percentage_that_reads_back_or_bad_usage(text: str) -> None:
+    try:
+        percent = units.parse_thread_percentage(text)
+    except BadUsage as error:
+        assert error.code == "bad_percentage"
+    else:
+        assert 0.0 < percent <= 100.0
+        assert float(units.mps_percentage(percent)) == percent
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5.0), ("2.5s", 2.5), ("250ms", 0.25), ("10m", 600.0), ("10 min", 600.0), ("1H", 3600.0)]
+)
+def test_a_duration_has_its_unit(text: str, seconds: float) -> None:
+    assert units.parse_seconds(text) == seconds
+
+
+@given(NASTY)
+def test_any_text_is_a_finite_duration_or_bad_usage(text: str) -> None:
+    try:
+        seconds = units.parse_seconds(text)
+    except BadUsage as error:
+        assert error.code == "bad_duration"
+    else:
+        assert seconds >= 0
+        assert math.isfinite(seconds)
+
+
+def test_a_duration_that_no_clock_can_wait_for_is_refused() -> None:
+    with pytest.raises(BadUsage):
+        units.parse_seconds("9" * 400)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "-"),
+        (0, "0 MiB"),
+        (1, "1 B"),
+        (KIB, "1 KiB"),
+        (512 * MIB, "512 MiB"),
+        (4 * GIB, "4.0 GiB"),
+        (2 * TIB, "2.0 TiB"),
+    ],
+)
+def test_a_size_for_people(size: int | None, text: str) -> None:
+    assert units.format_bytes(size) == text
+
+
+def test_a_percentage_for_people() -> None:
+    assert [units.format_percent(value) for value in (None, 25.0, 33.3)] == ["-", "25 %", "33.3 %"]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("0=1G", GIB),
+        ("0=512M", 512 * MIB),
+        ("0=512MB", 512 * MIB),
+        (f"{UUID}=2g", 2 * GIB),
+        (f" {UUID.upper()} = 2G ", 2 * GIB),
+        (f"0=1G,{UUID}=2G", 2 * GIB),
+        ("0=1G,", GIB),
+        ("1=1G", None),
+        ("0=1G,1=1G", None),
+        ("0=1.5G", None),
+        ("0=1024", None),
+        ("0=", None),
+        ("1G", None),
+        ("", None),
+        ("0=0G", None),
+        ("0=٣G", None),
+    ],
+)
+def test_the_limit_of_a_clients_environment(text: str, limit: int | None) -> None:
+    assert units.parse_pinned_limits(text, UUID) == limit
+
+
+@given(st.one_of(NASTY, NASTY.map(lambda value: f"0={value}"), st.just("0=" + "9" * 5000 + "M")))
+def test_the_environment_of_any_process_is_a_limit_or_unknown(text: str) -> None:
+    limit = units.parse_pinned_limits(text, UUID)
+    assert limit is None or (limit > 0 and limit % MIB == 0)
+
+
+@given(st.integers(1, 10**6))
+def test_what_gpushare_sets_for_a_client_is_read_back(mebibytes: int) -> None:
+    size = mebibytes * MIB
+    assert units.parse_pinned_limits(f"0={units.mps_memory(size)}", UUID) == size
+
+
+def test_the_parsers_say_what_they_were_given() -> None:
+    parsers: list[Callable[[str], object]] = [
+        units.parse_memory_limit,
+        units.parse_thread_percentage,
+        units.parse_seconds,
+    ]
+    for parse in parsers:
+        with pytest.raises(BadUsage, match="banana"):
+            parse("banana")
