@@ -1,7 +1,7 @@
 """How long commands take, as ratios to ``python -c pass``: ``python -m benchmarks.startup [--rounds N] [--json]``.
 
-The commands run in turn, round after round, so that a slow moment of the machine hits all of them; the
-median of each is told. Beside gpushare stand nvidia-smi, gpustat and nvitop where they are installed and run.
+Each command runs once uncounted, with compiled modules kept as in an installation. Then all run in turn, round
+after round, so that a slow moment of the machine hits all of them; the median of each is told. Beside gpushare stand nvidia-smi, gpustat and nvitop where they are installed and run.
 """
 
 from __future__ import annotations
@@ -110,21 +110,32 @@ def peers() -> list[Case]:
 
 def runs(case: Case) -> bool:
     """Return whether a command works on this machine."""
-    return subprocess.run(case.argv, capture_output=True, check=False).returncode == 0
+    return subprocess.run(case.argv, capture_output=True, env=clean_environment(), check=False).returncode == 0
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment without what makes Python compile, trace or warn anew at every start."""
+    spoiling = {
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONDEVMODE",
+        "PYTHONPROFILEIMPORTTIME",
+        "PYTHONTRACEMALLOC",
+        "PYTHONVERBOSE",
+    }
+    # A host that somebody chose for his shell would be timed in place of ours.
+    return {name: value for name, value in os.environ.items() if name not in {*spoiling, "GPUSHARE_HOST"}}
 
 
 def measure(chosen: Sequence[Case], rounds: int) -> list[Timing]:
-    """Run all commands in turn and return their medians; the first round warms caches and is not counted."""
+    """Run each command once to warm up, then all in turn, and return their medians."""
     taken: dict[str, list[float]] = {case.name: [] for case in chosen}
     with tempfile.TemporaryDirectory(prefix="gsb") as directory:
-        # Installed programs are compiled once; a machine that forbids it for its own work would measure the compiler.
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        base = {**kept, "GPUSHARE_SIM_DIR": directory, "COLUMNS": "120"}
-        for number in range(rounds + 1):
+        base = {**clean_environment(), "GPUSHARE_SIM_DIR": directory, "COLUMNS": "120"}
+        for case in chosen:
+            timed(case, base)
+        for _ in range(rounds):
             for case in chosen:
-                elapsed = timed(case, base)
-                if number > 0:
-                    taken[case.name].append(elapsed)
+                taken[case.name].append(timed(case, base))
     medians = {name: statistics.median(times) for name, times in taken.items()}
     reference = medians[chosen[0].name]
     return [Timing(case.name, medians[case.name] * 1000, medians[case.name] / reference, case.goal) for case in chosen]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# A PID is not given out again within so short a time.
+SAME_START_SECONDS = 3.0
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
 
@@ -168,7 +170,8 @@ class LocalProcesses:
         if started_at is None:
             return True
         info = self.describe(pid)
-        return info is not None and info.started_at is not None and abs(info.started_at - started_at) < 1.0
+        # The boot time that the kernel's ticks are added to moves by a second with the clock.
+        return info is not None and info.started_at is not None and abs(info.started_at - started_at) < SAME_START_SECONDS
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""

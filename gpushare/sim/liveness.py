@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from gpushare.host.process import SAME_START_SECONDS
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, now
 
 
@@ -34,7 +35,7 @@ def lives(process: SimulatedProcess) -> bool:
         return False
     if fields[0] in {"Z", "X", "x"}:
         return False
-    return abs(_boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK") - process.started_at) < 2.0
+    return abs(_boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK") - process.started_at) < SAME_START_SECONDS
 
 
 def started_at(pid: int) -> float | None:
