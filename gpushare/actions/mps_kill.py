@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.plan import Plan, Step
 from gpushare.actions.safe_end import Drain, end_clients
-from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, InUse, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.host import make_private_directory
 from gpushare.host.mps import FoundDaemon, find_daemons
@@ -59,11 +59,23 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
         for client in found.daemon.clients:
             if client.pid == pid:
                 return Client(found, client)
+        if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
+            raise _serves(found.daemon, pid)
     if not host.processes.alive(pid):
         raise NotFound(f"there is no process {pid}", "see the clients: gpushare mps status", code="no_process")
     raise NotFound(
         f"process {pid} is not a client of any MPS daemon that can be seen here",
         f"outside MPS a plain kill hurts no neighbour: kill {pid}; see the clients: gpushare mps status",
+        code="not_a_client",
+    )
+
+
+def _serves(daemon: MpsDaemon, pid: int) -> BadUsage:
+    what = "control daemon" if pid == daemon.pid else "server"
+    which = f"-g {daemon.device_uuid}" if daemon.ours else f"--pipe-directory {daemon.pipe_directory} --yes"
+    return BadUsage(
+        f"process {pid} is the MPS {what}: all of its clients would lose the GPU with it",
+        f"stop it the orderly way: gpushare mps stop {which}",
         code="not_a_client",
     )
 

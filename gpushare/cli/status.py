@@ -30,7 +30,7 @@ def status(
 
     GPU utilisation is the time in which some kernel ran, not a share of the GPU: one small program can
     show 100 %. Under MPS the driver books the work of all clients on the server, so a client's SM % is
-    unknown. "-" is unknown, never zero.
+    unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are asked every 5 seconds.
     """
     from gpushare.host.snapshot import Observer
     from gpushare.show.status import status_result

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host import mps_control
 from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_home import DaemonHome, DaemonRecord, homes_in
+from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.host.mps_text import ClientRow, Overview
 from gpushare.model import Gpu, MpsClient, MpsDaemon, MpsServer, Priority
 from gpushare.selection import select
@@ -110,8 +110,18 @@ def daemon_pid(host: Host, pipe_directory: str) -> int | None:
 
 
 def is_running(host: Host, record: DaemonRecord) -> bool:
-    """Return whether the daemon of a record lives."""
-    return host.processes.alive(record.pid, record.started_at)
+    """Return whether the daemon of a record lives.
+
+    Its start time guards against a reused PID, but moves when the clock is set: a daemon that listens
+    in our directory under that PID is it all the same.
+    """
+    if host.processes.alive(record.pid, record.started_at):
+        return True
+    if not host.processes.alive(record.pid) or record.pid not in {info.pid for info in _running(host)}:
+        return False
+    listens_at = _pipe_directory(host.processes.environment(record.pid))
+    directories = (host.run_directory, *host.shared_run_directories)
+    return listens_at is None or listens_at in {str(home_of(one, record.device_uuid).pipe) for one in directories}
 
 
 def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], *, deep: bool) -> FoundDaemon | None:

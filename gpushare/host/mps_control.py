@@ -40,12 +40,20 @@ _SENTINEL: Final = "get_default_active_thread_percentage"
 _CANNOT_SEND: Final = "Cannot send command"
 
 
-def without_sentinel(text: str) -> tuple[str, bool]:
-    """Return a reply without the answer to the closing question, and whether that answer is there."""
+def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
+    """Return a reply without the answer to the closing question, and whether that answer is there.
+
+    ``least`` is how many lines the commands before it print at least.
+    """
     lines = text.splitlines()
-    if not lines or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
+    if len(lines) <= least or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
         return text, False
     return "".join(f"{line}\n" for line in lines[:-1]), True
+
+
+def _least_lines(command: str) -> int:
+    """Return how many lines commands print at least: the answer to such a question looks like the closing one."""
+    return sum(line.startswith(("get_default_active_thread", "get_active_thread")) for line in command.splitlines())
 
 
 def _step_aside() -> None:
@@ -54,7 +62,7 @@ def _step_aside() -> None:
 
 
 def _was_dropped(done: Completed) -> bool:
-    return _CANNOT_SEND in done.stderr or (done.exit_code == 0 and not done.text)
+    return _CANNOT_SEND in done.stderr or done.exit_code == 0
 
 
 class MpsControl:
@@ -79,8 +87,8 @@ class MpsControl:
         deadline = time.monotonic() + timeout
         while True:
             done = self._talk(f"{command}\n{_SENTINEL}\n", timeout)
-            reply, answered = without_sentinel(done.stdout)
-            if answered or not (_was_dropped(done) and time.monotonic() < deadline):
+            reply, answered = without_sentinel(done.stdout, _least_lines(command))
+            if answered or not _was_dropped(done) or time.monotonic() > deadline:
                 break
             _step_aside()
         self._check(done, command)

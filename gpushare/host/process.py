@@ -171,7 +171,9 @@ class LocalProcesses:
             return True
         info = self.describe(pid)
         # The boot time that the kernel's ticks are added to moves by a second with the clock.
-        return info is not None and info.started_at is not None and abs(info.started_at - started_at) < SAME_START_SECONDS
+        return (
+            info is not None and info.started_at is not None and abs(info.started_at - started_at) < SAME_START_SECONDS
+        )
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""

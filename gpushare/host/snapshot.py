@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.program import Pending
 
+# How long an answer of nvidia-smi or of an MPS daemon is shown again.
+_SLOW_SECONDS = 5.0
 BLIND = (
     "this PID namespace is not the host's: processes of other containers are missing or wrong here; "
     "look from the host, or start the container with --pid=host"
@@ -32,25 +34,34 @@ class Observer:
         self._driver: str | None = None
         self._mps_version: int | None = None
         self._mps_probed = False
-        self._mps_seen = False
+        self._levels: dict[int, TimeSlice | None] = {}
+        self._levels_until = 0.0
+        self._daemon_rows: tuple[MpsDaemon, ...] = ()
+        self._daemon_rows_until = 0.0
+        self._daemon_signs: object = None
 
     def look(self) -> Snapshot:
         """Return the host as it is now.
 
-        The one child, nvidia-smi, is started before the NVML sweep and joined after it.
+        The one child, nvidia-smi, is started before the NVML sweep and joined after it. Looking again
+        within 5 seconds asks NVML alone: nvidia-smi costs more than all of it, and the MPS daemon
+        writes each conversation into a log that is never rotated. What has visibly changed is asked at once.
 
         Raises:
             NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
         """
         host, warnings = self._host, []
-        pending, why_not = self._start_policy()
+        known = time.monotonic() < self._levels_until
+        pending, why_not = (None, None) if known else self._start_policy()
         gpus = host.nvml.sweep()
         if self._driver is None:
             self._driver = host.nvml.driver_version()
         gpus = tuple(replace(gpu, processes=self._named(gpu)) for gpu in gpus)
-        daemons = self._daemons(gpus)
-        levels, failed = self._join_policy(pending)
+        daemons = self._daemons_now(gpus)
+        levels, failed = (self._levels, None) if known else self._join_policy(pending)
         why_not = why_not or failed
+        if not known and why_not is None:
+            self._levels, self._levels_until = levels, time.monotonic() + _SLOW_SECONDS
         if why_not:
             warnings.append(f"the time-slice is unknown: {why_not}")
         if host.processes.namespace_is_host() is False:
@@ -96,10 +107,21 @@ class Observer:
             container=info.container,
         )
 
+    def _daemons_now(self, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
+        # What tells at no cost that something has changed: processes on the GPUs, records, daemons.
+        on_gpus = tuple((gpu.index, process.pid) for gpu in gpus for process in gpu.processes or ())
+        signs = (on_gpus, self._records(), tuple(self._host.processes.named(MPS_CONTROL)))
+        if time.monotonic() >= self._daemon_rows_until or signs != self._daemon_signs:
+            self._daemon_rows = self._daemons(gpus) if any(signs[1:]) else ()
+            self._daemon_signs, self._daemon_rows_until = signs, time.monotonic() + _SLOW_SECONDS
+        return self._daemon_rows
+
+    def _records(self) -> tuple[tuple[str, int], ...]:
+        """Return the records of our daemons, with what changes when one is written."""
+        directories = (self._host.run_directory, *self._host.shared_run_directories)
+        return tuple(found for directory in directories for found in _records_in(directory / "mps"))
+
     def _daemons(self, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
-        self._mps_seen = self._mps_seen or self._has_mps()
-        if not self._mps_seen:
-            return ()
         from gpushare.host.mps import find_daemons
         from gpushare.host.mps_program import probe_version
 
@@ -107,13 +129,6 @@ class Observer:
         if found and not self._mps_probed:
             self._mps_version, self._mps_probed = probe_version(self._host.programs), True
         return tuple(self._with_capacity(daemon, gpus) for daemon in found)
-
-    def _has_mps(self) -> bool:
-        """Return whether there is a record or a daemon; the conversation with MPS is loaded only then."""
-        directories = (self._host.run_directory, *self._host.shared_run_directories)
-        if any(_holds_records(directory / "mps") for directory in directories):
-            return True
-        return bool(self._host.processes.named(MPS_CONTROL))
 
     def _with_capacity(self, daemon: MpsDaemon, gpus: tuple[Gpu, ...]) -> MpsDaemon:
         if daemon.gpu_index is None:
@@ -144,8 +159,8 @@ class Observer:
         return int(slices.group(1) or slices.group(2)) / total if slices and total else None
 
 
-def _holds_records(directory: Path) -> bool:
+def _records_in(directory: Path) -> list[tuple[str, int]]:
     try:
-        return any(directory.glob("*/daemon.json"))
+        return [(str(path), path.stat().st_mtime_ns) for path in sorted(directory.glob("*/daemon.json"))]
     except OSError:
-        return False
+        return []

@@ -14,7 +14,6 @@ from gpushare.host.mps import FoundDaemon, daemon_pid, find_daemons
 from gpushare.host.mps_control import PROGRAM, MpsControl
 from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
 from gpushare.host.mps_program import start_environment
-from gpushare.host.process import LocalProcesses, ProcessInfo
 from gpushare.model import MpsClient, Priority
 from gpushare.sim import admin
 from gpushare.units import GIB, MIB
@@ -102,11 +101,32 @@ def test_a_dead_daemon_of_ours_is_shown_with_its_way_out(host: Host) -> None:
 def test_another_process_with_the_daemons_pid_is_not_the_daemon(host: Host) -> None:
     home, record = start_ours(host)
     assert record.started_at is not None
-    home.write(dataclasses.replace(record, started_at=record.started_at - 1000))
+    before = dataclasses.replace(record, started_at=record.started_at - 1000)
+    home.write(dataclasses.replace(before, pid=admin.add_process(SPEC)))
     first, second = found(host)
     assert (first.daemon.ours, first.daemon.pid) == (True, None)
-    # What lives there now is shown, as somebody else's.
+    # The daemon itself is shown, as somebody else's.
     assert (second.daemon.ours, second.daemon.pid) == (False, record.pid)
+
+
+def test_another_daemon_with_the_daemons_pid_is_not_the_daemon(host: Host, sim_dir: Path) -> None:
+    home, record = start_ours(host)
+    host.processes.send(record.pid, 9)
+    other = start(host, sim_dir / "f" / "pipe", "1")
+    home.write(dataclasses.replace(record, pid=other, started_at=1.0))
+    assert [(item.daemon.ours, item.daemon.pid) for item in found(host)] == [(True, None), (False, other)]
+
+
+def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A start time is counted from the boot time, which moves with the clock (NTP, a resumed machine).
+    home, record = start_ours(host)
+    assert record.started_at is not None
+    home.write(dataclasses.replace(record, started_at=record.started_at + 30))
+    (item,) = found(host)
+    assert (item.daemon.ours, item.daemon.pid, item.daemon.error) == (True, record.pid, None)
+    # Another user's environment may not be read: its program and PID must do.
+    admin.set_fault(SPEC, "user", value="1000")
+    assert [found.daemon.pid for found in find_daemons(host, (), deep=False)] == [record.pid]
 
 
 def test_a_corrupt_record_makes_the_daemon_foreign(host: Host) -> None:
@@ -198,85 +218,3 @@ def test_another_users_processes_keep_their_environment_to_themselves(host: Host
     assert foreign.daemon.error is not None
     with pytest.raises(Exception, match="pipe directory of the MPS daemon"):
         foreign.control(host)
-
-
-class Table(LocalProcesses):
-    """A process table of (PID, command line, pipe directory, parent)."""
-
-    def __init__(self, *rows: tuple[int, str, str | None, int]) -> None:
-        self.rows = {row[0]: row for row in rows}
-
-    def named(self, name: str) -> list[int]:
-        assert name == PROGRAM
-        return list(self.rows)
-
-    def describe(self, pid: int) -> ProcessInfo | None:
-        return ProcessInfo(pid=pid, command_line=tuple(self.rows[pid][1].split()) or None) if pid in self.rows else None
-
-    def environment(self, pid: int) -> dict[str, str] | None:
-        pipe = self.rows[pid][2]
-        return None if pipe is None else {} if pipe == "unset" else {"CUDA_MPS_PIPE_DIRECTORY": pipe}
-
-    def descendants(self, pid: int) -> list[int]:
-        return [pid, *(row[0] for row in self.rows.values() if row[3] == pid)]
-
-
-def daemons(host: Host, *rows: tuple[int, str, str | None, int]) -> list[int | None]:
-    shown = find_daemons(dataclasses.replace(host, processes=Table(*rows)), (), deep=False)
-    return [item.daemon.pid for item in shown]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "is_daemon"),
-    [
-        ("-d", True),
-        ("-f", True),
-        ("--daemon", True),
-        ("--forground", True),
-        ("--foreground", True),
-        ("-S -d", True),
-        ("-f -multiuser-server", True),
-        ("-d -p 3", True),
-        ("-dM", True),
-        ("", False),
-        ("get_server_list", False),
-        ("start_server -uid 1000", False),
-        ("-v", False),
-        ("-h", False),
-        ("set_default_active_thread_percentage 50", False),
-    ],
-)
-def test_a_conversation_is_no_daemon(host: Host, arguments: str, is_daemon: bool) -> None:
-    row = (10, f"/usr/bin/{PROGRAM} {arguments}", "/p", 1)
-    assert daemons(host, row) == ([10] if is_daemon else [])
-    assert daemon_pid(dataclasses.replace(host, processes=Table(row)), "/p") == (10 if is_daemon else None)
-
-
-def test_a_process_that_hides_its_command_line_may_be_one(host: Host) -> None:
-    assert daemons(host, (10, "", None, 1)) == [10]
-
-
-def test_a_daemon_and_what_it_forks_before_it_becomes_a_server_are_one(host: Host) -> None:
-    line = f"{PROGRAM} -d"
-    assert daemons(host, (10, line, "/p", 1), (11, line, "/p", 10), (12, line, "/q", 1)) == [10, 12]
-    assert daemons(host, (5, PROGRAM, "/p", 1), (10, line, "/p", 1)) == [10]
-    assert daemons(host, (10, line, None, 1), (11, line, None, 1)) == [10, 11]
-
-
-@pytest.mark.parametrize(("pipe", "directory"), [("unset", "/tmp/nvidia-mps"), ("", "/"), ("/p", "/p")])
-def test_where_a_daemon_listens(host: Host, pipe: str, directory: str) -> None:
-    table = Table((10, f"{PROGRAM} -d", pipe, 1))
-    assert daemon_pid(dataclasses.replace(host, processes=table), directory) == 10
-
-
-def test_a_daemon_that_ends_while_it_is_looked_at_is_none(host: Host) -> None:
-    table = Table((10, f"{PROGRAM} -d", "/p", 1))
-    looked: list[int] = []
-
-    def gone(pid: int) -> ProcessInfo | None:
-        looked.append(pid)
-        return None
-
-    table.describe = gone  # type: ignore[method-assign]
-    assert find_daemons(dataclasses.replace(host, processes=table), (), deep=False) == []
-    assert looked == [10]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,70 +13,13 @@ from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFail
 from gpushare.host import mps_control
 from gpushare.host.connect import connect
 from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_program import max_clients, probe_version, start_environment
 from gpushare.host.mps_text import Overview, ServerRow
-from gpushare.host.program import Completed, Pending, missing_program, timed_out
+from gpushare.host.program import Completed, timed_out
 from gpushare.model import Priority
 from gpushare.sim import admin
 from gpushare.units import GIB, MIB
+from tests.host.fake_daemon import CLOSING, Daemon, control
 from tests.sim import mps
-
-CLOSING = "get_default_active_thread_percentage"
-
-
-class Daemon:
-    """A daemon that answers each command as the test says; it keeps what it was asked.
-
-    The closing question of a conversation is always answered, unless it drops the whole conversation.
-    """
-
-    def __init__(
-        self, replies: Mapping[str, str] | None = None, *, code: int = 0, stderr: str = "", drops: int = 0
-    ) -> None:
-        self.replies, self.code, self.stderr, self.drops = dict(replies or {}), code, stderr, drops
-        self.asked: list[str] = []
-        self.env: Mapping[str, str | None] = {}
-        self.error: GpushareError | None = None
-
-    def find(self, name: str) -> str | None:
-        return f"/usr/bin/{name}"
-
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Pending:
-        raise NotImplementedError
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Completed:
-        self.env = env or {}
-        if self.error is not None:
-            raise self.error
-        assert stdin.endswith("\n")
-        commands = stdin.splitlines()
-        closing = "100.0\n" if len(commands) > 1 and commands[-1] == CLOSING else ""
-        commands = commands[:-1] if closing else commands
-        if self.drops > 0:
-            self.drops -= 1
-            return Completed(tuple(argv), self.code, "", self.stderr)
-        self.asked += commands
-        text = "".join(self.replies.get(command, "") for command in commands)
-        stderr = "" if "Cannot send" in self.stderr else self.stderr
-        return Completed(tuple(argv), self.code, text + (closing if self.code == 0 else ""), stderr)
-
-
-def control(daemon: Daemon) -> MpsControl:
-    return MpsControl(daemon, "/run/p")
 
 
 def test_commands_go_through_stdin_to_the_daemon_of_the_directory() -> None:
@@ -139,13 +84,19 @@ def test_a_setter_sends_and_reads_back(call: Callable[[MpsControl], None], sent:
     assert daemon.asked == [sent, asked]
 
 
-@BY_NAME
-@pytest.mark.parametrize("held", ["100.0\n", "1M\n", "0\n", "Server 7 not found\n", "", "garbage\n"])
+LIES = [
+    pytest.param(call, sent, asked, held, id=f"{name}-{held.strip()}")
+    for name, call, sent, asked, good in SETTERS
+    for held in ("100.0\n", "1M\n", "0\n", "Server 7 not found\n", "", "garbage\n")
+    # A percentage is always answered: silence there is a dropped conversation.
+    if held != good and (held or "percentage" not in asked)
+]
+
+
+@pytest.mark.parametrize(("call", "sent", "asked", "held"), LIES)
 def test_a_setter_refuses_what_the_daemon_does_not_hold(
-    call: Callable[[MpsControl], None], sent: str, asked: str, good: str, held: str
+    call: Callable[[MpsControl], None], sent: str, asked: str, held: str
 ) -> None:
-    if held == good:
-        return
     with pytest.raises(OperationFailed, match="did not take the") as caught:
         call(control(Daemon({asked: held, sent: "25.0\n"})))
     assert caught.value.code == "limit_not_held"
@@ -307,54 +258,6 @@ def test_quitting(seconds: float | None, sent: str) -> None:
     assert daemon.asked == [sent]
 
 
-@pytest.mark.parametrize(
-    ("text", "version"), [("... Binary version: 13000\n", 13000), ("Cannot find ...\n", None), ("", None)]
-)
-def test_the_version_is_probed(text: str, version: int | None) -> None:
-    class Versioned(Daemon):
-        def run(self, argv: Sequence[str], **_: object) -> Completed:  # type: ignore[override]
-            assert list(argv) == ["nvidia-cuda-mps-control", "-v"]
-            return Completed(tuple(argv), 0, text, "")
-
-    assert probe_version(Versioned()) == version
-
-
-def test_no_program_has_no_version() -> None:
-    daemon = Daemon()
-    daemon.error = missing_program("nvidia-cuda-mps-control")
-    assert probe_version(daemon) is None
-
-
-@pytest.mark.parametrize(
-    ("version", "capability", "fraction", "expected"),
-    [
-        (13000, (9, 0), 1.0, 48),
-        (13010, (9, 0), 1.0, 60),
-        (None, (7, 0), 1.0, 48),
-        (13020, (6, 0), 1.0, 16),
-        (13000, (9, 0), 3 / 7, 20),
-        (13000, (9, 0), 1 / 7, 6),
-        (13000, (9, 0), 0.001, 1),
-        (13000, None, 1.0, None),
-    ],
-)
-def test_how_many_clients_a_server_takes(
-    version: int | None, capability: tuple[int, int] | None, fraction: float, expected: int | None
-) -> None:
-    assert max_clients(version, capability, fraction) == expected
-
-
-def test_the_daemon_inherits_no_limits_by_accident() -> None:
-    environment = start_environment("GPU-1", "/p", "/l")
-    removed = {name for name, value in environment.items() if value is None}
-    assert {
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-        "CUDA_MPS_CLIENT_PRIORITY",
-    } <= removed
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"
-
-
 @pytest.mark.parametrize("driver", ["535.261.03", "550.163.01", "580.159.04", "595.99.02"])
 def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir: Path) -> None:
     host = mps.new(sim_dir, driver=driver)
@@ -377,3 +280,23 @@ def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir
     assert mps_control.PROGRAM == "nvidia-cuda-mps-control"
     admin.end_process(host.host.spec, client.pid)
     assert talk.overview().clients == ()
+
+
+def test_half_an_answer_is_asked_again() -> None:
+    """The first of two percentages alone looks like the answer to the closing question."""
+    daemon = HalfOnce({"get_default_active_thread_percentage": "30.0\n"})
+    assert control(daemon).default_threads() == 30.0
+    assert daemon.halves == 0
+
+
+class HalfOnce(Daemon):
+    """A daemon that drops its first conversation in the middle."""
+
+    halves = 1
+
+    def run(self, argv: Sequence[str], **named: Any) -> Completed:
+        done = super().run(argv, **named)
+        if self.halves:
+            self.halves -= 1
+            return replace(done, stdout=done.stdout.splitlines(keepends=True)[0])
+        return done

@@ -17,7 +17,8 @@ HEADER = ("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND", "ATTRIBUTES")
 
 def line(*cells: str) -> str:
     """Print a row as the program does: ``%-10d%-10d%-15d%-*s%-15s%-15s``, and ``%-15s`` more from 595 on."""
-    return "%-10s%-10s%-15s%-26s%-15s" % cells[:5] + "".join(f"{cell:<15}" for cell in cells[5:]) + "\n"
+    widths = (10, 10, 15, 26, 15, 15, 15)
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)) + "\n"
 
 
 def ps(*rows: tuple[str, ...], layout: int = 580) -> str:

@@ -252,7 +252,8 @@ def test_small_questions() -> None:
 def test_return_codes_equal_exit_codes(code: int, error: type[GpushareError]) -> None:
     found = nvml_error(code, "text", "3")
     assert type(found) is error
-    assert code == 15 or found.exit_code == code
+    # A lost GPU is one that is not found.
+    assert found.exit_code == (6 if code == 15 else code)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
-from gpushare.host.process import LocalProcesses, wait_gone
+from gpushare.host.process import LocalProcesses, ProcessInfo, wait_gone
 
 LOCAL = LocalProcesses()
 NOBODY = 2**31 - 1
@@ -46,9 +46,14 @@ def eventually(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_this_process_is_described() -> None:
-    found = LOCAL.describe(os.getpid())
+def described(pid: int) -> ProcessInfo:
+    found = LOCAL.describe(pid)
     assert found is not None
+    return found
+
+
+def test_this_process_is_described() -> None:
+    found = described(os.getpid())
     assert (found.uid, found.user, found.stopped) == (os.geteuid(), pwd.getpwuid(os.getuid()).pw_name, False)
     assert found.command_line is not None
     assert found.started_at is not None
@@ -56,7 +61,15 @@ def test_this_process_is_described() -> None:
 
 
 @pytest.mark.parametrize("pid", [0, -1, NOBODY, 2**40])
-def test_nobody_is_not_described_and_not_alive(pid: int) -> None:
+def test_nobody_is_not_described_not_alive_and_not_signalled(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.kill
+
+    def careful(to: int, number: int) -> None:
+        # kill(2) would take 0 and -1 for whole groups: this machine's.
+        assert to > 0
+        real(to, number)
+
+    monkeypatch.setattr(os, "kill", careful)
     assert LOCAL.describe(pid) is None
     assert not LOCAL.alive(pid)
     assert LOCAL.environment(pid) is None
@@ -68,9 +81,9 @@ def test_nobody_is_not_described_and_not_alive(pid: int) -> None:
 def test_a_stopped_process_is_told(start: Start) -> None:
     child = start("cat")
     LOCAL.send(child.pid, signal.SIGSTOP)
-    eventually(lambda: (LOCAL.describe(child.pid) or pytest.fail()).stopped)
+    eventually(lambda: described(child.pid).stopped)
     LOCAL.send(child.pid, signal.SIGCONT)
-    eventually(lambda: not (LOCAL.describe(child.pid) or pytest.fail()).stopped)
+    eventually(lambda: not described(child.pid).stopped)
 
 
 def test_a_zombie_is_not_alive_but_there(start: Start) -> None:
@@ -83,7 +96,7 @@ def test_a_zombie_is_not_alive_but_there(start: Start) -> None:
 
 def test_a_pid_that_was_given_out_again_is_another_process(start: Start) -> None:
     child = start("cat")
-    begun = (LOCAL.describe(child.pid) or pytest.fail()).started_at
+    begun = described(child.pid).started_at
     assert begun is not None
     assert LOCAL.alive(child.pid, begun)
     assert not LOCAL.alive(child.pid, begun - 100)
@@ -140,7 +153,7 @@ def test_where_the_program_may_not_be_read_the_command_line_tells(
 
 
 def test_descendants_are_those_of_a_process(start: Start) -> None:
-    child = start("sh", "-c", "cat & cat; wait")
+    child = start("sh", "-c", "sleep 60 & sleep 60; wait")
     eventually(lambda: len(LOCAL.descendants(child.pid)) == 3)
     found = LOCAL.descendants(child.pid)
     assert found[0] == child.pid

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.plan import carry_out
 from gpushare.errors import DriverNotLoaded
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
+from gpushare.host.program import Completed, Pending, Programs
 from gpushare.host.smi import ComputePolicy
 from gpushare.host.snapshot import BLIND, Observer
 from gpushare.model import Snapshot, TimeSlice
+from gpushare.selection import select_one
 from gpushare.sim import admin
 from gpushare.sim.processes import user_name
 from tests.sim import mps
@@ -205,3 +213,40 @@ def test_a_gpu_that_is_lost_between_two_questions_does_not_end_the_look(
     monkeypatch.setattr(NvmlReader, "compute_capability", lost)
     (daemon,) = look(host.host.spec).daemons
     assert (daemon.max_clients, daemon.version) == (None, "13000")
+
+
+def test_looking_again_asks_neither_nvidia_smi_nor_an_mps_daemon() -> None:
+    host = connect("sim:h200")
+    device = select_one("0", host.nvml.sweep())
+    carry_out(plan_start(host, device, MpsLimits(threads_percent=30.0)))
+    counted = CountedPrograms(host.programs)
+    observer = Observer(replace(host, programs=counted))
+    first = observer.look()
+    asked = counted.calls
+    assert asked > 0
+    again = observer.look()
+    assert counted.calls == asked
+    assert (again.daemons, again.gpus[0].time_slice) == (first.daemons, first.gpus[0].time_slice)
+    # A new process is a reason to ask the daemon, not nvidia-smi.
+    admin.add_process("sim:h200", "0")
+    observer.look()
+    assert counted.smi == 1
+    assert counted.calls > asked
+
+
+class CountedPrograms:
+    """Programs that count their starts."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs, self.calls, self.smi = programs, 0, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.programs, name)
+
+    def start(self, argv: Sequence[str], **named: Any) -> Pending:
+        self.calls += 1
+        self.smi += argv[0] == "nvidia-smi"
+        return self.programs.start(argv, **named)
+
+    def run(self, argv: Sequence[str], **named: Any) -> Completed:
+        return self.start(argv, **named).result()
