@@ -89,7 +89,8 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
         TimedOut: it does not answer and ``force`` is False.
         OperationFailed: it would not go.
     """
-    tries = () if force and _hangs(host, control, pid) else (1.0, 2.0, _GONE_SECONDS)
+    answers, woken = _woken(host, control, pid) if force else (True, False)
+    tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
     for patience in tries:
         # A "quit" that met another conversation is dropped in silence: it is said again.
         try:
@@ -102,7 +103,7 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
                 raise
             break
         if not wait_gone(host.processes, [pid], patience):
-            return False
+            return woken
     if force and _end_by_signals(host, pid):
         return True
     raise OperationFailed(
@@ -112,17 +113,17 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
     )
 
 
-def _hangs(host: Host, control: MpsControl, pid: int) -> bool:
-    """Return whether a daemon does not answer, also when it is let go on (somebody may have stopped it)."""
-    for _ in range(2):
+def _woken(host: Host, control: MpsControl, pid: int) -> tuple[bool, bool]:
+    """Return whether a daemon answers, and whether it had to be let go on for it (somebody may have stopped it)."""
+    for woken in (False, True):
         try:
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
             with contextlib.suppress(NotFound):
                 host.processes.send(pid, signal.SIGCONT)
         else:
-            return False
-    return True
+            return True, woken
+    return False, True
 
 
 def _end_by_signals(host: Host, pid: int) -> bool:

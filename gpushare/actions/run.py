@@ -132,6 +132,8 @@ class _Session:
         # Signals are caught before the program starts: from then on none may kill gpushare unheard.
         with Wakeups((*_ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
             child = self._host.processes.spawn(command, environment)
+            # At once, and then with what guards against a reused PID: describing it takes a while.
+            _tell(guard, f"program {child.pid} -")
             info = self._host.processes.describe(child.pid)
             _tell(guard, f"program {child.pid} {'-' if info is None or info.started_at is None else info.started_at}")
             attachment = Attachment(self._host, self._device, self._home, child.pid, seen={child.pid})

@@ -293,15 +293,3 @@ def test_programs_that_run_already_are_named(cli: Cli, world: World) -> None:
     world.fault("busy")
     (pid,) = world.pids()
     assert f"outside MPS ({pid})" in cli("mps", "start").ok().err
-
-
-@pytest.mark.parametrize("driver", ["535.261.03", "550.163.01", "580.159.04", "595.45.04"])
-def test_every_driver_branch(cli: Cli, world: World, driver: str) -> None:
-    world.fault("driver", driver)
-    cli("mps", "start", "--threads", "12.5", "--memory", "2000M", "--priority", "low").ok()
-    world.client()
-    (daemon,) = daemons(cli)
-    assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["error"]) == (12.5, 2000 * MIB, None)
-    cli("mps", "set", "--threads", "50").ok()
-    cli("mps", "stop", "--force").ok()
-    assert world.state.daemons == []

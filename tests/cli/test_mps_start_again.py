@@ -1,4 +1,4 @@
-"""``gpushare mps start`` where a daemon is, or was."""
+"""``gpushare mps start`` where a daemon is, or was, and with each branch of the driver."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from gpushare.host.mps_control import MpsControl
 from gpushare.model import ComputeMode
+from gpushare.units import MIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 from tests.cli.test_mps_start import TWO, daemons
@@ -85,3 +86,15 @@ def test_foreign_daemon_of_another_gpu(cli: Cli, sim_dir: Path) -> None:
     world = World(TWO)
     world.foreign_daemon(sim_dir, uuid=world.uuid(1))
     cli("mps", "start", "-g", "0", host=TWO).ok()
+
+
+@pytest.mark.parametrize("driver", ["535.261.03", "550.163.01", "580.159.04", "595.45.04"])
+def test_every_driver_branch(cli: Cli, world: World, driver: str) -> None:
+    world.fault("driver", driver)
+    cli("mps", "start", "--threads", "12.5", "--memory", "2000M", "--priority", "low").ok()
+    world.client()
+    (daemon,) = daemons(cli)
+    assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["error"]) == (12.5, 2000 * MIB, None)
+    cli("mps", "set", "--threads", "50").ok()
+    cli("mps", "stop", "--force").ok()
+    assert world.state.daemons == []

@@ -116,7 +116,8 @@ def test_hanging_daemon_is_not_forced_unasked(refused: Callable[..., str], world
 @pytest.mark.usefixtures("impatient")
 def test_force_on_a_stopped_daemon(cli: Cli, world: World, daemon: int) -> None:
     world.send(daemon, signal.SIGSTOP)
-    cli("mps", "stop", "--force").ok()
+    (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
+    assert row["forced"]
     assert world.state.daemons == []
 
 

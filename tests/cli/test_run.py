@@ -210,7 +210,7 @@ def test_another_users_clients_make_it_wait(real: Callable[..., Started], cli: C
 def test_on_a_mig_instance(real: Callable[..., Started], world: World) -> None:
     (uuid,) = world.mig("3g.71gb")
     started = real("run", "-g", uuid, "--", "sleep", "30")
-    process = until(lambda: world.attached(), "attached")[0]
+    process = until(world.attached, "attached")[0]
     assert process.gpu_instance_id == world.state.gpus[0].mig[0].gpu_instance_id
     started.signal(signal.SIGINT)
     assert started.result().code == 130
@@ -260,7 +260,7 @@ def test_not_root(cli: Cli, world: World) -> None:
 
 def test_two_share_one_daemon_and_the_last_one_stops_it(real: Callable[..., Started], world: World) -> None:
     first = real("run", "--", "sleep", "30")
-    until(lambda: world.attached(), "the first")
+    until(world.attached, "the first")
     second = real("run", "--", "sleep", "30")
     until(lambda: len(world.attached()) == 2, "the second")
     (daemon,) = world.state.daemons
@@ -286,7 +286,7 @@ def test_six_at_the_same_moment(real: Callable[..., Started], world: World) -> N
 def test_client_kept_after_the_program_keeps_the_daemon(real: Callable[..., Started], world: World) -> None:
     """What the program leaves behind still uses the daemon: a guard waits for it."""
     started = real("run", "--", "sleep", "30")
-    until(lambda: world.attached(), "attached")
+    until(world.attached, "attached")
     other = world.client()
     started.signal(signal.SIGINT)
     assert started.result().code == 130

@@ -40,8 +40,14 @@ def ready(started: Started) -> None:
 
 def child_of(world: World) -> int:
     """Return the PID of the program, once it is a client."""
-    until(lambda: world.attached(), "attached")
+    until(world.attached, "attached")
     return world.state.processes[0].pid
+
+
+def attached(started: Started) -> None:
+    """Wait until gpushare says that the program is attached: its guard knows the program by then."""
+    assert started.process.stderr is not None
+    assert "is attached" in started.process.stderr.readline()
 
 
 def gone(world: World) -> None:
@@ -154,7 +160,8 @@ def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Callable[.
 
 
 def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--", "sleep", "60", stderr=None, stdout=None)
+    started = real("run", "--", "sleep", "60")
+    attached(started)
     child = child_of(world)
     started.signal(signal.SIGKILL)
     started.process.wait()
@@ -170,6 +177,7 @@ def test_death_of_gpushare_lets_the_program_end_itself(
     then = f"open({str(mark)!r}, 'w').write('saved'); sys.exit(0)"
     started = real("run", "--", *program(signal.SIGINT, then=then))
     ready(started)
+    attached(started)
     started.signal(signal.SIGKILL)
     started.process.wait()
     until(mark.exists, "it saved")
@@ -177,9 +185,10 @@ def test_death_of_gpushare_lets_the_program_end_itself(
 
 
 def test_death_of_one_leaves_the_daemon_to_the_other(real: Callable[..., Started], world: World) -> None:
-    first = real("run", "--", "sleep", "60", stderr=None, stdout=None)
+    first = real("run", "--", "sleep", "60")
     child = child_of(world)
     second = real("run", "--", "sleep", "60")
+    attached(first)
     until(lambda: len(world.attached()) == 2, "both")
     first.signal(signal.SIGKILL)
     first.process.wait()

@@ -85,7 +85,7 @@ def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> Non
 
 def test_reset_leaves_real_programs_alone(cli: Cli, real: Callable[..., Started], world: World) -> None:
     started = real("run", "--", "sleep", "60", stderr=None, stdout=None)
-    until(lambda: world.attached(), "attached")
+    until(world.attached, "attached")
     (pid,) = world.pids()
     answer = cli("sim", "reset").ok()
     assert f"left alone: {pid}" in answer.err
