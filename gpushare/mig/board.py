@@ -1,0 +1,198 @@
+"""The placement rules of one kind of board, compiled to bit masks; every question is answered once. Pure.
+
+What the driver refuses, as rules: two instances never share a memory slice; a profile exists at most as often as
+-lgip's Total says; ``+me`` once per GPU; ``+me.all`` beside nothing but ``-me`` (nvml.h); and the compute slices of
+all instances together are no more than the GPU has, which binds only on boards with a 1g behind slice 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from gpushare.mig.profile import Layout, Profile
+
+_UNLIMITED: Final = 1 << 20
+
+
+class Kind(NamedTuple):
+    """One kind of instance that is asked for: the profile's number on the board, and a fixed start or None."""
+
+    profile: int
+    start: int | None = None
+
+
+class Arrangement(NamedTuple):
+    """One way to lay instances on an empty board."""
+
+    # (kind, profile number, start) of each, kinds ascending.
+    places: tuple[tuple[int, int, int], ...]
+    mask: int
+    # The profile numbers, sorted.
+    members: tuple[int, ...]
+    # How many of each kind.
+    counts: tuple[int, ...]
+
+
+class Board:
+    """One kind of board: its profiles and the rules among them. Get it from `board_of`."""
+
+    def __init__(self, profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> None:
+        self.profiles = profiles
+        self.axis = axis
+        self.compute_slices = compute_slices
+        self.number = {profile.name: number for number, profile in enumerate(profiles)}
+        self.slices = tuple(profile.slices for profile in profiles)
+        self.sizes = tuple(profile.size or 0 for profile in profiles)
+        self.limits = tuple(_UNLIMITED if p.instances is None else p.instances for p in profiles)
+        self.media = frozenset(n for n, profile in enumerate(profiles) if profile.media)
+        self.all_media = frozenset(n for n, profile in enumerate(profiles) if profile.all_media)
+        self.with_media = frozenset(n for n, profile in enumerate(profiles) if not profile.no_media)
+        # By end: taking the first free one each time then packs the most.
+        self.places = tuple(
+            tuple(
+                sorted(((one.start, one.mask) for one in p.placements or ()), key=lambda place: place[1].bit_length())
+            )
+            for p in profiles
+        )
+        self._rooms: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._most: dict[tuple[int, int], int] = {}
+        self._free: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._lost: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._arrangements: dict[tuple[tuple[Kind, ...], tuple[int, ...]], list[Arrangement]] = {}
+        self._complete: dict[tuple[tuple[Kind, ...], tuple[int, ...]], list[Arrangement]] = {}
+
+    def mask(self, profile: int, start: int) -> int:
+        """Return the memory slices of a profile at a start, as bits."""
+        return next(mask for first, mask in self.places[profile] if first == start)
+
+    # -- what is free ------------------------------------------------------------------------------
+
+    def rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many more of each profile the rules allow beside these (sorted), whatever their places."""
+        known = self._rooms.get(members)
+        if known is None:
+            known = self._rooms[members] = tuple(self._room(number, members) for number in range(len(self.profiles)))
+        return known
+
+    def _room(self, profile: int, members: Sequence[int]) -> int:
+        limit = self.limits[profile] - sum(other == profile for other in members)
+        if profile in self.media:
+            limit = 0 if any(other in self.media for other in members) else min(limit, 1)
+        if profile in self.all_media and any(other in self.with_media for other in members):
+            return 0
+        if profile in self.with_media and any(other in self.all_media for other in members):
+            return 0
+        spare = self.compute_slices - sum(self.slices[other] for other in members)
+        return max(0, min(limit, spare // self.slices[profile]))
+
+    def free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many more of each profile fit: the Free column of ``nvidia-smi mig -lgip``."""
+        known = self._free.get((mask, members))
+        if known is None:
+            counts = (min(self._packed(n, mask), room) for n, room in enumerate(self.rooms(members)))
+            known = self._free[mask, members] = tuple(counts)
+        return known
+
+    def lost(self, mask: int, members: tuple[int, ...]) -> int:
+        """Return the capacity that these instances take: what an empty board could hold more, in memory slices."""
+        known = self._lost.get((mask, members))
+        if known is None:
+            pairs = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
+            known = self._lost[mask, members] = sum(size * (empty - left) for size, empty, left in pairs)
+        return known
+
+    def _packed(self, profile: int, mask: int) -> int:
+        known = self._most.get((profile, mask))
+        if known is None:
+            taken, known = mask, 0
+            for _, place in self.places[profile]:
+                if not taken & place:
+                    taken |= place
+                    known += 1
+            self._most[profile, mask] = known
+        return known
+
+    # -- arrangements ------------------------------------------------------------------------------
+
+    def arrangements(self, kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
+        """Return every way to lay up to so many of each kind on an empty board, the empty way first."""
+        limits = tuple(
+            min(limit, self._packed(kind.profile, 0), self.limits[kind.profile])
+            for kind, limit in zip(kinds, limits, strict=True)
+        )
+        known = self._arrangements.get((kinds, limits))
+        if known is None:
+            known = self._arrangements[kinds, limits] = list(self._enumerate(kinds, limits))
+        return known
+
+    def complete(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
+        """Return every way to lay exactly so many of each kind on an empty board."""
+        known = self._complete.get((kinds, counts))
+        if known is None:
+            everything = self.arrangements(kinds, counts)
+            known = self._complete[kinds, counts] = [one for one in everything if one.counts == counts]
+        return known
+
+    def _enumerate(self, kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
+        choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]
+
+        def extend(
+            kind: int,
+            first: int,
+            used: int,
+            mask: int,
+            places: tuple[tuple[int, int, int], ...],
+            members: tuple[int, ...],
+        ) -> Iterator[Arrangement]:
+            counts = [0] * len(kinds)
+            for which, _, _ in places:
+                counts[which] += 1
+            yield Arrangement(places, mask, members, tuple(counts))
+            rooms = self.rooms(members)
+            # The next instance is of this kind further on, or of a later kind: so each set comes once.
+            for after in range(kind, len(kinds)):
+                same = after == kind
+                profile = kinds[after].profile
+                if (used if same else 0) >= limits[after] or not rooms[profile]:
+                    continue
+                for number in range(first if same else 0, len(choices[after])):
+                    start, place = choices[after][number]
+                    if not mask & place:
+                        here = (*places, (after, profile, start))
+                        count = used + 1 if same else 1
+                        yield from extend(
+                            after, number + 1, count, mask | place, here, tuple(sorted((*members, profile)))
+                        )
+
+        yield from extend(0, 0, 0, 0, (), ())
+
+
+@lru_cache(maxsize=64)
+def _board(profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> Board:
+    return Board(profiles, axis, compute_slices)
+
+
+def board_of(layout: Layout) -> Board:
+    """Return the board of a GPU; GPUs with equal profiles share it, with all that was found out about it."""
+    return _board(layout.profiles, layout.axis, layout.compute_slices)
+
+
+def occupied(layout: Layout) -> int:
+    """Return the memory slices that the instances of a GPU take, as bits."""
+    taken = 0
+    for one in layout.instances:
+        taken |= one.placement.mask
+    return taken
+
+
+def members_of(layout: Layout) -> tuple[int, ...]:
+    """Return the profile numbers of the instances of a GPU, sorted; one of a profile not offered any more is left out."""
+    number = board_of(layout).number
+    return tuple(sorted(number[one.profile.name] for one in layout.instances if one.profile.name in number))
+
+
+def forget() -> None:
+    """Forget all boards and what was found out about them: for measuring a cold start."""
+    _board.cache_clear()

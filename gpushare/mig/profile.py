@@ -1,0 +1,220 @@
+"""MIG as the driver reports it: profiles, placements, instances, and the layout of one GPU. Frozen, pure.
+
+Nothing here knows a board: which profiles exist and where they may lie is always the driver's answer (or, for a
+machine that is not there, the catalogue's), and is passed in.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+from gpushare.model import GpuProcess
+
+_NAME: Final = re.compile(r"(\d+)g(?:\.(\d+)gb)?((?:[+-][a-z]+(?:\.[a-z]+)?)*)", re.ASCII)
+# NVML_GPU_INSTANCE_PROFILE_{1,2,3,4,7,8,6}_SLICE; the numbers behind are revisions and extensions of these.
+_PLAIN_NVML_PROFILES: Final = range(7)
+_REV2: Final = 9
+# NVML_COMPUTE_INSTANCE_PROFILE_* by compute slices: the ID column of `nvidia-smi mig -lcip`.
+_COMPUTE_IDS: Final = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
+_COMPUTE_ID_REV1: Final = 7
+# How many compute instances of each size a GPU instance of so many slices holds (MIG user guide, -lcip).
+_COMPUTE_COUNTS: Final = {
+    1: {1: 1},
+    2: {1: 2, 2: 1},
+    3: {1: 3, 2: 1, 3: 1},
+    4: {1: 4, 2: 2, 4: 1},
+    7: {1: 7, 2: 3, 3: 2, 4: 1, 7: 1},
+}
+
+
+class Placement(NamedTuple):
+    """Where an instance lies: the first slice and how many it takes (``-lgipp`` prints ``{start}:size``)."""
+
+    start: int
+    size: int
+
+    @property
+    def mask(self) -> int:
+        """Return the slices as bits."""
+        return ((1 << self.size) - 1) << self.start
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """Engines of a GPU instance, shared by its compute instances (the CE ... OFA columns of -lgip)."""
+
+    copy: int | None = None
+    decoders: int | None = None
+    encoders: int | None = None
+    jpeg: int | None = None
+    optical_flow: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeProfile:
+    """One compute instance profile inside a GPU instance profile (``nvidia-smi mig -lcip``)."""
+
+    slices: int
+    # The ID column of -lcip.
+    id: int | None = None
+    # How many of it one GPU instance holds; None is unknown.
+    instances: int | None = None
+    multiprocessors: int | None = None
+    # On the axis of the GPU instance's compute slices (-lcipp); None: the driver places.
+    placements: tuple[Placement, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the size as the driver prints it before the GPU instance's name: ``1c``."""
+        return f"{self.slices}c"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One GPU instance profile (``nvidia-smi mig -lgip``, ``-lgipp``; nvmlDeviceGetGpuInstanceProfileInfo)."""
+
+    # Without "MIG ": 1g.18gb+me.
+    name: str
+    # The ID column of -lgip; None: unknown (only offline).
+    id: int | None
+    # The NVML_GPU_INSTANCE_PROFILE_* number.
+    nvml_profile: int | None = None
+    # Compute slices.
+    slices: int
+    memory_bytes: int | None = None
+    multiprocessors: int | None = None
+    engines: Engines = Engines()
+    # How many of it one GPU holds; None is unknown.
+    instances: int | None = None
+    # On the axis of memory slices; None: unknown (only offline).
+    placements: tuple[Placement, ...] | None
+    compute: tuple[ComputeProfile, ...] = ()
+
+    @cached_property
+    def attributes(self) -> frozenset[str]:
+        """Return the extensions in the name: ``+me``, ``+me.all``, ``-me``, ``+gfx``."""
+        match = _NAME.fullmatch(self.name)
+        return frozenset(re.findall(r"[+-][a-z.]+", match.group(3))) if match else frozenset()
+
+    @property
+    def all_media(self) -> bool:
+        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit beside it."""
+        return "+me.all" in self.attributes
+
+    @property
+    def media(self) -> bool:
+        """Return whether it has the media extension (``+me``, ``+me.all``): one such instance per GPU."""
+        return self.all_media or "+me" in self.attributes
+
+    @property
+    def no_media(self) -> bool:
+        """Return whether it goes without media engines (``-me``)."""
+        return "-me" in self.attributes
+
+    @property
+    def graphics(self) -> bool:
+        """Return whether it can run graphics (``+gfx``)."""
+        return "+gfx" in self.attributes
+
+    @property
+    def plain(self) -> bool:
+        """Return whether it is the ordinary profile of its size: no extension, no revision with more memory."""
+        return not self.attributes and (self.nvml_profile is None or self.nvml_profile in _PLAIN_NVML_PROFILES)
+
+    @property
+    def size(self) -> int | None:
+        """Return how many memory slices it takes, or None when its placements are unknown."""
+        return max((placement.size for placement in self.placements), default=None) if self.placements else None
+
+    @property
+    def whole(self) -> ComputeProfile:
+        """Return the compute instance that fills it: what ``-cgi ... -C`` makes."""
+        return self.compute_of(self.slices) or ComputeProfile(slices=self.slices, instances=1)
+
+    def compute_of(self, slices: int) -> ComputeProfile | None:
+        """Return the compute instance profile with so many slices, or None."""
+        return next((profile for profile in self.compute if profile.slices == slices), None)
+
+
+def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> tuple[ComputeProfile, ...]:
+    """Return the compute instance profiles of a GPU instance with so many slices, as NVIDIA publishes them.
+
+    For planning without a driver, and on a driver that lists them only inside an existing instance.
+    """
+    counts = _COMPUTE_COUNTS.get(slices, {slices: 1})
+    ids = {**_COMPUTE_IDS, 1: _COMPUTE_ID_REV1} if nvml_profile == _REV2 else _COMPUTE_IDS
+    return tuple(
+        ComputeProfile(slices=size, id=ids.get(size), instances=number) for size, number in sorted(counts.items())
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeInstance:
+    """One compute instance that exists: a MIG device (``nvidia-smi mig -lci``)."""
+
+    id: int
+    profile: ComputeProfile
+    placement: Placement | None = None
+    uuid: str | None = None
+    # Who is in it. None: NVML would not tell, which counts as busy; empty: nobody.
+    holders: tuple[GpuProcess, ...] | None = ()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether somebody is, or may be, in it."""
+        return self.holders is None or bool(self.holders)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuInstance:
+    """One GPU instance that exists (``nvidia-smi mig -lgi``)."""
+
+    id: int
+    profile: Profile
+    placement: Placement
+    compute: tuple[ComputeInstance, ...] = ()
+    # Who holds the GPU instance itself (its capability node); None: unknown, which counts as busy.
+    holders: tuple[GpuProcess, ...] | None = ()
+    # The name that a user bound to (GPU UUID, profile, start).
+    name: str | None = None
+
+    @property
+    def start(self) -> int:
+        """Return its first memory slice."""
+        return self.placement.start
+
+    @property
+    def busy(self) -> bool:
+        """Return whether somebody is, or may be, in it or in one of its compute instances."""
+        return self.holders is None or bool(self.holders) or any(one.busy for one in self.compute)
+
+    @property
+    def devices(self) -> int:
+        """Return what is lost with it: its MIG devices; an empty GPU instance counts as one."""
+        return max(1, len(self.compute))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One GPU as the planner sees it: what the driver offers, and what exists."""
+
+    gpu: int
+    uuid: str | None = None
+    profiles: tuple[Profile, ...]
+    instances: tuple[GpuInstance, ...] = ()
+
+    @property
+    def axis(self) -> int:
+        """Return the length of the axis of memory slices: as far as any placement reaches."""
+        return max((one.start + one.size for p in self.profiles for one in p.placements or ()), default=0)
+
+    @property
+    def compute_slices(self) -> int:
+        """Return how many compute slices the GPU has: what its profiles use at most (seven 1g, or one 7g)."""
+        return max((profile.slices * (profile.instances or 1) for profile in self.profiles), default=0)

@@ -1,0 +1,246 @@
+"""One GPU for the planner: what each way to fulfil a part of the wish costs there. Pure.
+
+Costs are single integers here: the fields of `Cost`, the heaviest in the highest digits, so that comparing and
+adding them is comparing and adding the fields one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from operator import or_
+from typing import Final, NamedTuple
+
+from gpushare.mig.board import Arrangement, Board, board_of, occupied
+from gpushare.mig.plan import Cost
+from gpushare.mig.profile import GpuInstance, Layout
+
+# Larger than any sum of one field over a host.
+_BASE: Final = 1 << 20
+
+
+def weigh(cost: Cost) -> int:
+    """Return a cost as one integer."""
+    total = 0
+    for field in cost:
+        total = total * _BASE + field
+    return total
+
+
+CREATED: Final = weigh(Cost(created=1))
+
+
+def cost_of_destroying(instance: GpuInstance) -> Cost:
+    """Return what destroying a GPU instance with all in it costs."""
+    busy = sum(one.busy for one in instance.compute)
+    if instance.busy and not busy:
+        # Held as a whole: nobody can say which of its compute instances is meant.
+        busy = instance.devices
+    rest = instance.devices - busy
+    size = instance.placement.size
+    if instance.name is not None:
+        return Cost(busy_destroyed=busy, named_destroyed=rest, slices_destroyed=size)
+    return Cost(busy_destroyed=busy, idle_destroyed=rest, slices_destroyed=size)
+
+
+@dataclass(frozen=True)
+class Existing:
+    """One GPU instance that exists, in numbers; equal ones are interchangeable for the search."""
+
+    # -1: the driver does not list its profile any more.
+    profile: int
+    start: int
+    mask: int
+    # Compute instances: slices, placement, busy.
+    compute: tuple[tuple[int, tuple[int, int] | None, bool], ...]
+    weight: int
+    # It may not be destroyed.
+    pinned: bool
+    # Empty, idle and nobody's: a new instance of its profile in its place is made by filling it.
+    fillable: bool
+
+
+class Removal(NamedTuple):
+    """What goes for an arrangement: its weight, the existing ones destroyed, those filled (both as bits)."""
+
+    weight: int
+    destroyed: int
+    filled: int
+
+
+class Option(NamedTuple):
+    """The cheapest way to lay some of the wish on a GPU."""
+
+    weight: int
+    arrangement: Arrangement
+    removal: Removal
+
+
+class Way(NamedTuple):
+    """One way to lay some of the wish: its code, the weight of what is created, the places."""
+
+    code: int
+    made: int
+    arrangement: Arrangement
+
+
+def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Way]:
+    """Return the ways for arrangements, for all GPUs of one kind of board.
+
+    ``parts`` is how many instances one of each kind makes (GPU instance and compute instances), ``codes`` what one
+    of each kind adds to the code.
+    """
+    return [
+        Way(
+            sum(count * code for count, code in zip(one.counts, codes, strict=True)),
+            sum(count * part for count, part in zip(one.counts, parts, strict=True)) * CREATED,
+            one,
+        )
+        for one in arrangements
+    ]
+
+
+class Site:
+    """One GPU, and which of its instances may go."""
+
+    def __init__(self, layout: Layout, *, may_destroy: bool, evict: frozenset[int]) -> None:
+        self.layout = layout
+        self.board: Board = board_of(layout)
+        self.instances = tuple(sorted(layout.instances, key=lambda one: one.start))
+        self.existing = tuple(self._number(one, may_destroy=may_destroy, evict=evict) for one in self.instances)
+        self.lost_now = self.board.lost(occupied(layout), self._members(0))
+        self._fillable = any(one.fillable for one in self.existing)
+        self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
+
+    def _number(self, one: GpuInstance, *, may_destroy: bool, evict: frozenset[int]) -> Existing:
+        return Existing(
+            profile=self.board.number.get(one.profile.name, -1),
+            start=one.start,
+            mask=one.placement.mask,
+            compute=tuple((c.profile.slices, c.placement, c.busy) for c in one.compute),
+            weight=weigh(cost_of_destroying(one)),
+            pinned=not may_destroy or (one.busy and one.id not in evict),
+            fillable=not one.compute and not one.busy and one.name is None,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what makes two GPUs the same for the search."""
+        return (id(self.board), self.existing)
+
+    def _members(self, without: int) -> tuple[int, ...]:
+        kept = (one.profile for n, one in enumerate(self.existing) if one.profile >= 0 and not without >> n & 1)
+        return tuple(sorted(kept))
+
+    # -- adding ------------------------------------------------------------------------------------
+
+    def options(self, ways: Iterable[Way]) -> dict[int, Option]:
+        """Return the cheapest option for every part of the wish, by its code.
+
+        Weights are differences to leaving the GPU as it is.
+        """
+        cheapest: dict[int, int] = {}
+        tied: dict[int, list[tuple[Arrangement, Removal]]] = {}
+        for code, made, arrangement in ways:
+            removals = self._removals_for(arrangement)
+            if not removals:
+                continue
+            weight = made + removals[0].weight
+            best = cheapest.get(code)
+            if best is None or weight < best:
+                cheapest[code] = weight
+                tied[code] = [(arrangement, removal) for removal in removals]
+            elif weight == best:
+                tied[code] += [(arrangement, removal) for removal in removals]
+        return {code: self._least_lost(cheapest[code], found) for code, found in tied.items()}
+
+    def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Option:
+        """Return the way that leaves the most room; of equals the one with small instances at the high end."""
+
+        def rank(way: tuple[Arrangement, Removal]) -> tuple[int, list[int], int]:
+            return self.lost_after(*way), [-start for _, _, start in way[0].places], way[1].destroyed
+
+        arrangement, removal = min(ways, key=rank) if len(ways) > 1 else ways[0]
+        return Option(weight + self.lost_after(arrangement, removal) - self.lost_now, arrangement, removal)
+
+    def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
+        """Return `capacity_lost` of the GPU when this is done."""
+        gone = removal.destroyed | removal.filled
+        known = self._kept.get(gone)
+        if known is None:
+            left = [one.mask for number, one in enumerate(self.existing) if not gone >> number & 1]
+            known = self._kept[gone] = (reduce(or_, left, 0), self._members(gone))
+        members = tuple(sorted(known[1] + arrangement.members))
+        return self.board.lost(known[0] | arrangement.mask, members)
+
+    def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
+        if self._fillable:
+            return self._find_removals(arrangement)
+        key = (arrangement.mask, arrangement.members)
+        known = self._removals.get(key)
+        if known is None:
+            known = self._removals[key] = self._find_removals(arrangement)
+        return known
+
+    def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return the cheapest sets that make way for an arrangement; none when one in the way may not go."""
+        if not arrangement.places:
+            return (Removal(0, 0, 0),)
+        filled = self._filled_by(arrangement)
+        weight = destroyed = 0
+        for number, one in enumerate(self.existing):
+            if not filled >> number & 1 and self._in_the_way(one, arrangement):
+                if one.pinned:
+                    return ()
+                weight += one.weight
+                destroyed |= 1 << number
+        least = Removal(weight - CREATED * filled.bit_count(), destroyed, filled)
+        return (least,) if self._within_limits(least, arrangement) else self._with_more(least, arrangement)
+
+    def _filled_by(self, arrangement: Arrangement) -> int:
+        if not self._fillable:
+            return 0
+        laid = {(profile, start) for _, profile, start in arrangement.places}
+        return sum(
+            1 << number for number, one in enumerate(self.existing) if one.fillable and (one.profile, one.start) in laid
+        )
+
+    def _in_the_way(self, one: Existing, arrangement: Arrangement) -> bool:
+        board, members = self.board, arrangement.members
+        if one.mask & arrangement.mask:
+            return True
+        if one.profile in board.media and any(other in board.media for other in members):
+            return True
+        if one.profile in board.with_media and any(other in board.all_media for other in members):
+            return True
+        return one.profile in board.all_media and any(other in board.with_media for other in members)
+
+    def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
+        board = self.board
+        members = (*self._members(removal.destroyed | removal.filled), *arrangement.members)
+        if sum(board.slices[number] for number in members) > board.compute_slices:
+            return False
+        return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
+
+    def _with_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return the cheapest removals that bring counts and compute slices within their limits as well."""
+        others = [
+            number
+            for number, one in enumerate(self.existing)
+            if not one.pinned and not (least.destroyed | least.filled) >> number & 1
+        ]
+        found = [
+            Removal(
+                least.weight + sum(self.existing[number].weight for number in more),
+                least.destroyed | sum(1 << number for number in more),
+                least.filled,
+            )
+            for size in range(1, len(others) + 1)
+            for more in combinations(others, size)
+        ]
+        found = [removal for removal in found if self._within_limits(removal, arrangement)]
+        best = min((removal.weight for removal in found), default=0)
+        return tuple(removal for removal in found if removal.weight == best)

@@ -1,0 +1,271 @@
+"""What a user wants of MIG, as typed: ``3g.40gb 1g.10gb*2``. Pure.
+
+The rules:
+
+- Words are separated by spaces or commas. A word is ``[Nc.]PROFILE[:START][*COUNT]``; ``xCOUNT`` is the same as
+  ``*COUNT``, and either may stand as a word of its own behind the profile (``1g.10gb x2``). The word ``MIG`` is
+  skipped, so that the driver's own output can be pasted.
+- PROFILE is the driver's name (``1g.18gb+me``), a size with or without extension (``3g``, ``1g+me``: the plain
+  profile of that size, never the revision with double memory), or the id that ``-lgip`` prints (``19``).
+- ``:START`` is the first memory slice, as ``nvidia-smi mig -cgi 9:4`` takes it.
+- ``1c.3g.40gb`` is a compute instance inside a GPU instance. COUNT counts MIG devices; those of one profile (and
+  one START) share GPU instances, filled largest first, as mig-parted does: ``1c.3g.40gb*3`` is one 3g.40gb with
+  three compute instances, and so is ``2c.3g.40gb 1c.3g.40gb`` with two.
+- Or by need, without a profile: so much memory, so many SMs; each GPU gives the smallest profile that serves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.mig.compute import new_compute
+from gpushare.mig.profile import GpuInstance, Profile
+from gpushare.units import format_bytes
+
+_WORD: Final = re.compile(r"(?:(?P<compute>\d+)c\.)?(?P<profile>[^:*]+?)(?::(?P<start>\d+))?", re.ASCII)
+_COUNT: Final = re.compile(r"(?P<rest>.*?)[*x](?P<count>\d+)", re.ASCII)
+_SIZE: Final = re.compile(r"(\d+)g(?:\.\d+gb)?([+-].+)?", re.ASCII)
+_HINT: Final = "write for example: 3g.40gb 1g.10gb*2, with a placement 3g.40gb:4, or inside one instance 1c.3g.40gb*3"
+_MAX_COUNT: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """At least so much memory and so many multiprocessors (SMs); None: any."""
+
+    memory_bytes: int | None = None
+    multiprocessors: int | None = None
+
+    def __str__(self) -> str:
+        memory = [] if self.memory_bytes is None else [format_bytes(self.memory_bytes)]
+        return " and ".join([*memory, *([] if self.multiprocessors is None else [f"{self.multiprocessors} SMs"])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """So many equal GPU instances: profile as typed or by need, first memory slice or None, compute instances inside.
+
+    ``compute`` holds the slices of each compute instance, largest first; empty is one that fills the GPU instance.
+    """
+
+    profile: str | Need
+    start: int | None = None
+    compute: tuple[int, ...] = ()
+    count: int = 1
+
+    def __str__(self) -> str:
+        parts = Counter(self.compute)
+        place = "" if self.start is None else f":{self.start}"
+        words = [
+            f"{slices}c.{self.profile}{place}" + (f"*{number * self.count}" if number * self.count > 1 else "")
+            for slices, number in sorted(parts.items(), reverse=True)
+        ]
+        return " ".join(words) or f"{self.profile}{place}" + (f"*{self.count}" if self.count > 1 else "")
+
+    @property
+    def one(self) -> str:
+        """Return what one of it is, for messages."""
+        return str(replace(self, count=1))
+
+
+Wish = tuple[Request, ...]
+
+
+def merged(wish: Wish) -> Wish:
+    """Return a wish with equal requests counted together."""
+    counts: Counter[Request] = Counter()
+    for request in wish:
+        counts[replace(request, count=1)] += request.count
+    return tuple(replace(request, count=count) for request, count in counts.items())
+
+
+def parse_wish(text: str) -> Wish:
+    """Return what a wish asks for, equal requests merged, in the order of their first mention.
+
+    Raises:
+        BadUsage: it is no wish.
+    """
+    whole: Counter[tuple[str, int | None]] = Counter()
+    parts: dict[tuple[str, int | None], list[int]] = {}
+    for word, count in _words(text):
+        match = _WORD.fullmatch(word)
+        if match is None or not (match["profile"].isdecimal() or _SIZE.fullmatch(match["profile"])):
+            raise BadUsage(f"'{word[:60]}' is not a MIG profile", _HINT, code="bad_profile")
+        key = (match["profile"], None if match["start"] is None else int(match["start"]))
+        if match["compute"] is None:
+            whole[key] += count
+        else:
+            parts.setdefault(key, []).extend([int(match["compute"])] * count)
+    requests = [Request(profile=profile, start=start, count=count) for (profile, start), count in whole.items()]
+    for (profile, start), devices in parts.items():
+        groups = Counter(_packed(profile, devices))
+        requests += [Request(profile=profile, start=start, compute=one, count=n) for one, n in groups.items()]
+    return tuple(requests)
+
+
+def _words(text: str) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    for raw in re.split(r"[\s,]+", text.strip().lower()):
+        word = raw.removeprefix("mig-")
+        if word in {"", "mig"}:
+            continue
+        match = _COUNT.fullmatch(word)
+        count = 1 if match is None else int(match["count"])
+        if not 0 < count <= _MAX_COUNT:
+            raise BadUsage(
+                f"'{raw[:60]}' asks for {count} instances", f"count from 1 to {_MAX_COUNT}", code="bad_count"
+            )
+        rest = word if match is None else match["rest"]
+        if rest:
+            found.append((rest, count))
+        elif found and found[-1][1] == 1:
+            found[-1] = (found[-1][0], count)
+        else:
+            raise BadUsage(f"'{raw[:60]}' counts nothing", _HINT, code="bad_count")
+    if not found:
+        raise BadUsage("the wish is empty", _HINT, code="bad_profile")
+    return found
+
+
+def _packed(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the compute instances of each GPU instance: first fit, largest first."""
+    size = _SIZE.fullmatch(profile)
+    if size is None:
+        raise BadUsage(
+            f"a compute instance is not asked for by id ({profile})",
+            "write the profile's name: 1c.3g.40gb",
+            code="bad_profile",
+        )
+    slices = int(size.group(1))
+    groups: list[list[int]] = []
+    for device in sorted(devices, reverse=True):
+        if not 0 < device <= slices:
+            raise BadUsage(
+                f"{device}c does not fit in {profile}", f"it has {slices} compute slices", code="bad_profile"
+            )
+        group = next((group for group in groups if sum(group) + device <= slices), None)
+        if group is None:
+            groups.append([device])
+        else:
+            group.append(device)
+    # A compute instance that fills the GPU instance is what the plain name asks for.
+    return [() if group == [slices] else tuple(group) for group in groups]
+
+
+def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
+    """Return the profile that a request means on a GPU with these profiles.
+
+    Raises:
+        BadUsage: the size fits several profiles, or the start is none of its placements.
+        NotSupported: the GPU never has it, or its placements are unknown.
+    """
+    found = (
+        by_need(request.profile, profiles)
+        if isinstance(request.profile, Need)
+        else find_profile(request.profile, profiles)
+    )
+    if found.placements is None:
+        raise NotSupported(
+            f"the placements of {found.name} are not known", "ask a machine that has the GPU", code="placements_unknown"
+        )
+    if request.start is not None and request.start not in {one.start for one in found.placements}:
+        starts = ", ".join(str(one.start) for one in found.placements)
+        raise BadUsage(f"{found.name} cannot start at {request.start}", f"it starts at: {starts}", code="bad_placement")
+    for slices, count in Counter(request.compute).items():
+        part = found.compute_of(slices)
+        if part is None or (part.instances is not None and count > part.instances):
+            known = ", ".join(f"{one.name}*{one.instances or '?'}" for one in found.compute)
+            what = f"{count} x {slices}c" if count > 1 else f"{slices}c"
+            raise NotSupported(f"{found.name} holds no {what}", f"it holds: {known}", code="mig_profile_unknown")
+    if new_compute(found, request.compute) is None:
+        raise NotSupported(
+            f"{request.one} do not fit together in one {found.name}", "ask for fewer", code="mig_profile_unknown"
+        )
+    return found
+
+
+def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
+    """Return the profile with this name, size or id.
+
+    Raises:
+        BadUsage: several profiles have this size; the hint names them.
+        NotSupported: none of this GPU's profiles; the hint names those that are close, or all.
+    """
+    wanted = text.strip().lower().removeprefix("mig").strip(" -")
+    if wanted.isdecimal():
+        matches = [profile for profile in profiles if profile.id == int(wanted)]
+    else:
+        matches = [p for p in profiles if p.name == wanted] or _of_size(wanted, profiles)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        candidates = ", ".join(profile.name for profile in matches)
+        raise BadUsage(f"'{text}' fits several profiles", f"give one of: {candidates}", code="ambiguous_profile")
+    names = [profile.name for profile in profiles]
+    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.7)
+    hint = f"did you mean {', '.join(close)}?" if close else f"its profiles: {', '.join(names) or 'none'}"
+    raise NotSupported(f"this GPU has no MIG profile '{text[:60]}'", hint, code="mig_profile_unknown")
+
+
+def _of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]:
+    match = re.fullmatch(r"(\d+)g([+-].+)?", wanted)
+    if match is None:
+        return []
+    extension = match.group(2) or ""
+    same = [p for p in profiles if re.sub(r"\.\d+gb", "", p.name) == f"{match.group(1)}g{extension}"]
+    # 1g is 1g.10gb, not the revision 1g.20gb: NVML counts them as different sizes too.
+    return [p for p in same if p.plain] or same if not extension else same
+
+
+def by_need(need: Need, profiles: Sequence[Profile]) -> Profile:
+    """Return the smallest plain profile that serves: fewest memory slices, then compute slices, then memory.
+
+    A profile whose memory or SM count is unknown cannot be proved to serve, and is not taken.
+
+    Raises:
+        NotSupported: none serves; the hint names the largest, or says that its figures are unknown.
+    """
+    ordinary = [profile for profile in profiles if not profile.attributes and profile.placements]
+    serving = [
+        profile
+        for profile in ordinary
+        if _at_least(profile.memory_bytes, need.memory_bytes)
+        and _at_least(profile.multiprocessors, need.multiprocessors)
+    ]
+    if serving:
+        return min(serving, key=lambda p: (p.size or 0, p.slices, p.memory_bytes or 0, p.multiprocessors or 0))
+    largest = max(ordinary, key=lambda p: (p.size or 0, p.slices), default=None)
+    hint = "see: gpushare mig profiles"
+    if largest is not None:
+        memory = "unknown memory" if largest.memory_bytes is None else format_bytes(largest.memory_bytes)
+        sms = "an unknown number of" if largest.multiprocessors is None else str(largest.multiprocessors)
+        hint = f"the largest, {largest.name}, has {memory} and {sms} SMs; {hint}"
+    raise NotSupported(f"no MIG profile of this GPU is known to have {need}", hint, code="mig_need_too_large")
+
+
+def _at_least(has: int | None, wanted: int | None) -> bool:
+    return wanted is None or (has is not None and has >= wanted)
+
+
+def wish_of(instances: Iterable[GpuInstance], *, places: bool = True) -> Wish:
+    """Return the wish that these instances fulfil: what ``apply`` needs to get them again, in their places."""
+    found: Counter[Request] = Counter()
+    for one in sorted(instances, key=lambda instance: instance.start):
+        parts = tuple(sorted((compute.profile.slices for compute in one.compute), reverse=True))
+        found[
+            Request(
+                profile=one.profile.name,
+                start=one.start if places else None,
+                compute=() if parts in {(), (one.profile.slices,)} else parts,
+            )
+        ] += 1
+    return tuple(
+        Request(profile=one.profile, start=one.start, compute=one.compute, count=number)
+        for one, number in found.items()
+    )

@@ -1,0 +1,109 @@
+"""Boards and layouts for the tests of the planner: from the catalogue, as a caller without a driver does."""
+
+from __future__ import annotations
+
+from gpushare.mig.profile import (
+    ComputeInstance,
+    Engines,
+    GpuInstance,
+    Layout,
+    Placement,
+    Profile,
+    standard_compute_profiles,
+)
+from gpushare.model import GpuProcess
+from gpushare.sim.models import GiProfile, GpuModel, find_model, load_models
+from gpushare.units import MIB
+
+SOMEBODY = (GpuProcess(pid=4711, compute=True, name="python3"),)
+
+
+def profile_of(raw: GiProfile) -> Profile:
+    """Return a profile of the catalogue as the planner takes it."""
+    placements = None
+    if raw.starts is not None and raw.size is not None:
+        placements = tuple(Placement(start, raw.size) for start in raw.starts)
+    return Profile(
+        name=raw.name,
+        id=raw.id,
+        nvml_profile=raw.nvml_profile,
+        slices=raw.slices,
+        memory_bytes=None if raw.memory_mib is None else raw.memory_mib * MIB,
+        multiprocessors=raw.multiprocessors,
+        engines=Engines(
+            copy=raw.copy_engines,
+            decoders=raw.decoders,
+            encoders=raw.encoders,
+            jpeg=raw.jpeg_engines,
+            optical_flow=raw.optical_flow_engines,
+        ),
+        instances=raw.instances,
+        placements=placements,
+        compute=standard_compute_profiles(raw.slices, raw.nvml_profile),
+    )
+
+
+def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
+    """Return the profiles of a model."""
+    return tuple(profile_of(raw) for raw in model.profiles)
+
+
+# Models with known placements, one for each different table: names and sizes do not matter to the places.
+MODELS = [
+    model
+    for model in load_models().values()
+    if model.mig and model.profiles and all(raw.starts is not None for raw in model.profiles)
+]
+
+
+def _shape(model: GpuModel) -> tuple[object, ...]:
+    return tuple((p.slices, p.starts, p.size, p.instances, p.media, p.all_media, p.no_media) for p in model.profiles)
+
+
+SHAPES = list({_shape(model): model for model in reversed(MODELS)}.values())
+
+
+def instance(
+    profile: Profile,
+    start: int,
+    *,
+    busy: bool = False,
+    name: str | None = None,
+    compute: tuple[int, ...] | None = None,
+    busy_parts: tuple[int, ...] = (),
+    identity: int | None = None,
+) -> GpuInstance:
+    """Return a GPU instance that exists, filled by one compute instance unless others are given."""
+    placement = next(one for one in profile.placements or () if one.start == start)
+    slices = (profile.slices,) if compute is None else compute
+    parts = tuple(
+        ComputeInstance(
+            id=number,
+            profile=profile.compute_of(size) or profile.whole,
+            holders=SOMEBODY if busy or number in busy_parts else (),
+        )
+        for number, size in enumerate(slices)
+    )
+    return GpuInstance(
+        id=100 * placement.size + start if identity is None else identity,
+        profile=profile,
+        placement=placement,
+        compute=parts,
+        holders=SOMEBODY if busy and not parts else (),
+        name=name,
+    )
+
+
+def layout(model: str, *instances: str, gpu: int = 0) -> Layout:
+    """Return a GPU of a model: ``3g.40gb:4``, with ``!`` behind for busy, ``=name`` for bound, ``/1,1`` for compute."""
+    profiles = profiles_of(find_model(model))
+    found = []
+    for text in instances:
+        rest, _, parts = text.partition("/")
+        rest, _, name = rest.partition("=")
+        busy = rest.endswith("!")
+        profile_name, _, start = rest.rstrip("!").partition(":")
+        profile = next(one for one in profiles if one.name == profile_name)
+        compute = tuple(int(one) for one in parts.split(",") if one) if "/" in text else None
+        found.append(instance(profile, int(start), busy=busy, name=name or None, compute=compute))
+    return Layout(gpu=gpu, uuid=f"GPU-{gpu}", profiles=profiles, instances=tuple(found))

@@ -1,0 +1,294 @@
+"""What the planner must and must not do: busy, named, unknown, filling, media, destroying, refusing, order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.mig.assign import Group, assign, codes_for
+from gpushare.mig.plan import Action, NoPlan, Plan, Why
+from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
+from gpushare.mig.profile import GpuInstance, Layout
+from gpushare.mig.wish import Need, Request, parse_wish
+from gpushare.units import GIB
+from tests.mig.boards import SOMEBODY, layout
+
+RTX = "rtx-pro-6000-blackwell-96gb"
+
+
+def made(plan: Plan | NoPlan) -> list[str]:
+    """Return what a plan creates, ``GPU/profile:start``."""
+    assert isinstance(plan, Plan)
+    return [f"{gpu.gpu}/{one}" for gpu in plan.gpus for one in gpu.created]
+
+
+def gone(plan: Plan | NoPlan) -> list[str]:
+    """Return what a plan destroys."""
+    assert isinstance(plan, Plan)
+    return [f"{gpu.gpu}/{one.instance.profile.name}:{one.instance.start}" for gpu in plan.gpus for one in gpu.destroyed]
+
+
+def with_instance(gpu: Layout, number: int, **changes: object) -> Layout:
+    """Return a layout with one instance changed."""
+    instances = list(gpu.instances)
+    instances[number] = replace(instances[number], **changes)  # type: ignore[arg-type]
+    return replace(gpu, instances=tuple(instances))
+
+
+def test_small_instances_lie_where_they_leave_most_room() -> None:
+    assert made(plan_add([layout("h100")], parse_wish("1g.10gb"))) == ["0/1g.10gb:6"]
+    assert made(plan_add([layout("h100")], parse_wish("3g.40gb"))) == ["0/3g.40gb:4"]
+
+
+def test_a_wish_goes_to_the_gpu_that_loses_least() -> None:
+    gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:4!", "2g.20gb:0!", gpu=1)]
+    assert made(plan_add(gpus, parse_wish("2g"))) == ["1/2g.20gb:2"]
+    assert made(plan_add(gpus, parse_wish("4g"))) == ["0/4g.40gb:0"]
+
+
+def test_only_adding_destroys_nothing_and_says_what_would_go() -> None:
+    gpu = layout("h100", "3g.40gb:0", "3g.40gb:4!")
+    refused = plan_add([gpu], parse_wish("1g"))
+    assert isinstance(refused, NoPlan)
+    assert refused.why is Why.BLOCKED
+    assert [(index, one.instance.start) for index, one in refused.would_go] == [(0, 0)]
+    assert "3g.40gb:0 (GPU 0, GPU instance 400, idle)" in refused.message
+    assert gone(plan_add([gpu], parse_wish("1g"), may_destroy=True)) == ["0/3g.40gb:0"]
+
+
+def test_a_busy_instance_goes_only_when_it_is_named() -> None:
+    gpu = layout("h100", "7g.80gb:0!")
+    refused = plan_add([gpu], parse_wish("1g"), may_destroy=True)
+    assert isinstance(refused, NoPlan)
+    assert "busy" in refused.message
+    assert "--evict" in refused.hint
+    plan = plan_add([gpu], parse_wish("1g"), may_destroy=True, evict=[Target(0, 800)])
+    assert gone(plan) == ["0/7g.80gb:0"]
+    assert isinstance(plan_exact([gpu], {0: ()}), NoPlan)
+    assert gone(plan_exact([gpu], {0: ()}, evict=[Target(0, 800)])) == ["0/7g.80gb:0"]
+
+
+def test_evict_permits_and_does_not_demand() -> None:
+    gpu = layout("h100", "3g.40gb:4!")
+    plan = plan_add([gpu], parse_wish("3g"), may_destroy=True, evict=[Target(0, 404)])
+    assert gone(plan) == []
+
+
+@pytest.mark.parametrize("place", ["gpu instance", "compute instance"])
+def test_unknown_holders_count_as_busy(place: str) -> None:
+    gpu = layout("h100", "7g.80gb:0")
+    one = gpu.instances[0]
+    compute = tuple(replace(part, holders=None) for part in one.compute)
+    gpu = with_instance(gpu, 0, **({"holders": None} if place == "gpu instance" else {"compute": compute}))
+    assert isinstance(plan_add([gpu], parse_wish("1g"), may_destroy=True), NoPlan)
+    assert isinstance(plan_destroy([gpu], [Target(0, one.id)]), NoPlan)
+
+
+def test_nameless_goes_before_named_and_small_before_large() -> None:
+    gpu = layout("h100", "3g.40gb:0=train", "3g.40gb:4")
+    assert gone(plan_add([gpu], parse_wish("1g"), may_destroy=True)) == ["0/3g.40gb:4"]
+    gpus = [layout("h100", "7g.80gb:0", gpu=0), layout("h100", "4g.40gb:0!", "3g.40gb:4", gpu=1)]
+    assert gone(plan_add(gpus, parse_wish("1g"), may_destroy=True)) == ["1/3g.40gb:4"]
+
+
+def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
+    gpu = layout("h100", "3g.40gb:0/")
+    plan = plan_add([gpu], parse_wish("3g"))
+    assert isinstance(plan, Plan)
+    assert plan.gpus[0].created[0].into is gpu.instances[0]
+    assert [step.action for step in plan.steps] == [Action.CREATE_COMPUTE]
+    named = with_instance(gpu, 0, name="train")
+    assert made(plan_add([named], parse_wish("3g"))) == ["0/3g.40gb:4"]
+
+
+def test_media_once_per_gpu() -> None:
+    assert isinstance(plan_add([layout("h100", "1g.10gb+me:0!")], parse_wish("1g+me")), NoPlan)
+    gpus = [layout("h100", gpu=0), layout("h100", gpu=1)]
+    homes = {text[0] for text in made(plan_add(gpus, parse_wish("1g+me*2")))}
+    assert homes == {"0", "1"}
+    never = plan_add(gpus, parse_wish("1g+me*3"))
+    assert isinstance(never, NoPlan)
+    assert (never.why, never.most) == (Why.NEVER, 2)
+
+
+def test_all_media_beside_nothing_but_those_without() -> None:
+    assert made(plan_add([layout(RTX, "1g.24gb+me.all:0!")], parse_wish("1g-me*3")))
+    assert isinstance(plan_add([layout(RTX, "1g.24gb:0!")], parse_wish("1g+me.all")), NoPlan)
+    assert gone(plan_add([layout(RTX, "1g.24gb:0", "1g.24gb-me:3")], parse_wish("1g+me.all"), may_destroy=True)) == [
+        "0/1g.24gb:0"
+    ]
+    assert gone(plan_add([layout(RTX, "1g.24gb+me.all:0")], parse_wish("1g+gfx"), may_destroy=True)) == [
+        "0/1g.24gb+me.all:0"
+    ]
+
+
+def test_the_drivers_count_is_a_limit() -> None:
+    gpu = layout("h100", "1g.10gb:0", "1g.10gb:1!")
+    few = tuple(replace(p, instances=2) if p.name == "1g.10gb" else p for p in gpu.profiles)
+    # Seven compute slices still: the full instance tells.
+    gpu = replace(gpu, profiles=few)
+    assert isinstance(plan_add([gpu], parse_wish("1g")), NoPlan)
+    plan = plan_add([gpu], parse_wish("1g"), may_destroy=True)
+    assert gone(plan) == ["0/1g.10gb:0"]
+
+
+def test_explicit_places_are_kept_to() -> None:
+    assert made(plan_add([layout("h100")], parse_wish("3g.40gb:0 1g:4"))) == ["0/3g.40gb:0", "0/1g.10gb:4"]
+    gpu = layout("h100", "3g.40gb:4!")
+    assert isinstance(plan_add([gpu], parse_wish("3g:4")), NoPlan)
+    assert gone(plan_exact([layout("h100", "3g.40gb:4")], {0: parse_wish("3g:0")})) == ["0/3g.40gb:4"]
+
+
+def test_a_bad_order_for_the_driver_is_no_trouble() -> None:
+    """``-cgi 19,19,14,9`` fails with the driver's own placement."""
+    plan = plan_exact([layout("h100")], {0: parse_wish("19,19,14,9")})
+    assert [text.split(":")[0] for text in made(plan)] == ["0/3g.40gb", "0/2g.20gb", "0/1g.10gb", "0/1g.10gb"]
+
+
+def test_one_slice_changes_and_every_busy_instance_stays() -> None:
+    gpus = [layout("a100-80gb", "3g.40gb:4!", "2g.20gb:2", "1g.10gb:0!", "1g.10gb:1!", gpu=n) for n in range(8)]
+    plan = plan_exact(gpus, {5: parse_wish("3g 1g*4")})
+    assert gone(plan) == ["5/2g.20gb:2"]
+    assert made(plan) == ["5/1g.10gb:2", "5/1g.10gb:3"]
+    assert isinstance(plan, Plan)
+    assert [gpu.changes for gpu in plan.gpus] == [n == 5 for n in range(8)]
+
+
+def test_steps_free_before_they_take() -> None:
+    gpu = layout("h100", "3g.40gb:0/1,1", "1g.10gb:4!")
+    plan = plan_exact([gpu], {0: parse_wish("1g*2 2c.3g.40gb:0 1c.3g.40gb:0")})
+    assert isinstance(plan, Plan)
+    steps = [(step.action.name, step.profile.name) for step in plan.steps]
+    assert steps == [
+        ("DESTROY_COMPUTE", "3g.40gb"),
+        ("CREATE_COMPUTE", "3g.40gb"),
+        ("CREATE_GPU_INSTANCE", "1g.10gb"),
+        ("CREATE_COMPUTE", "1g.10gb"),
+    ]
+
+
+def test_all_goes_out_before_a_gpu_instance_does() -> None:
+    plan = plan_destroy([layout("h100", "3g.40gb:0/1,1,1")], [Target(0, 400)])
+    assert isinstance(plan, Plan)
+    actions = [step.action for step in plan.steps]
+    assert actions == [Action.DESTROY_COMPUTE] * 3 + [Action.DESTROY_GPU_INSTANCE]
+    assert plan.cost.idle_destroyed == 3
+
+
+def test_destroying_the_last_compute_instance_takes_the_gpu_instance_along() -> None:
+    gpu = layout("h100", "3g.40gb:0/1,1")
+    one = plan_destroy([gpu], [Target(0, 400, 1)])
+    assert isinstance(one, Plan)
+    assert [step.action for step in one.steps] == [Action.DESTROY_COMPUTE]
+    both = plan_destroy([gpu], [Target(0, 400, 0), Target(0, 400, 1)])
+    assert isinstance(both, Plan)
+    assert both.steps[-1].action is Action.DESTROY_GPU_INSTANCE
+
+
+def test_a_busy_one_is_destroyed_when_it_is_named_to_be_evicted() -> None:
+    gpu = layout("h100", "3g.40gb:0!")
+    assert isinstance(plan_destroy([gpu], [Target(0, 400)], evict=[Target(1, 400)]), NoPlan)
+    assert gone(plan_destroy([gpu], [Target(0, 400)], evict=[Target(0, 400)])) == ["0/3g.40gb:0"]
+
+
+def test_a_busy_neighbour_inside_the_gpu_instance_stays() -> None:
+    gpu = layout("h100", "3g.40gb:0/1,1")
+    busy = replace(gpu.instances[0].compute[0], holders=SOMEBODY)
+    gpu = with_instance(gpu, 0, compute=(busy, gpu.instances[0].compute[1]))
+    plan = plan_exact([gpu], {0: parse_wish("2c.3g.40gb 1c.3g.40gb")})
+    assert isinstance(plan, Plan)
+    assert [part.id for part in plan.gpus[0].destroyed[0].compute] == [1]
+    assert [part.profile.name for part in plan.gpus[0].created[0].compute] == ["2c"]
+    assert isinstance(plan_exact([gpu], {0: parse_wish("3g")}), NoPlan)
+    assert isinstance(plan_destroy([gpu], [Target(0, 400)]), NoPlan)
+    assert isinstance(plan_destroy([gpu], [Target(0, 400, 1)]), Plan)
+
+
+def test_a_need_finds_its_profile_on_each_kind_of_gpu() -> None:
+    wish = (Request(profile=Need(memory_bytes=20 * GIB), count=2),)
+    plan = plan_add([layout("a30", "4g.24gb:0!", gpu=0), layout("h100", gpu=1)], wish)
+    assert {text.split(":")[0] for text in made(plan)} == {"1/3g.40gb"}
+    assert {text.split(":")[0] for text in made(plan_add([layout("a30"), layout("h100", gpu=1)], wish))} == {
+        "0/4g.24gb",
+        "1/3g.40gb",
+    }
+
+
+def test_what_no_gpu_ever_has() -> None:
+    with pytest.raises(NotSupported):
+        plan_add([layout("h100"), layout("a30", gpu=1)], parse_wish("3g.71gb"))
+    with pytest.raises(NotSupported):
+        plan_add([], parse_wish("3g"))
+    with pytest.raises(BadUsage):
+        plan_add([layout("h100")], parse_wish("3g:1"))
+
+
+def test_what_does_not_exist_is_not_destroyed() -> None:
+    gpu = layout("h100", "3g.40gb:0")
+    for target in (Target(1, 400), Target(0, 1), Target(0, 400, 7)):
+        with pytest.raises(NotFound):
+            plan_destroy([gpu], [target])
+    with pytest.raises(NotFound):
+        plan_exact([gpu], {3: ()})
+
+
+def test_never_together() -> None:
+    never = plan_exact([layout("h100")], {0: parse_wish("7g 1g")})
+    assert isinstance(never, NoPlan)
+    assert never.why is Why.NEVER
+    assert "together" in never.message
+    assert never.instead is None
+
+
+def test_an_instance_of_a_profile_that_is_gone_is_left_or_destroyed_whole() -> None:
+    """After a driver update a name may differ from those offered; its place is taken all the same."""
+    gpu = layout("h100", "3g.40gb:0")
+    old: GpuInstance = replace(gpu.instances[0], profile=replace(gpu.instances[0].profile, name="3g.39gb"))
+    gpu = replace(gpu, instances=(old,))
+    assert made(plan_add([gpu], parse_wish("3g"))) == ["0/3g.40gb:4"]
+    assert gone(plan_exact([gpu], {0: parse_wish("3g:0")})) == ["0/3g.39gb:0"]
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    gpus = [layout("h100", "1g.10gb:0!", "2g.20gb:4", gpu=n) for n in range(4)]
+    plans = {str(plan_add(gpus, parse_wish("2g*3 1g*5"), may_destroy=True)) for _ in range(3)}
+    assert len(plans) == 1
+    backwards = plan_add(gpus, parse_wish("1g*5 2g*3"), may_destroy=True)
+    assert isinstance(backwards, Plan)
+    assert str(backwards) in plans
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_assignment_is_the_least_of_all(data: st.DataObject) -> None:
+    """Against every combination of parts, for small wishes and made-up weights."""
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    codes = codes_for(counts, [data.draw(st.integers(1, 4)) for _ in counts])
+    parts = [
+        sum(number * one for number, one in zip(numbers, codes.one, strict=True))
+        for numbers in product(*(range(count + 1) for count in counts))
+    ]
+    groups = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        chosen = data.draw(st.lists(st.sampled_from(parts), max_size=4, unique=True))
+        weights = {code: data.draw(st.integers(-3, 9)) for code in chosen} | {0: 0}
+        groups.append(Group(data.draw(st.integers(1, 2)), weights))
+    slots = [group for group in groups for _ in range(group.count)]
+    totals = [
+        sum(slot.weights[code] for slot, code in zip(slots, choice, strict=True))
+        for choice in product(*(list(slot.weights) for slot in slots))
+        if sum(choice) == codes.whole
+    ]
+    found = assign(groups, codes, sum(counts))
+    if found is None:
+        assert not totals
+        return
+    assert all(len(taken) <= group.count for taken, group in zip(found, groups, strict=True))
+    assert sum(code for taken in found for code in taken) == codes.whole
+    cost = sum(group.weights[code] for taken, group in zip(found, groups, strict=True) for code in taken)
+    assert cost == min(totals)
