@@ -17,7 +17,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status run doctor timeslice mps sim'
+      commands='status run doctor timeslice mps mig sim'
       options='--version --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -84,6 +84,27 @@ _gpushare_node() {
     'mps env')
       options='-g --gpu --threads --memory --priority --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --threads --memory --priority --host -o --output'
+      ;;
+    'mig')
+      commands='status profiles fits plan'
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'mig status')
+      options='-g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
+      ;;
+    'mig profiles')
+      options='-g --gpu --model --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --model --host -o --output'
+      ;;
+    'mig fits')
+      options='-g --gpu --model --memory --sm --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --model --memory --sm --host -o --output'
+      ;;
+    'mig plan')
+      options='-g --gpu --model --memory --sm --exact --may-destroy --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --model --memory --sm --host -o --output'
       ;;
     'sim')
       commands='list show reset add end mig fault'

@@ -37,7 +37,7 @@ function __gpushare_gpus
     gpushare $host status -o csv 2>/dev/null </dev/null | string match -r '^[0-9]+(?=,)' | sort -u
 end
 
-set -g __gpushare_groups 'timeslice' 'mps' 'sim'
+set -g __gpushare_groups 'timeslice' 'mps' 'mig' 'sim'
 
 function __gpushare_valued
     switch $argv[1]
@@ -63,6 +63,8 @@ function __gpushare_valued
             return 0
         case --lines
             return 0
+        case --model
+            return 0
         case --sm
             return 0
         case --name
@@ -85,6 +87,7 @@ complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for what goes wrong in practice; each finding has a stable id and its remedy'
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU turns to the next one'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
+complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes'
 complete -c gpushare -n '__gpushare_at ' -a sim -d 'Simulated hosts: try everything, rehearse errors, run tests, without a GPU'
 complete -c gpushare -n '__gpushare_at ' -l version -d 'Show the version and exit.'
 complete -c gpushare -n '__gpushare_at ' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -245,6 +248,53 @@ complete -c gpushare -n '__gpushare_at mps env' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps env' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at mps env' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mps env' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig' -a status -d 'Show the MIG instances of each GPU with placement, UUID and processes, and what still fits'
+complete -c gpushare -n '__gpushare_at mig' -a profiles -d 'Show the GPU instance profiles that the driver offers, with free counts and placements'
+complete -c gpushare -n '__gpushare_at mig' -a fits -d 'Say whether a wish fits beside what exists: yes and where; no and what would have to go; never'
+complete -c gpushare -n '__gpushare_at mig' -a plan -d 'Print the steps to a wish that destroy and create the least, with a picture and plain nvidia-smi lines'
+complete -c gpushare -n '__gpushare_at mig' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig status' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig status' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig status' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig status' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig status' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig status' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig profiles' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig profiles' -l model -x -d 'An empty GPU of this model instead of this host\'s: h100-80gb.'
+complete -c gpushare -n '__gpushare_at mig profiles' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig profiles' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig profiles' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig profiles' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig profiles' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig profiles' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig fits' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig fits' -l model -x -d 'An empty GPU of this model instead of this host\'s: h100-80gb.'
+complete -c gpushare -n '__gpushare_at mig fits' -l memory -x -d 'By need: at least so much memory.'
+complete -c gpushare -n '__gpushare_at mig fits' -l sm -x -d 'By need: at least so many SMs.'
+complete -c gpushare -n '__gpushare_at mig fits' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig fits' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig fits' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig fits' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig fits' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig fits' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig plan' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig plan' -l model -x -d 'An empty GPU of this model instead of this host\'s: h100-80gb.'
+complete -c gpushare -n '__gpushare_at mig plan' -l memory -x -d 'By need: at least so much memory.'
+complete -c gpushare -n '__gpushare_at mig plan' -l sm -x -d 'By need: at least so many SMs.'
+complete -c gpushare -n '__gpushare_at mig plan' -l exact -d 'The GPUs have exactly this afterwards, nothing else.'
+complete -c gpushare -n '__gpushare_at mig plan' -l may-destroy -d 'Idle instances may go.'
+complete -c gpushare -n '__gpushare_at mig plan' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig plan' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig plan' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig plan' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig plan' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig plan' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim' -a list -d 'List the simulated hosts that were used, or with --models what can be simulated'
 complete -c gpushare -n '__gpushare_at sim' -a show -d 'Show the whole state of a simulated host: GPUs, processes, daemons, faults'
 complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Forget a simulated host: its simulated processes end, its state goes'

@@ -22,13 +22,13 @@ ALLOWED = {
     "selection": {"errors", "units", "model"},
     # MIG profiles and layouts are vocabulary too: pure, and below the host that reads them.
     "host": {"mig", *PURE},
-    "sim": {"host", "errors", "units", "model"},
+    "sim": {"host", "mig", "errors", "units", "model"},
     "mig": {"errors", "units", "model"},
     "layout": {"host", "mig", *PURE},
     "advice": PURE,
     "actions": {"host", "mig", "layout", *PURE},
     "measure": {"host", "actions", *PURE},
-    "show": {"errors", "units", "model"},
+    "show": {"mig", "errors", "units", "model"},
     "cli": {"show", "advice", "layout", "actions", "measure", "mig", "host", "sim", *PURE},
     "__main__": {"cli"},
 }

@@ -21,7 +21,7 @@ from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  
 
 # One file per verb, in the order of the help. Only the file of the verb that is asked for is loaded: the
 # whole tree costs as much as Typer itself, at every start.
-VERBS: Final = ("status", "run", "doctor", "timeslice", "mps", "sim")
+VERBS: Final = ("status", "run", "doctor", "timeslice", "mps", "mig", "sim")
 _OPTIONS_WITH_VALUE: Final = frozenset({"--host", "-o", "--output"})
 
 

@@ -4,48 +4,15 @@ from __future__ import annotations
 
 from gpushare.mig.profile import (
     ComputeInstance,
-    Engines,
     GpuInstance,
     Layout,
-    Placement,
     Profile,
-    standard_compute_profiles,
 )
 from gpushare.model import GpuProcess
-from gpushare.sim.models import GiProfile, GpuModel, find_model, load_models
-from gpushare.units import MIB
+from gpushare.sim.catalogue import profiles_of
+from gpushare.sim.models import GpuModel, find_model, load_models
 
 SOMEBODY = (GpuProcess(pid=4711, compute=True, name="python3"),)
-
-
-def profile_of(raw: GiProfile) -> Profile:
-    """Return a profile of the catalogue as the planner takes it."""
-    placements = None
-    if raw.starts is not None and raw.size is not None:
-        placements = tuple(Placement(start, raw.size) for start in raw.starts)
-    return Profile(
-        name=raw.name,
-        id=raw.id,
-        nvml_profile=raw.nvml_profile,
-        slices=raw.slices,
-        memory_bytes=None if raw.memory_mib is None else raw.memory_mib * MIB,
-        multiprocessors=raw.multiprocessors,
-        engines=Engines(
-            copy=raw.copy_engines,
-            decoders=raw.decoders,
-            encoders=raw.encoders,
-            jpeg=raw.jpeg_engines,
-            optical_flow=raw.optical_flow_engines,
-        ),
-        instances=raw.instances,
-        placements=placements,
-        compute=standard_compute_profiles(raw.slices, raw.nvml_profile),
-    )
-
-
-def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
-    """Return the profiles of a model."""
-    return tuple(profile_of(raw) for raw in model.profiles)
 
 
 # Models with known placements, one for each different table: names and sizes do not matter to the places.

@@ -1,0 +1,288 @@
+"""``gpushare mig``: what MIG is, what it could be, and the exact way there. Looks only; nothing is changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, Command, Group, gpus_of, settings
+from gpushare.errors import BadUsage, InUse, NotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpushare.mig.plan import NoPlan, Plan
+    from gpushare.mig.profile import Layout
+    from gpushare.mig.wish import Wish
+    from gpushare.model import Gpu
+
+group = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="MIG: instances, profiles, and exact plans with the fewest changes. Plans are printed, not carried out.",
+)
+GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="An empty GPU of this model instead of this host's: h100-80gb."),
+]
+Wishes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4, 1c.3g.40gb*3.", show_default=False),
+]
+Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="By need: at least so much memory.")]
+Sm = Annotated[int | None, typer.Option("--sm", metavar="N", help="By need: at least so many SMs.", min=1)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    app.add_typer(group, name="mig", cls=Group, short_help="Show MIG, and plan layouts exactly.")
+
+
+@group.command("status", cls=Command, short_help="Show instances, free placements, lost slices.")
+def status(gpu: GpuOption = None) -> Any:
+    """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
+
+    A * marks an instance that somebody is in. With MIG on and no instance, no CUDA program can use the GPU.
+    """
+    from gpushare.mig.fragmentation import fragmentation, lost_slices
+    from gpushare.show.mig import layout_text
+    from gpushare.show.result import Result
+
+    gpus, layouts = capable(gpu)
+    texts, rows = [], []
+    for one, layout in zip(gpus, layouts, strict=True):
+        texts.append(layout_text(layout, f"GPU {one.index}  {one.name}   MIG {_mode(one)}"))
+        lost = lost_slices(layout) if layout.profiles else None
+        rows.append(
+            {
+                "gpu": one.index,
+                "uuid": one.uuid,
+                "mig_enabled": one.mig_enabled,
+                "mig_pending": one.mig_pending,
+                "instances": layout.instances,
+                "lost_compute_slices": None if lost is None else lost.compute,
+                "lost_memory_slices": None if lost is None else lost.memory,
+                "fragmentation": fragmentation(layout) if layout.profiles else None,
+            }
+        )
+    notes = [
+        f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
+        for one, layout in zip(gpus, layouts, strict=True)
+        if one.mig_enabled and not layout.instances
+    ]
+    return Result(command="mig status", data={"gpus": rows}, text="\n\n".join(texts), notes=tuple(notes))
+
+
+@group.command("profiles", cls=Command, short_help="Show the profiles and where they fit.")
+def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
+    """Show the GPU instance profiles that the driver offers, with free counts and placements.
+
+    The number in a name is rounded: memory is what counts. With --model, published facts stand in for a
+    driver, each with its confidence; the driver's own may differ.
+    """
+    from gpushare.show.mig import profile_rows, profiles_table
+    from gpushare.show.result import Result
+
+    if model is not None:
+        layout, confidence = offline(model)
+        rows = profile_rows(layout, confidence)
+    else:
+        _, layouts = capable(gpu)
+        rows = [row for layout in layouts for row in profile_rows(layout)]
+    return Result(command="mig profiles", data={"profiles": rows}, tables=(profiles_table(rows),))
+
+
+@group.command("fits", cls=Command, short_help="Say whether a wish fits, and what would have to go.")
+def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory: Memory = None, sm: Sm = None) -> Any:
+    """Say whether a wish fits beside what exists: yes and where; no and what would have to go; never.
+
+    Exit code 0: it fits; 7: not as things are; 3: never on these GPUs.
+    """
+    from gpushare.errors import ExitCode
+    from gpushare.mig.plan import Plan, Why
+    from gpushare.mig.planner import plan_add
+    from gpushare.show.mig import plan_text, refusal_text
+    from gpushare.show.result import Result
+
+    asked = wished(wish, memory, sm)
+    _, layouts = chosen(gpu, model)
+    found = plan_add(layouts, asked)
+    if isinstance(found, Plan):
+        places = [f"{new} on GPU {one.gpu}" for one in found.gpus for new in one.created]
+        text = "yes: " + ", ".join(places) + "\n\n" + plan_text(found, {one.gpu: one for one in layouts})
+        return Result(command="mig fits", data={"fits": True, "where": places, "would_go": []}, text=text)
+    if found.why is Why.NEVER:
+        raise NotSupported(found.message, found.hint, code="never_fits")
+    data = {"fits": False, "where": [], "would_go": [_gone(index, gone) for index, gone in found.would_go]}
+    text = "no: " + refusal_text(found)
+    return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
+
+
+@group.command("plan", cls=Command, short_help="Print the cheapest way to a wish.")
+def plan(
+    wish: Wishes = None,
+    gpu: GpuOption = None,
+    model: Model = None,
+    memory: Memory = None,
+    sm: Sm = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The GPUs have exactly this afterwards, nothing else.")
+    ] = False,
+    may_destroy: Annotated[bool, typer.Option("--may-destroy", help="Idle instances may go.")] = False,
+) -> Any:
+    """Print the steps to a wish that destroy and create the least, with a picture and plain nvidia-smi lines.
+
+    Busy instances always stay. Without --exact the wish is added, and idle instances go only with
+    --may-destroy. Several GPUs share a wish where it costs least; with --exact each gets all of it.
+    """
+    from gpushare.mig.planner import plan_add, plan_exact
+
+    asked = wished(wish, memory, sm)
+    gpus, layouts = chosen(gpu, model)
+    if exact:
+        found: Plan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
+    else:
+        found = plan_add(layouts, asked, may_destroy=may_destroy)
+    return planned(found, layouts, off=[one.index for one in gpus if not one.mig_enabled])
+
+
+def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
+    """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off.
+
+    Raises:
+        NotSupported: there is none, and never will be here.
+        InUse: something that may not go is in the way.
+    """
+    from gpushare.mig.plan import Plan, Why
+    from gpushare.show.mig import commands, plan_text, refusal_text
+    from gpushare.show.result import Column, Result, Table
+
+    if not isinstance(found, Plan):
+        refused = " ".join(refusal_text(found).split())
+        if found.why is Why.NEVER:
+            raise NotSupported(refused, found.hint, code="never_fits")
+        raise InUse(refused, found.hint, code="no_room")
+    rows = tuple({"number": number, **row} for number, row in enumerate(commands(found), 1))
+    columns = (
+        Column(key="number", title="#", right=True),
+        Column(key="what", title="what"),
+        Column(key="command", title="command", whole=True),
+    )
+    data = {
+        "dry_run": True,
+        "steps": [{key: row[key] for key in ("what", "command", "undo")} for row in rows],
+        "cost": found.cost._asdict(),
+    }
+    return Result(
+        command="mig plan",
+        data=data,
+        text=plan_text(found, {layout.gpu: layout for layout in layouts}),
+        tables=(Table(name="steps", columns=columns, rows=rows),) if rows else (),
+        notes=_plan_notes(found, off, made_ids=any("-gi GI" in str(row["command"]) for row in rows)),
+    )
+
+
+def _plan_notes(found: Plan, off: Sequence[int], *, made_ids: bool) -> tuple[str, ...]:
+    notes = [
+        f"MIG is off on GPU {gpu.gpu}; it must be on first, as root and with nobody on the GPU: nvidia-smi -i {gpu.gpu} -mig 1"
+        for gpu in found.gpus
+        if gpu.changes and gpu.gpu in off
+    ]
+    if made_ids:
+        notes.append("GI stands for the id that the step before it prints")
+    return tuple(notes)
+
+
+def capable(gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+    """Return the chosen GPUs that have MIG, with their layouts.
+
+    Raises:
+        NotSupported: none of them has.
+    """
+    from gpushare.host.mig import MigReader
+    from gpushare.selection import select
+
+    host = settings.connect()
+    chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
+    gpus = [one for one in chosen.values() if one.mig_capable and one.error is None]
+    if not gpus:
+        names = ", ".join(sorted({one.name or "unknown" for one in chosen.values()})) or "no GPU"
+        raise NotSupported(
+            f"no MIG on this host's GPUs ({names})",
+            "try one that has it: gpushare mig profiles --model h100-80gb",
+            code="no_mig",
+        )
+    reader = MigReader(host.nvml)
+    return gpus, [reader.layout(one) for one in gpus]
+
+
+def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+    """Return the GPUs that a wish is for, with their layouts: this host's, or an empty one of a model (no GPU then).
+
+    Raises:
+        BadUsage: both are named.
+    """
+    if model is not None and gpu is not None:
+        raise BadUsage(
+            "both a GPU and a model are named",
+            "give -g for this host, or --model for a GPU that is not here",
+            code="two_names",
+        )
+    return ((), [offline(model)[0]]) if model is not None else capable(gpu)
+
+
+def offline(model: str) -> tuple[Layout, dict[str, str]]:
+    """Return an empty GPU of a model from the catalogue, with the confidence of each profile.
+
+    Raises:
+        NotSupported: the model has no MIG, or its placements are not published.
+    """
+    from gpushare.mig.profile import Layout
+    from gpushare.sim.catalogue import profiles_of
+    from gpushare.sim.models import find_model
+
+    found = find_model(model)
+    if not found.profiles:
+        raise NotSupported(f"{found.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")
+    return Layout(gpu=0, profiles=profiles_of(found)), {raw.name: raw.confidence for raw in found.profiles}
+
+
+def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
+    """Return what is wished, in words or by need.
+
+    Raises:
+        BadUsage: neither, both, or not understood.
+    """
+    from gpushare.mig.wish import Need, Request, parse_wish
+    from gpushare.units import parse_memory_limit
+
+    if bool(words) == (memory is not None or sm is not None):
+        raise BadUsage(
+            "give a wish, or a need", "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30", code="no_wish"
+        )
+    if words:
+        return parse_wish(" ".join(words))
+    need = Need(memory_bytes=None if memory is None else parse_memory_limit(memory), multiprocessors=sm)
+    return (Request(profile=need),)
+
+
+def _mode(gpu: Gpu) -> str:
+    mode = "on" if gpu.mig_enabled else "off"
+    return (
+        mode
+        if gpu.mig_pending is None or gpu.mig_pending == gpu.mig_enabled
+        else f"{mode}, pending: {'on' if gpu.mig_pending else 'off'}"
+    )
+
+
+def _gone(gpu: int, gone: Any) -> dict[str, Any]:
+    return {
+        "gpu": gpu,
+        "gpu_instance_id": gone.instance.id,
+        "profile": gone.instance.profile.name,
+        "start": gone.instance.start,
+        "busy": gone.busy,
+    }

@@ -1,0 +1,206 @@
+"""MIG on the screen: instances as a tree, profiles with their placements, and the slices as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from gpushare.mig.fragmentation import free_profiles, lost_slices
+from gpushare.mig.plan import Action, Created, GpuPlan, NoPlan, Plan, Step
+from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
+from gpushare.show.result import Column, Table
+from gpushare.units import format_bytes
+
+_CELL: Final = 9
+
+
+def placements_text(placements: Sequence[Placement] | None) -> str:
+    """Return placements as ``-lgipp`` prints them: ``{0,4}:4``; ``-`` when unknown."""
+    if not placements:
+        return "-"
+    return "{" + ",".join(str(one.start) for one in placements) + f"}}:{placements[0].size}"
+
+
+def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
+    """Return the memory slices of a GPU as one line of boxes; a free slice is a dot."""
+    cells = ["|" + "·".center(_CELL - 1)] * layout.axis
+    covered: set[int] = set()
+    for placement, label in instances:
+        width = _CELL * placement.size - 1
+        cells[placement.start] = "|" + label[:width].center(width)
+        covered |= set(range(placement.start + 1, placement.start + placement.size))
+    return "".join(cell for slot, cell in enumerate(cells) if slot not in covered) + "|"
+
+
+def ruler(layout: Layout) -> str:
+    """Return the numbers of the slices above a picture."""
+    return "".join(str(slot).center(_CELL) for slot in range(layout.axis)).rstrip()
+
+
+def now(layout: Layout) -> str:
+    """Return the picture of what exists; ``*`` marks what is busy."""
+    return picture(layout, [(one.placement, _label(one)) for one in layout.instances])
+
+
+def after(layout: Layout, plan: GpuPlan) -> str:
+    """Return the picture of what a plan leaves; ``+`` marks what is new."""
+    kept = [(one.placement, _label(one)) for one in plan.kept]
+    return picture(
+        layout, [*kept, *((new.placement, f"+{new.profile.name}") for new in plan.created if new.into is None)]
+    )
+
+
+def _label(instance: GpuInstance) -> str:
+    return instance.profile.name + ("*" if instance.busy else "")
+
+
+def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return a row per profile: the driver's columns, free count and free placements."""
+    known = [profile for profile in layout.profiles if profile.placements is not None]
+    partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(known), instances=layout.instances)
+    free = {one.profile.name: one for one in free_profiles(partial)} if known else {}
+    return [_profile_row(layout.gpu, profile, free, confidence) for profile in layout.profiles]
+
+
+def _profile_row(
+    gpu: int, profile: Profile, free: Mapping[str, Any], confidence: Mapping[str, str] | None
+) -> dict[str, Any]:
+    left = free.get(profile.name)
+    return {
+        "gpu": gpu,
+        "profile": profile.name,
+        "id": profile.id,
+        "compute_slices": profile.slices,
+        "memory_bytes": profile.memory_bytes,
+        "multiprocessors": profile.multiprocessors,
+        "free": None if left is None else left.count,
+        "total": profile.instances,
+        "placements": placements_text(profile.placements),
+        "free_starts": None if left is None else list(left.starts),
+        "copy_engines": profile.engines.copy,
+        "decoders": profile.engines.decoders,
+        "confidence": None if confidence is None else confidence.get(profile.name),
+    }
+
+
+PROFILE_COLUMNS: Final = (
+    Column(key="gpu", title="GPU", right=True, group=True),
+    Column(key="profile", title="profile", whole=True),
+    Column(key="id", title="id", right=True, rank=1),
+    Column(key="memory_bytes", title="memory", right=True, format=format_bytes),
+    Column(key="multiprocessors", title="SMs", right=True),
+    Column(key="free", title="free", right=True),
+    Column(key="total", title="of", right=True),
+    Column(key="placements", title="placements", rank=2),
+    Column(key="copy_engines", title="CE", right=True, rank=4),
+    Column(key="decoders", title="DEC", right=True, rank=4),
+    Column(key="confidence", title="confidence", rank=3, optional=True),
+)
+
+
+def layout_text(layout: Layout, title: str) -> str:
+    """Return one GPU: its slices, its instances as a tree, what is lost and what still fits."""
+    lines = [title]
+    if not layout.profiles:
+        return "\n".join([*lines, "  the driver lists no MIG profiles"])
+    lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
+    for one in sorted(layout.instances, key=lambda found: found.start):
+        lines.append(
+            f"  GI {one.id:<3} {one.profile.name:<13} at {one.placement}   {format_bytes(one.profile.memory_bytes)}, {one.profile.multiprocessors} SMs"
+        )
+        for compute in one.compute:
+            who = "unknown" if compute.holders is None else ", ".join(str(p.pid) for p in compute.holders) or "idle"
+            lines.append(f"    CI {compute.id:<3} {compute.profile.name:<11} {compute.uuid or '-'}   {who}")
+        if not one.compute:
+            lines.append("    no compute instance: CUDA cannot use it")
+    lost = lost_slices(layout)
+    if lost.compute or lost.memory:
+        lines.append(f"  lost: {lost.compute} compute and {lost.memory} memory slices that nothing can use")
+    free = [
+        f"{one.profile.name} x{one.count} at {','.join(map(str, one.starts))}"
+        for one in free_profiles(layout)
+        if one.count
+    ]
+    lines.append("  still fits: " + ("; ".join(free) or "nothing"))
+    return "\n".join(lines)
+
+
+def plan_text(plan: Plan, layouts: Mapping[int, Layout]) -> str:
+    """Return before and after of each GPU that changes."""
+    lines = []
+    for gpu in plan.gpus:
+        if gpu.changes:
+            layout = layouts[gpu.gpu]
+            lines += [
+                f"GPU {gpu.gpu}",
+                f"          {ruler(layout)}",
+                f"  before  {now(layout)}",
+                f"  after   {after(layout, gpu)}",
+            ]
+    return "\n".join(lines) or "nothing to do: it is there already"
+
+
+def commands(plan: Plan) -> list[dict[str, str | None]]:
+    """Return the steps in words, with the plain ``nvidia-smi`` command of each and its undo."""
+    return [row for gpu in plan.gpus for row in _of_gpu(gpu)]
+
+
+def _of_gpu(gpu: GpuPlan) -> Iterable[dict[str, str | None]]:
+    for step in gpu.steps():
+        if step.action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}:
+            yield _gone(step)
+    for new in gpu.created:
+        yield from _new(gpu.gpu, new)
+
+
+def _gone(step: Step) -> dict[str, str | None]:
+    instance = step.instance.id if step.instance is not None else None
+    where = f"nvidia-smi mig -i {step.gpu}"
+    if step.action is Action.DESTROY_COMPUTE and step.compute is not None:
+        return {
+            "what": f"destroy compute instance {step.compute.id} of GPU instance {instance} on GPU {step.gpu}",
+            "command": f"{where} -dci -gi {instance} -ci {step.compute.id}",
+            "undo": f"{where} -cci {step.compute.profile.id} -gi {instance}",
+        }
+    return {
+        "what": f"destroy GPU instance {instance} ({step.profile.name}) on GPU {step.gpu}",
+        "command": f"{where} -dgi -gi {instance}",
+        "undo": f"{where} -cgi {step.profile.id}:{step.placement.start}",
+    }
+
+
+def _new(gpu: int, new: Created) -> Iterable[dict[str, str | None]]:
+    where = f"nvidia-smi mig -i {gpu}"
+    whole = [part.profile.slices for part in new.compute] == [new.profile.slices]
+    if new.into is None:
+        yield {
+            "what": f"create {new} on GPU {gpu}" + (" with its compute instance" if whole else ""),
+            "command": f"{where} -cgi {new.profile.id}:{new.placement.start}" + (" -C" if whole else ""),
+            "undo": None,
+        }
+    if new.into is None and whole:
+        return
+    instance = str(new.into.id) if new.into is not None else "GI"
+    for part in new.compute:
+        yield {
+            "what": f"create {part.profile.name}.{new.profile.name} in {'it' if new.into is None else f'GPU instance {instance}'}",
+            "command": f"{where} -cci {part.profile.id} -gi {instance}",
+            "undo": None,
+        }
+
+
+def refusal_text(refused: NoPlan) -> str:
+    """Return why a wish cannot be had, and what would have to go."""
+    lines = [refused.message]
+    for gpu, gone in refused.would_go:
+        pids = sorted({process.pid for one in gone.compute for process in one.holders or ()})
+        who = f", busy: {', '.join(map(str, pids))}" if pids else ", busy" if gone.busy else ", idle"
+        lines.append(
+            f"  would have to go: GPU {gpu} GI {gone.instance.id} {gone.instance.profile.name} at {gone.instance.placement}{who}"
+        )
+    return "\n".join(lines)
+
+
+def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of profiles."""
+    return Table(name="profiles", columns=PROFILE_COLUMNS, rows=tuple(rows), empty="no GPU here has MIG profiles")
