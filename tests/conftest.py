@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No test waits for the clock: a busy machine must not fail one.
+settings.register_profile("gpushare", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gpushare")
 
 
 @pytest.fixture(autouse=True)

@@ -25,17 +25,20 @@ class PlanStep(Protocol):
 
 
 def plan_result(command: str, steps: Sequence[PlanStep], *, dry_run: bool, notes: Sequence[str] = ()) -> Result:
-    """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}]}``."""
+    """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}]}``.
+
+    People read the commands in a dry run; of what was done they read what it was, and the undo as a note.
+    """
     rows = tuple(
         {"number": number, "what": step.what, "command": step.command, "undo": step.undo}
         for number, step in enumerate(steps, 1)
     )
-    columns = (
-        Column(key="number", title="#", right=True),
-        Column(key="what", title="what"),
-        Column(key="command", title="command", whole=True),
-        Column(key="undo", title="undo", whole=True),
-    )
+    columns: tuple[Column, ...] = (Column(key="number", title="#", right=True), Column(key="what", title="what"))
+    if dry_run:
+        columns += (
+            Column(key="command", title="command", whole=True),
+            Column(key="undo", title="undo", whole=True),
+        )
     count = "1 step" if len(rows) == 1 else f"{len(rows)} steps"
     return Result(
         command=command,
@@ -49,11 +52,16 @@ def plan_result(command: str, steps: Sequence[PlanStep], *, dry_run: bool, notes
                 columns=columns,
                 rows=rows,
                 empty="nothing to do: the host is as requested",
-                lines=tuple(_lines(steps)) if rows else None,
+                lines=tuple(_lines(steps) if dry_run else _done(steps)) if rows else None,
             ),
         ),
         notes=tuple(notes),
     )
+
+
+def _done(steps: Sequence[PlanStep]) -> list[tuple[str, str | None]]:
+    margin = len(str(len(steps)))
+    return [(f"{number:>{margin}}. {step.what}", None) for number, step in enumerate(steps, 1)]
 
 
 def _lines(steps: Sequence[PlanStep]) -> list[tuple[str, str | None]]:
