@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, NotFound
 from gpushare.host.mps_control import MpsControl
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
 _PENDING: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server is not ready, push client to pending list")
 _ACCEPTED: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server (?:already exists|is not ready)")
+# A signal must not wait longer for a daemon that hangs.
+CONVERSATION_SECONDS: Final = 1.0
 _PENDING_SECONDS: Final = 3.0
 _LOG_TAIL_BYTES: Final = 64 * 1024
 
@@ -40,13 +42,14 @@ class Attachment:
     attached: dict[int, int | None] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
     pending: set[int] = field(default_factory=set)
+    daemon_gone: bool = False
     _suspects: set[int] = field(default_factory=set)
     _waiting_since: dict[int, float] = field(default_factory=dict)
 
     @property
     def control(self) -> MpsControl:
         """Return the conversation with the daemon."""
-        return MpsControl(self.host.programs, str(self.home.pipe))
+        return MpsControl(self.host.programs, str(self.home.pipe), seconds=CONVERSATION_SECONDS)
 
     def wait(self) -> float:
         """Return how many seconds may pass until the next look."""
@@ -61,8 +64,12 @@ class Attachment:
         self.seen |= tree
         try:
             clients = {client.pid: client.server_pid for client in self.control.clients()}
+        except NotFound:
+            self.daemon_gone = True
+            return
         except GpushareError:
-            clients = {}
+            # Nothing can be told from a daemon that does not answer.
+            return
         self.attached.update({pid: clients[pid] for pid in tree & clients.keys()})
         self._look_outside(tree - clients.keys())
         if not self.attached:

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, cast
@@ -25,7 +26,6 @@ from gpushare.actions.terminal import Terminal
 from gpushare.actions.wakeups import Wakeups
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class Reporter:
     def unproved(self) -> None:
         """The program ended and no CUDA context of it was seen."""
 
+    def daemon_gone(self) -> None:
+        """The MPS daemon died while the program ran."""
+
     def ended(self, drain: Drain) -> None:
         """The program was ended the safe way."""
 
@@ -82,15 +85,11 @@ def run(host: Host, device: Device, command: Sequence[str], options: RunOptions,
     check_memory(device, options.limits.memory_limit_bytes)
     check_command(device, command[0], options.limits)
     home, lease = open_share(host, device)
+    session = _Session(host, device, home, lease, options, reporter)
     try:
-        environment = client_environment(os.environ, device, home, options.limits)
-        return _Session(host, device, home, lease, options, reporter).run(command, environment)
+        return session.run(command, client_environment(os.environ, device, home, options.limits))
     finally:
-        if lease is not None:
-            lease.release()
-            with contextlib.suppress(GpushareError):
-                # With clients left, the guard waits for them.
-                stop_if_last(host, home)
+        session.close()
 
 
 def open_share(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
@@ -126,7 +125,22 @@ class _Session:
         self._host, self._device, self._home, self._lease = host, device, home, lease
         self._options, self._reporter = options, reporter
         self._told: set[int] = set()
+        self._told_gone = False
         self._ended_by: int | None = None
+
+    def close(self) -> bool:
+        """Give the lease back, and stop the daemon if this was its last program; return whether others use it.
+
+        With clients left the guard waits for them.
+        """
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return False
+        lease.release()
+        try:
+            return stop_if_last(self._host, self._home)
+        except GpushareError:
+            return True
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Signals are caught before the program starts: from then on none may kill gpushare unheard.
@@ -142,65 +156,75 @@ class _Session:
             attachment.settle()
             self._report(attachment)
             if not attachment.attached and not attachment.outside:
-                self._reporter.unproved()
+                self._say(self._reporter.unproved)
         return self._exit_code(status, attachment)
 
     def _follow(self, child: Spawned, attachment: Attachment, wakeups: Wakeups, terminal: Terminal) -> int:
-        wait = 0.1
+        next_look = time.monotonic() + 0.1
         while (status := child.poll()) is None:
-            for number in wakeups.wait(wait):
-                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(child.pid, number)):
-                    self._end(child, number, wakeups)
+            for number in wakeups.wait(next_look - time.monotonic()):
+                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(attachment, number)):
+                    self._end(attachment, number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
                 elif number in _PASSED_ON:
                     _pass_on(child.pid, number)
             terminal.serve(child)
-            if child.poll() is None and self._ended_by is None:
+            # Each look is a conversation, whose own end is a SIGCHLD: only the clock says when to look again.
+            if child.poll() is None and self._ended_by is None and time.monotonic() >= next_look:
                 attachment.look()
                 self._report(attachment)
                 if self._options.strict and attachment.outside:
-                    self._end(child, signal.SIGTERM, wakeups)
-            wait = attachment.wait()
+                    self._end(attachment, signal.SIGTERM, wakeups)
+                next_look = time.monotonic() + attachment.wait()
         return status
 
-    def _would_kill_a_client(self, pid: int, number: int) -> bool:
+    def _would_kill_a_client(self, attachment: Attachment, number: int) -> bool:
         """Return whether a signal that is passed on would end an MPS client with its queue in flight."""
-        clients = client_pids(MpsControl(self._host.programs, str(self._home.pipe)))
+        clients = client_pids(attachment.control, attachment.attached)
         return any(
-            member in clients and self._host.processes.catches(member, number) is False
-            for member in self._host.processes.descendants(pid)
+            (clients is None or member in clients) and self._host.processes.catches(member, number) is False
+            for member in self._host.processes.descendants(attachment.program_pid)
         )
 
+    def _say(self, report: Callable[..., None], *facts: object) -> None:
+        """Report something; whatever goes wrong in that must not end the program."""
+        with contextlib.suppress(Exception):
+            report(*facts)
+
     def _report(self, attachment: Attachment) -> None:
+        if attachment.daemon_gone and not self._told_gone:
+            self._told_gone = True
+            self._say(self._reporter.daemon_gone)
         for pids, report in (
             (attachment.attached, lambda pid: self._reporter.attached(attachment, pid)),
             (attachment.outside, self._reporter.outside),
             (attachment.pending, self._reporter.pending),
         ):
             for pid in sorted(set(pids) - self._told):
-                report(pid)
+                self._say(report, pid)
                 if pids is not attachment.pending:
                     self._told.add(pid)
             if pids is attachment.pending:
                 self._told |= set(pids) - set(attachment.attached)
 
-    def _end(self, child: Spawned, number: int, wakeups: Wakeups) -> None:
+    def _end(self, attachment: Attachment, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
         mig = self._device.mig
         meter = ActivityMeter(self._host.nvml, self._device.gpu.index, None if mig is None else mig.gpu_instance_id)
         drain = end_program(
             self._host,
-            child.pid,
-            MpsControl(self._host.programs, str(self._home.pipe)),
+            attachment.program_pid,
+            attachment.control,
             meter,
             number=number,
             grace_seconds=self._options.grace_seconds,
             bound_seconds=self._options.drain_seconds,
             hurry=lambda: any(again in _ENDING for again in wakeups.wait(0.0)),
+            known=attachment.attached,
         )
         if drain is not None:
-            self._reporter.ended(drain)
+            self._say(self._reporter.ended, drain)
 
     def _exit_code(self, status: int, attachment: Attachment) -> int:
         if self._options.strict and attachment.outside:
@@ -219,7 +243,8 @@ class _Session:
         word = None
         try:
             yield pipe
-            word = "linger" if self._still_used() else "done"
+            # The daemon first, the word after: killed in between, the guard still stops it.
+            word = "linger" if self.close() else "done"
         finally:
             # Without a word, because something failed here, the guard ends what is left of the program.
             if word is not None:
@@ -228,13 +253,6 @@ class _Session:
                 pipe.close()
             if word == "done":
                 guard.wait()
-
-    def _still_used(self) -> bool:
-        """Return whether a daemon that we should stop still has clients (the program left some behind)."""
-        record = self._home.read()
-        if record is None or not record.transient or self._lease is None:
-            return False
-        return bool(client_pids(MpsControl(self._host.programs, str(self._home.pipe))))
 
 
 def start_guard(host: Host, device: Device, lease: Lease | None) -> tuple[subprocess.Popen[bytes], IO[bytes]]:

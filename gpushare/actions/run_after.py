@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.attachment import CONVERSATION_SECONDS
 from gpushare.actions.mps_stop import clients_of, end_daemon
 from gpushare.actions.run_end import end_program
 from gpushare.errors import GpushareError
@@ -29,7 +30,11 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
     """
     with home.locked():
         record = home.read()
-        if record is None or not record.transient or not is_running(host, record):
+        if record is None or not record.transient:
+            return False
+        if not is_running(host, record):
+            # It died before its last program; nobody else would clear it away.
+            home.clear()
             return False
         if home.live_leases():
             return False
@@ -54,7 +59,10 @@ def after_death(
         if program is not None and host.processes.alive(*program):
             instance = _gpu_instance(host, uuid)
             end_program(
-                host, program[0], MpsControl(host.programs, str(home.pipe)), ActivityMeter(host.nvml, index, instance)
+                host,
+                program[0],
+                MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS),
+                ActivityMeter(host.nvml, index, instance),
             )
     if lease is not None:
         # Only now: as long as the program lived, its daemon was in use.

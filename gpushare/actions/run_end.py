@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, Drain, end_clients
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 GRACE_SECONDS: Final = 10.0
 
 
-def ask_to_end(host: Host, pids: Sequence[int], clients: set[int], number: int) -> list[int]:
+def ask_to_end(host: Host, pids: Sequence[int], clients: set[int] | None, number: int) -> list[int]:
     """Send a signal to a program's processes where it does no harm; return those that got one.
 
     A process with a handler of its own gets the signal, or SIGINT if it handles only that (Python
     does). A process that is no MPS client gets it in any case. An MPS client without a handler would
-    die of it with its queue in flight, and break its neighbours: it gets nothing here.
+    die of it with its queue in flight, and break its neighbours: it gets nothing here. ``clients`` None
+    is unknown: then any of them may be one.
     """
     asked = []
     for pid in pids:
-        chosen = _harmless(host, pid, number, client=pid in clients)
+        chosen = _harmless(host, pid, number, client=clients is None or pid in clients)
         if chosen is not None:
             with contextlib.suppress(NotFound, NoPermission):
                 host.processes.send(pid, chosen)
@@ -54,10 +55,12 @@ def end_program(
     grace_seconds: float = GRACE_SECONDS,
     bound_seconds: float = DRAIN_BOUND_SECONDS,
     hurry: Callable[[], bool] = lambda: False,
+    known: Collection[int] = (),
 ) -> Drain | None:
     """End a program and all that descends from it; return how the GPU drained, or None when it ended by itself.
 
-    ``hurry`` is asked while the program has its time, and cuts it short (a second Ctrl-C).
+    ``hurry`` is asked while the program has its time, and cuts it short (a second Ctrl-C). ``known`` are
+    clients that were seen before.
 
     Raises:
         GpushareError: a process could not be ended.
@@ -65,7 +68,7 @@ def end_program(
     pids = [pid for pid in host.processes.descendants(program_pid) if host.processes.alive(pid)]
     if not pids:
         return None
-    ending = ask_to_end(host, pids, client_pids(control), number)
+    ending = ask_to_end(host, pids, client_pids(control, known), number)
     deadline = time.monotonic() + grace_seconds
     # A process that was asked has its time, whatever becomes of its handlers: Python takes them away
     # while it shuts down, and a stop in the middle of that would be taken by nobody.
@@ -77,9 +80,14 @@ def end_program(
     return end_clients(host, pids, meter, bound_seconds=bound_seconds) if pids else None
 
 
-def client_pids(control: MpsControl) -> set[int]:
-    """Return the PIDs of the daemon's clients; none when it cannot be asked."""
+def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | None:
+    """Return the PIDs of the daemon's clients, and those known before; None when the daemon cannot be asked.
+
+    A daemon that is gone has no clients any more, and a process without a context breaks nobody.
+    """
     try:
-        return {client.pid for client in control.clients()}
+        return {client.pid for client in control.clients()} | set(known)
+    except NotFound:
+        return set(known)
     except GpushareError:
-        return set()
+        return None

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from gpushare.errors import BadUsage, NotFound
+from gpushare.errors import BadUsage, NoPermission, NotFound
 from gpushare.host.mps_control import DEVICE
-from gpushare.units import mps_memory, mps_percentage, parse_pinned_limits
+from gpushare.units import mps_memory, mps_percentage, parse_pinned_limits, parse_thread_percentage
 
 if TYPE_CHECKING:
     from gpushare.actions.mps_limits import MpsLimits
@@ -42,13 +42,18 @@ def check_command(device: Device, program: str, limits: MpsLimits) -> None:
     """Raise unless a program can be run with the caller's environment.
 
     Raises:
-        NotFound: there is no such program.
-        BadUsage: the caller's own CUDA_MPS_PINNED_DEVICE_MEM_LIMIT would make CUDA drop every limit, in silence.
+        NotFound, NoPermission: there is no such program, or it may not be executed.
+        BadUsage: the caller's own CUDA_MPS_... variables would be ignored, or drop every limit, in silence.
     """
     if shutil.which(program) is None:
+        if os.path.isfile(program):
+            raise NoPermission(
+                f"may not execute '{program}'", f"check its mode: ls -l {program}", code="command_not_executable"
+            )
         raise NotFound(
             f"there is no program '{program}'", f"check the spelling: command -v {program}", code="command_not_found"
         )
+    _check_threads(limits)
     own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
     if own and limits.memory_limit_bytes is None and parse_pinned_limits(own, device.uuid) is None:
         raise BadUsage(
@@ -56,3 +61,16 @@ def check_command(device: Device, program: str, limits: MpsLimits) -> None:
             "take it away: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
             code="bad_environment",
         )
+
+
+def _check_threads(limits: MpsLimits) -> None:
+    own = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    if own and limits.threads_percent is None:
+        try:
+            parse_thread_percentage(own)
+        except BadUsage as error:
+            raise BadUsage(
+                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={own}: {error.message}; CUDA would ignore it in silence",
+                "take it away: unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; or give --threads",
+                code="bad_environment",
+            ) from None

@@ -11,6 +11,7 @@ from gpushare.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from gpushare.actions.attachment import Attachment
+    from gpushare.actions.mps_limits import MpsLimits
     from gpushare.actions.safe_end import Drain
     from gpushare.model import MpsClient
     from gpushare.selection import Device
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class RunReport(Reporter):
     """Lines on a stream; with ``quiet`` only what is wrong."""
 
-    def __init__(self, device: Device, stream: IO[str], *, quiet: bool) -> None:
-        self._device, self._stream, self._quiet = device, stream, quiet
+    def __init__(self, device: Device, stream: IO[str] | None, *, quiet: bool, limits: MpsLimits | None = None) -> None:
+        self._device, self._stream, self._quiet, self._limits = device, stream, quiet, limits
 
     def attached(self, attachment: Attachment, pid: int) -> None:
         """Say that a process is a client, and under which limits."""
@@ -34,6 +35,21 @@ class RunReport(Reporter):
             f"process {pid} is attached to MPS server {client.server_pid} on {self._device.title} "
             f"(threads {threads}, memory limit {'none' if memory == '-' else memory}{low})"
         )
+        if self._lowered(client):
+            self._say(
+                f"the daemon of {self._device.title} allows less than was asked for; its limits hold (gpushare mps set)"
+            )
+
+    def _lowered(self, client: MpsClient) -> bool:
+        """Return whether the daemon's own limits are below those that were asked for."""
+        asked = self._limits
+        if asked is None:
+            return False
+        pairs = (
+            (client.threads_percent, asked.threads_percent),
+            (client.memory_limit_bytes, asked.memory_limit_bytes),
+        )
+        return any(held is not None and wanted is not None and held < wanted for held, wanted in pairs)
 
     def outside(self, pid: int) -> None:
         """Say loudly that a process has escaped its share."""
@@ -53,6 +69,13 @@ class RunReport(Reporter):
         """Say that nothing was proved."""
         self._say("the program ended and no CUDA context of it was seen: that it ran inside its share is not proved")
 
+    def daemon_gone(self) -> None:
+        """Say that the share is gone."""
+        self._write(
+            f"error: the MPS daemon of {self._device.title} died while the program runs: its CUDA calls will fail\n"
+            "hint: end the program and start it again; see: gpushare doctor\n"
+        )
+
     def ended(self, drain: Drain) -> None:
         """Say how the program was ended."""
         how = {"idle": "the GPU was seen idle", "fall": "the GPU's activity was seen to fall"}.get(
@@ -65,10 +88,12 @@ class RunReport(Reporter):
             self._write(f"gpushare: {text}\n")
 
     def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             # The program goes on, whoever listens.
             self._quiet = True
 

@@ -81,7 +81,9 @@ def run(
     device = select_one(gpu, gpus_of(host))
     if settings.dry_run:
         return planned(host, device, command, limits)
-    return run_program(host, device, command, options, RunReport(device, sys.stderr, quiet=settings.quiet))
+    return run_program(
+        host, device, command, options, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
+    )
 
 
 def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) -> Any:

@@ -8,6 +8,7 @@ guide, the man page, and the programs of drivers 535, 550 and 580.
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -68,11 +69,12 @@ def _was_dropped(done: Completed) -> bool:
 class MpsControl:
     """Talks to the daemon of one pipe directory."""
 
-    def __init__(self, programs: Programs, pipe_directory: str) -> None:
+    def __init__(self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT) -> None:
         self._programs = programs
+        self._seconds = seconds
         self.pipe_directory = pipe_directory
 
-    def ask(self, command: str, *, timeout: float = _TIMEOUT) -> str:
+    def ask(self, command: str, *, timeout: float | None = None) -> str:
         """Send one command (or several, one a line) and return what the daemon prints.
 
         The daemon holds one conversation at a time: of two at once it drops one, in silence and with
@@ -84,6 +86,7 @@ class MpsControl:
             NoPermission: the daemon belongs to another user.
             TimedOut: it does not answer within ``timeout`` seconds (code ``daemon_hangs``).
         """
+        timeout = self._seconds if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while True:
             done = self._talk(f"{command}\n{_SENTINEL}\n", timeout)
@@ -122,7 +125,8 @@ class MpsControl:
         except TimedOut:
             raise TimedOut(
                 f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {timeout:g} s",
-                "see its log: gpushare mps logs; end it: gpushare mps stop --force",
+                # By its directory: a daemon that hangs while it starts has no record yet.
+                f"end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
                 code="daemon_hangs",
             ) from None
 
@@ -257,6 +261,16 @@ class MpsControl:
         held = self.server_memory(server_pid)
         if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
             self._same("pinned memory limit", held, mps_memory(size_bytes))
+
+    def clear_server_memory(self, server_pid: int) -> None:
+        """Remove the pinned memory limit of a running server (``0G`` clears it), for future clients, and read back.
+
+        Raises:
+            OperationFailed: the server holds a limit.
+        """
+        self.ask(f"set_device_pinned_mem_limit {server_pid} {DEVICE} 0G")
+        held = self.server_memory(server_pid)
+        self._same("pinned memory limit", held if parse_memory(held or "") else None, None)
 
     def overview(self) -> Overview:
         """Return the daemon's state in two conversations: each one adds lines to a log that is never rotated."""

@@ -39,7 +39,7 @@ def test_own_options_without_dashes(cli: Cli) -> None:
     [
         (("--", "no-such-program"), "command_not_found", 6),
         (("-n", "--", "no-such-program"), "command_not_found", 6),
-        (("--", "/etc/passwd"), "command_not_found", 6),
+        (("--", "/etc/passwd"), "command_not_executable", 4),
         ((), "usage", 2),
         (("--",), "usage", 2),
         (("--threads", "0", "--", "true"), "bad_percentage", 2),
