@@ -126,8 +126,16 @@ def _state_text(data: dict[str, Any]) -> str:
         **{name.replace("_", " "): ", ".join(data[name]) for name in faults},
         "state": data["directory"],
     }
+    for name, words in (("fail_step", "fails at"), ("crash_step", "crashes at")):
+        if data[name]:
+            facts[words] = f"changing NVML call {data[name]} from now on"
     width = max(map(len, facts))
     return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+
+
+def _gpu_faults(gpu: dict[str, Any]) -> list[str]:
+    flags = [words for name, words in (("lost", "lost"), ("reset_required", "reset required")) if gpu[name]]
+    return [*flags, *(f"no {name}" for name in gpu["not_supported"])]
 
 
 def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
@@ -138,9 +146,12 @@ def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
         {
             **gpu,
             "index": index,
-            "instances": ", ".join(f"{mig['profile']}:{mig['start']}" for mig in gpu["mig"]) or None,
-            "faults": ", ".join([*(["lost"] if gpu["lost"] else []), *(f"no {name}" for name in gpu["not_supported"])])
+            # A GPU instance with several compute instances once, one without any too.
+            "instances": ", ".join(
+                dict.fromkeys(f"{mig['profile']}:{mig['start']}" for mig in gpu["mig"] + gpu["bare"])
+            )
             or None,
+            "faults": ", ".join(_gpu_faults(gpu)) or None,
         }
         for index, gpu in enumerate(data["gpus"])
     )
@@ -293,9 +304,10 @@ def fault(
 ) -> Any:
     """Make something fail on a simulated host.
 
-    Of a GPU: lost, busy, persistence-off, not-supported FIELD. Of the host: no-driver, no-nvml,
-    no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION,
-    collide N (the next N conversations with an MPS daemon are dropped).
+    Of a GPU: lost, busy, persistence-off, not-supported FIELD, reset-required (a MIG mode change stays pending). Of
+    the host: no-driver, no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID,
+    driver VERSION, collide N (the next N conversations with an MPS daemon are dropped), fail-step N (the N-th changing
+    NVML call from now on fails), crash-step N (the program dies right after the N-th changing NVML call).
     """
     from gpushare.show.result import Result
     from gpushare.sim import admin

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from gpushare.sim.liveness import on_gpu
+from gpushare.sim.models import GiProfile
 from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now
 from gpushare.units import MIB
@@ -81,9 +82,13 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
     """
     if target.instance is not None or not target.mig_enabled:
         return min(100.0, sum(one.sm_percent for one in residents(state, target)))
-    shares = {instance.gpu_instance_id: _share(target, instance) for instance in target.gpu.mig}
+    shares = {(one.gpu_instance_id, one.compute_instance_id): _share(target, one) for one in target.gpu.mig}
     return min(
-        100.0, sum(one.sm_percent * shares.get(one.gpu_instance_id or 0, 0.0) for one in residents(state, target))
+        100.0,
+        sum(
+            one.sm_percent * shares.get((one.gpu_instance_id or 0, one.compute_instance_id or 0), 0.0)
+            for one in residents(state, target)
+        ),
     )
 
 
@@ -105,6 +110,10 @@ def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]
         reserved = _RESERVED_MIB * MIB
     if target.instance is not None:
         total, reserved = profile_memory_mib(target, target.instance.profile) * MIB, 0
+        # Memory belongs to the GPU instance; its compute instances share it.
+        mine, target = target.instance.gpu_instance_id, target._replace(instance=None)
+        used = sum(one.memory_bytes for one in residents(state, target) if one.gpu_instance_id == mine)
+        return total, reserved, min(used, total)
     used = sum(one.memory_bytes for one in residents(state, target))
     return total, reserved, min(used, total - reserved)
 
@@ -132,6 +141,37 @@ def profile_multiprocessors(target: Target, name: str) -> int:
     if size is None or axis is None or total is None:
         return 0
     return total * size // axis
+
+
+def compute_multiprocessors(target: Target, profile: GiProfile, slices: int) -> int:
+    """Return the SM count of a compute instance with so many slices of a GPU instance."""
+    whole = profile_multiprocessors(target, profile.name)
+    if slices == profile.slices:
+        return whole
+    # So many as the smallest GPU instances have: a 1c of a 3g has 16 of its 60 (H100, driver 580).
+    smallest = next((one.multiprocessors for one in target.model.profiles if one.nvml_profile == 0), None)
+    share = whole // profile.slices
+    return slices * (share if smallest is None else min(share, smallest))
+
+
+def device_multiprocessors(target: Target, instance: SimulatedMigInstance) -> int:
+    """Return the SM count of a MIG device."""
+    profile = target.model.profile(instance.profile)
+    if profile is None or instance.compute_profile is None:
+        return profile_multiprocessors(target, instance.profile)
+    from gpushare.sim import mig_compute
+
+    return compute_multiprocessors(target, profile, len(mig_compute.span(profile, instance)))
+
+
+def device_name(target: Target, instance: SimulatedMigInstance) -> str:
+    """Return a MIG device's name without "MIG": ``3g.71gb``, or ``1c.3g.71gb`` for a part of it."""
+    profile = target.model.profile(instance.profile)
+    if profile is None:
+        return instance.profile
+    from gpushare.sim import mig_compute
+
+    return mig_compute.device_name(profile, instance)
 
 
 def process_names(state: SimulatedHostState) -> dict[int, str]:
@@ -171,4 +211,4 @@ def _belongs(one: Resident, target: Target) -> bool:
 
 def _share(target: Target, instance: SimulatedMigInstance) -> float:
     total = target.model.multiprocessors
-    return profile_multiprocessors(target, instance.profile) / total if total else 0.0
+    return device_multiprocessors(target, instance) / total if total else 0.0

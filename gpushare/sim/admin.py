@@ -187,7 +187,7 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
         if names:
             state.gpus[index] = place(chosen, find_model(chosen.model), list(names))
         elif chosen.mig_mode is not None:
-            chosen.mig, chosen.mig_mode, chosen.mig_pending = [], 0, 0
+            chosen.mig, chosen.bare, chosen.mig_mode, chosen.mig_pending = [], [], 0, 0
 
 
 def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = None) -> None:

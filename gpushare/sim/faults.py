@@ -27,24 +27,31 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
 }
-_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported")
+_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "reset-required")
 _FLAGS: Final = {
     "no-driver": ("driver_loaded", False),
     "no-nvml": ("nvml_installed", False),
     "no-permission": ("permission_denied", True),
     "blind": ("pid_namespace_is_host", False),
 }
-KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", "collide", "busy")
+# Faults that count, with the field of the state that does, and what the number is.
+_COUNTED: Final = {
+    "collide": ("collisions", "how many conversations"),
+    "fail-step": ("fail_step", "which changing NVML call from now on"),
+    "crash-step": ("crash_step", "which changing NVML call from now on"),
+}
+KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", *_COUNTED, "busy")
 
 
 def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, value: str | None) -> None:
     """Set one fault; those of GPUs hit the given ones.
 
-    ``lost``, ``persistence-off`` and ``not-supported`` (value: an NVML entry point, or one of
-    `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
+    ``lost``, ``persistence-off``, ``reset-required`` (a MIG mode change stays pending) and ``not-supported``
+    (value: an NVML entry point, or one of `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
     namespace), ``hang`` and ``missing`` (value: a program), ``user`` (value: uid or name) and ``driver``
-    (value: version) and ``collide`` (value: how many of the next conversations with an MPS daemon are dropped)
-    are faults of the host.
+    (value: version), ``collide`` (value: how many of the next conversations with an MPS daemon are dropped),
+    ``fail-step`` (value N: the N-th changing NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
+    process ends right after its N-th changing NVML call took effect) are faults of the host.
 
     Raises:
         BadUsage: an unknown kind, or its value is missing or wrong.
@@ -66,9 +73,9 @@ def clear(state: SimulatedHostState) -> None:
     state.permission_denied = False
     state.uid = 0
     state.hanging_programs, state.missing_programs = [], []
-    state.collisions = 0
+    state.collisions = state.fail_step = state.crash_step = 0
     for gpu in state.gpus:
-        gpu.lost, gpu.persistence, gpu.not_supported = False, True, []
+        gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
     for daemon in state.daemons:
         daemon.hangs = False
 
@@ -78,6 +85,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         gpu.lost = True
     elif kind == "persistence-off":
         gpu.persistence = False
+    elif kind == "reset-required":
+        gpu.reset_required = True
     else:
         if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
             known = ", ".join(ENTRY_POINTS)
@@ -98,12 +107,11 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
         programs = state.hanging_programs if kind == "hang" else state.missing_programs
         if value not in programs:
             programs.append(value)
-    elif kind == "collide":
+    elif kind in _COUNTED:
+        name, what = _COUNTED[kind]
         if value is None or not value.isascii() or not value.isdigit():
-            raise BadUsage(
-                "the fault collide needs a number", "give how many conversations: collide 3", code="bad_fault"
-            )
-        state.collisions = int(value)
+            raise BadUsage(f"the fault {kind} needs a number", f"give {what}: {kind} 3", code="bad_fault")
+        setattr(state, name, int(value))
     elif kind == "user":
         if value is None:
             raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,12 +26,12 @@ from gpushare.sim.nvml_abi import (
     unversioned,
 )
 from gpushare.sim.spec import initial_state
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance, StateFile
 
 # Importing these rooms fills the table of entry points. Those of MIG instances and of GPM are loaded at the
 # first name that the others do not have: most hosts have no MIG, and loading costs every command.
 ROOMS: Final = (library_device, library_processes, library_sensors)
-RARE_ROOMS: Final = ("library_compute", "library_gpm", "library_mig")
+RARE_ROOMS: Final = ("library_compute", "library_gpm", "library_mig", "library_mig_changes")
 # How long a look at real processes holds, in seconds: they end without anybody writing the state.
 _SETTLED_FOR: Final = 0.05
 
@@ -109,13 +110,34 @@ class SimulatedLibrary:
         """Yield a GPU to change, under the lock of the state file.
 
         Raises:
-            Refused: NO_PERMISSION, every setter needs root.
+            Refused: NO_PERMISSION, every setter needs root; UNKNOWN by the fault ``fail-step``; what the block raises.
         """
+        with self.changed_host() as state:
+            yield state.gpus[target.handle.index]
+
+    @contextmanager
+    def changed_host(self) -> Iterator[SimulatedHostState]:
+        """Yield the host to change, as `changed_gpu`; a block that refuses must have changed nothing yet."""
         if self.state.uid != 0:
             raise Refused(Code.NO_PERMISSION)
+        refused: Refused | None = None
+        crashes = False
         with settled.changing(self.file) as (state, _):
-            yield state.gpus[target.handle.index]
+            # A refused call counts for the faults too, so what they count is written in either case.
+            if step_due(state, "fail_step"):
+                refused = Refused(Code.UNKNOWN)
+            else:
+                try:
+                    yield state
+                except Refused as raised:
+                    refused = raised
+                else:
+                    crashes = step_due(state, "crash_step")
         self.forget()
+        if refused is not None:
+            raise refused
+        if crashes:
+            crash()
 
     def gpu(self, index: int) -> Target:
         """Return a GPU by its index.
@@ -154,7 +176,10 @@ class SimulatedLibrary:
             raise Refused(Code.NOT_SUPPORTED)
         if handle.kind is Kind.GPU:
             return whole
-        return Target(handle, whole.gpu, whole.model, _instance(whole, handle))
+        if handle.kind is Kind.GPU_INSTANCE:
+            return Target(handle, whole.gpu, whole.model, gpu_instance=_gpu_instance(whole, handle))
+        instance = _instance(whole, handle)
+        return Target(handle, whole.gpu, whole.model, instance, instance)
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
         try:
@@ -164,6 +189,19 @@ class SimulatedLibrary:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
 
+def step_due(state: SimulatedHostState, counter: str) -> bool:
+    """Count one call down for a fault (``fail_step``, ``crash_step``); return whether it is this one that it hits."""
+    left = getattr(state, counter)
+    if left > 0:
+        setattr(state, counter, left - 1)
+    return bool(left == 1)
+
+
+def crash() -> None:
+    """End the process as SIGKILL would: nothing is cleaned up, nothing flushed (exit status 137)."""
+    os._exit(137)
+
+
 def _rare(name: str) -> EntryPoint | None:
     for room in RARE_ROOMS:
         import_module(f"gpushare.sim.{room}")
@@ -171,10 +209,17 @@ def _rare(name: str) -> EntryPoint | None:
 
 
 def _instance(whole: Target, handle: Handle) -> SimulatedMigInstance:
+    wanted = (handle.gpu_instance, handle.compute_instance)
     for instance in whole.gpu.mig if whole.mig_enabled else []:
-        if instance.gpu_instance_id == handle.gpu_instance and (
-            handle.kind is Kind.GPU_INSTANCE or instance.compute_instance_id == handle.compute_instance
-        ):
+        if (instance.gpu_instance_id, instance.compute_instance_id) == wanted:
             return instance
     # It was destroyed after the caller took the handle.
+    raise Refused(Code.INVALID_ARGUMENT)
+
+
+def _gpu_instance(whole: Target, handle: Handle) -> SimulatedGpuInstance:
+    everything: list[SimulatedGpuInstance] = [*whole.gpu.mig, *whole.gpu.bare] if whole.mig_enabled else []
+    for instance in everything:
+        if instance.gpu_instance_id == handle.gpu_instance:
+            return instance
     raise Refused(Code.INVALID_ARGUMENT)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from gpushare.sim import activity
-from gpushare.sim.library_mig import engines, handle_of, profile_of, put_handles, require_instance
-from gpushare.sim.models import NVML_PROFILE, GiProfile
+from gpushare.sim import activity, mig_compute
+from gpushare.sim.library_mig import (
+    engines,
+    handle_of,
+    profile_of,
+    put_handles,
+    put_placements,
+    require_instance,
+)
+from gpushare.sim.models import GiProfile
 from gpushare.sim.nvml_abi import (
     Code,
     Handle,
@@ -27,18 +34,6 @@ from gpushare.sim.state import SimulatedMigInstance
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
 
-_COMPUTE_PROFILE_COUNT: Final = 9
-_REV1_COMPUTE_PROFILE: Final = 7
-# Compute instance profiles by slices: their NVML number, which is also their id (-lcip).
-_COMPUTE_PROFILES: Final = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, _REV1_COMPUTE_PROFILE: 1}
-_OFFERED: Final = {
-    1: {0: 1},
-    2: {0: 2, 1: 1},
-    3: {0: 3, 1: 1, 2: 1},
-    4: {0: 4, 1: 2, 3: 1},
-    7: {0: 7, 1: 3, 2: 2, 3: 1, 4: 1},
-}
-
 
 @entry_point("nvmlGpuInstanceGetComputeInstanceProfileInfo", on=On.GPU_INSTANCE)
 def _compute_profile(_library: SimulatedLibrary, target: Target, profile: Any, engine: Any, info: Any) -> None:
@@ -51,51 +46,46 @@ def _compute_profile_v(_library: SimulatedLibrary, target: Target, profile: Any,
     _put_compute_profile(target, number(profile), number(engine), target_of(info))
 
 
-def _compute_profiles(profile: GiProfile) -> dict[int, int]:
-    """Return how many compute instances of each profile a GPU instance holds, by profile number."""
-    # One slice with double memory has a compute instance profile of its own.
-    if profile.nvml_profile == NVML_PROFILE["1_SLICE_REV2"]:
-        return {_REV1_COMPUTE_PROFILE: 1}
-    return _OFFERED.get(profile.slices, {})
-
-
-def _full_compute_profile(profile: GiProfile) -> int:
-    """Return the compute instance profile that takes the whole GPU instance (``*`` in -lcip)."""
-    return max(_compute_profiles(profile), key=lambda one: _COMPUTE_PROFILES[one], default=0)
-
-
 def _put_compute_profile(target: Target, wanted: int, engine: int, info: Any) -> None:
-    if not 0 <= wanted < _COMPUTE_PROFILE_COUNT or engine != 0:
+    if not 0 <= wanted < mig_compute.PROFILE_COUNT or engine != 0:
         raise Refused(Code.INVALID_ARGUMENT)
     profile = profile_of(target)
-    instances = _compute_profiles(profile).get(wanted)
+    instances = mig_compute.offered(profile).get(wanted)
     if instances is None:
         raise Refused(Code.NOT_SUPPORTED)
-    slices = _COMPUTE_PROFILES[wanted]
-    sms = activity.profile_multiprocessors(target, profile.name)
+    slices = mig_compute.slices_of(wanted)
     whole = slices == profile.slices
     values: dict[str, Any] = {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
     values |= {"id": wanted, "sliceCount": slices, "instanceCount": instances}
-    # Equal shares: exact on A100; later GPUs give the whole instance a few SMs more.
-    values["multiprocessorCount"] = sms if whole else sms // profile.slices * slices
+    values["multiprocessorCount"] = activity.compute_multiprocessors(target, profile, slices)
     values["name"] = (f"MIG {profile.name}" if whole else f"MIG {slices}c.{profile.name}").encode()
     put_fields(info, values)
 
 
 @entry_point("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", on=On.GPU_INSTANCE)
 def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: Any, count: Any) -> None:
-    if number(identity) not in _compute_profiles(profile_of(target)):
+    profile = _offering(target, number(identity))
+    put(count, mig_compute.remaining_capacity(profile, number(identity), _mine(target)))
+
+
+def _offering(target: Target, wanted: int) -> GiProfile:
+    """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
+    profile = profile_of(target)
+    if wanted not in mig_compute.offered(profile):
         raise Refused(Code.NOT_SUPPORTED)
-    # Every GPU instance of this state holds one compute instance of full size.
-    put(count, 0)
+    return profile
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstancePossiblePlacements", on=On.GPU_INSTANCE)
+def _compute_placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
+    profile, size = _offering(target, number(identity)), mig_compute.slices_of(number(identity))
+    put_placements(placements, count, [(start, size) for start in mig_compute.starts(profile, number(identity))])
 
 
 @entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
-    profile = profile_of(target)
-    if number(identity) not in _compute_profiles(profile):
-        raise Refused(Code.NOT_SUPPORTED)
-    mine = _mine(target) if number(identity) == _full_compute_profile(profile) else []
+    profile = _offering(target, number(identity))
+    mine = [one for one in _mine(target) if mig_compute.number_of(profile, one) == number(identity)]
     put_handles(instances, count, [handle_of(Kind.COMPUTE_INSTANCE, target, one) for one in mine])
 
 
@@ -119,7 +109,8 @@ def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None
         "device": Handle(Kind.GPU, target.handle.index),
         "gpuInstance": handle_of(Kind.GPU_INSTANCE, target, instance),
         "id": instance.compute_instance_id,
-        "profileId": _full_compute_profile(profile),
+        "profileId": mig_compute.number_of(profile, instance),
     }
     put_fields(struct, values)
-    put_fields(struct.placement, {"start": 0, "size": profile.slices})
+    span = mig_compute.span(profile, instance)
+    put_fields(struct.placement, {"start": span.start, "size": len(span)})

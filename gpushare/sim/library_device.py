@@ -142,8 +142,7 @@ def _uuid(_library: SimulatedLibrary, target: Target, buffer: Any, length: Any) 
 def _name(_library: SimulatedLibrary, target: Target, buffer: Any, length: Any) -> None:
     name = target.model.name
     if target.instance is not None:
-        profile = target.model.profile(target.instance.profile)
-        name = f"{name} MIG {profile.base_name if profile else target.instance.profile}"
+        name = f"{name} MIG {activity.device_name(target, target.instance)}"
     put_text(buffer, length, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.sim import activity, mig_layout
+from gpushare.sim import activity, mig_compute, mig_layout
 from gpushare.sim.models import GiProfile
 from gpushare.sim.nvml_abi import (
     Code,
@@ -22,7 +22,7 @@ from gpushare.sim.nvml_abi import (
     put_handle,
     target_of,
 )
-from gpushare.sim.state import SimulatedMigInstance
+from gpushare.sim.state import SimulatedGpuInstance, SimulatedMigInstance
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
@@ -47,10 +47,11 @@ def _mig_handle(_library: SimulatedLibrary, target: Target, index: Any, device: 
     put_handle(device, handle_of(Kind.MIG_DEVICE, target, devices[number(index)]))
 
 
-def handle_of(kind: Kind, target: Target, instance: SimulatedMigInstance) -> Handle:
+def handle_of(kind: Kind, target: Target, instance: SimulatedGpuInstance) -> Handle:
     """Return the handle of an instance of the GPU that was called on."""
-    compute = 0 if kind is Kind.GPU_INSTANCE else instance.compute_instance_id
-    return Handle(kind, target.handle.index, instance.gpu_instance_id, compute)
+    if kind is Kind.GPU_INSTANCE or not isinstance(instance, SimulatedMigInstance):
+        return Handle(kind, target.handle.index, instance.gpu_instance_id)
+    return Handle(kind, target.handle.index, instance.gpu_instance_id, instance.compute_instance_id)
 
 
 @entry_point("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", on=On.DEVICE)
@@ -83,9 +84,16 @@ def require_instance(target: Target) -> SimulatedMigInstance:
     return target.instance
 
 
+def require_gpu_instance(target: Target) -> SimulatedGpuInstance:
+    """Return the GPU instance that was called on, or in which the compute instance lies; INVALID_ARGUMENT otherwise."""
+    if target.gpu_instance is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    return target.gpu_instance
+
+
 def profile_of(target: Target) -> GiProfile:
     """Return the profile of the GPU instance that was called on."""
-    profile = target.model.profile(require_instance(target).profile)
+    profile = target.model.profile(require_gpu_instance(target).profile)
     if profile is None:
         raise Refused(Code.UNKNOWN)
     return profile
@@ -97,8 +105,9 @@ def _attributes(_library: SimulatedLibrary, target: Target, attributes: Any) -> 
         raise Refused(Code.NOT_SUPPORTED)
     profile = profile_of(target)
     values = {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
-    values["multiprocessorCount"] = activity.profile_multiprocessors(target, profile.name)
-    values["gpuInstanceSliceCount"] = values["computeInstanceSliceCount"] = profile.slices
+    values["multiprocessorCount"] = activity.device_multiprocessors(target, target.instance)
+    values["gpuInstanceSliceCount"] = profile.slices
+    values["computeInstanceSliceCount"] = len(mig_compute.span(profile, target.instance))
     values["memorySizeMB"] = activity.profile_memory_mib(target, profile.name)
     put_fields(target_of(attributes), values)
 
@@ -164,15 +173,19 @@ def _put_profile(target: Target, profile: GiProfile, info: Any) -> None:
 @entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements", on=On.GPU)
 def _placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
     profile = _profile_by_id(target, number(identity))
-    entries = [{"start": start, "size": profile.size or 0} for start in profile.starts or ()]
+    put_placements(placements, count, [(start, profile.size or 0) for start in profile.starts or ()])
+
+
+def put_placements(placements: Any, count: Any, entries: list[tuple[int, int]]) -> None:
+    """Write placements (start, size) to a caller's array, and how many there are."""
     put(count, len(entries))
     # NULL asks for the count; an array has room for all, says nvml.h, so its size is not asked.
     if placements is not None and entries:
         array = placements._obj if hasattr(placements, "_obj") else placements
         if hasattr(array, "_length_") and len(array) < len(entries):
             raise Refused(Code.INSUFFICIENT_SIZE)
-        for index, entry in enumerate(entries):
-            put_fields(array[index], entry)
+        for index, (start, size) in enumerate(entries):
+            put_fields(array[index], {"start": start, "size": size})
 
 
 @entry_point("nvmlDeviceGetGpuInstanceRemainingCapacity", on=On.GPU)
@@ -186,8 +199,8 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     name = _profile_by_id(target, number(identity)).name
-    found = {one.gpu_instance_id: one for one in reversed(target.gpu.mig) if one.profile == name}
-    put_handles(instances, count, [handle_of(Kind.GPU_INSTANCE, target, found[key]) for key in sorted(found)])
+    found = [one for one in mig_layout.gpu_instances(target.gpu) if one.profile == name]
+    put_handles(instances, count, [handle_of(Kind.GPU_INSTANCE, target, one) for one in found])
 
 
 def put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
@@ -205,7 +218,7 @@ def put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
 def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    for one in target.gpu.mig:
+    for one in mig_layout.gpu_instances(target.gpu):
         if one.gpu_instance_id == number(identity):
             return put_handle(instance, handle_of(Kind.GPU_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
@@ -213,7 +226,7 @@ def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: An
 
 @entry_point("nvmlGpuInstanceGetInfo", on=On.GPU_INSTANCE)
 def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    profile, instance = profile_of(target), require_instance(target)
+    profile, instance = profile_of(target), require_gpu_instance(target)
     struct = target_of(info)
     device = Handle(Kind.GPU, target.handle.index)
     put_fields(struct, {"device": device, "id": instance.gpu_instance_id, "profileId": profile.id})

@@ -10,7 +10,7 @@ from typing import Final
 
 from gpushare.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.sim.models import GiProfile, GpuModel
-from gpushare.sim.state import SimulatedGpu, SimulatedMigInstance
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 _REQUEST: Final = re.compile(r"\s*([^:]+?)\s*(?::\s*([0-9]{1,3})\s*)?", re.ASCII)
 _NAMESPACE: Final = uuid.UUID("b1c58b0e-7b1f-5d0e-8f7a-5d4f0e9a2c33")
@@ -58,12 +58,19 @@ def mig_uuid(gpu_uuid: str, gpu_instance: int, compute_instance: int) -> str:
 
 def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
     """Return the GPU instances of a GPU, each once, in the order of their ids."""
-    found = {}
-    for instance in sorted(gpu.mig, key=lambda mig: (mig.gpu_instance_id, mig.compute_instance_id)):
+    found = []
+    for instance in gpu_instances(gpu):
         profile = model.profile(instance.profile)
         if profile is not None:
-            found[instance.gpu_instance_id] = Occupied(profile, instance.start)
-    return list(found.values())
+            found.append(Occupied(profile, instance.start))
+    return found
+
+
+def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
+    """Return the GPU instances of a GPU, with and without compute instances, each once, by id."""
+    everything: list[SimulatedGpuInstance] = [*gpu.mig, *gpu.bare]
+    found = {one.gpu_instance_id: one for one in everything}
+    return [found[identity] for identity in sorted(found)]
 
 
 def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
@@ -122,7 +129,7 @@ def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> Simula
         )
     instances = sorted((_instance(gpu, model, one) for one in layout), key=lambda mig: mig.gpu_instance_id)
     # EXCLUSIVE_PROCESS does not exist with MIG on.
-    return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, compute_mode=0)
+    return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
 
 
 def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None]:

@@ -13,7 +13,7 @@ from enum import Enum, IntEnum
 from typing import Any, Final, NamedTuple
 
 from gpushare.sim.models import GpuModel
-from gpushare.sim.state import SimulatedGpu, SimulatedMigInstance
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 # "No GPU or compute instance" in nvmlProcessInfo_t.
 NO_INSTANCE: Final = 0xFFFFFFFF
@@ -117,8 +117,10 @@ class Target(NamedTuple):
     handle: Handle
     gpu: SimulatedGpu
     model: GpuModel
-    # None for a whole GPU; for a GPU instance the first of its MIG devices.
+    # The MIG device, or compute instance; None for a whole GPU, or a GPU instance.
     instance: SimulatedMigInstance | None = None
+    # Of a GPU instance: itself; it may hold no compute instance.
+    gpu_instance: SimulatedGpuInstance | None = None
 
     @property
     def mig_enabled(self) -> bool:

@@ -47,8 +47,7 @@ def listing(chosen: list[Chosen]) -> str:
             continue
         text += f"GPU {one.index}: {one.model.name} (UUID: {one.gpu.uuid})\n"
         for number, instance in enumerate(one.gpu.mig if one.mig_enabled else []):
-            profile = one.model.profile(instance.profile)
-            name = profile.base_name if profile else instance.profile
+            name = activity.device_name(one.target(), instance)
             text += f"  MIG {name:<11} Device {number:>2}: (UUID: {instance.uuid})\n"
     return text
 
@@ -103,7 +102,7 @@ def _mig_row(state: SimulatedHostState, one: Chosen, number: int, instance: Simu
         else (None,) * 5
     )
     copy, encode, decode, flow, jpeg = ("-" if value is None else str(value) for value in engines)
-    sm = activity.profile_multiprocessors(one.target(), instance.profile)
+    sm = activity.device_multiprocessors(one.target(), instance)
     return (
         f"|{one.index:>3}{instance.gpu_instance_id:>5}{instance.compute_instance_id:>4}{number:>4}  |"
         f"{memory[2]:>16}MiB /{memory[0]:>6}MiB    |{sm:>3}      0 |"

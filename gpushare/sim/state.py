@@ -17,19 +17,30 @@ from gpushare.errors import NoPermission
 
 # Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
 FIRST_SIMULATED_PID = 4_194_305
+_OWN_DIRECTORY = "set GPUSHARE_SIM_DIR to a short directory that you may write"
 
 
 # Without eq and repr: nobody compares or prints these, and each generated method is paid
 # for at the start of every command.
 @dataclass(eq=False, repr=False)
-class SimulatedMigInstance:
-    """One MIG device of a simulated GPU."""
+class SimulatedGpuInstance:
+    """One GPU instance of a simulated GPU."""
 
     profile: str
     start: int
     gpu_instance_id: int
+
+
+@dataclass(eq=False, repr=False)
+class SimulatedMigInstance(SimulatedGpuInstance):
+    """One MIG device of a simulated GPU: a compute instance, with what is known of its GPU instance."""
+
     compute_instance_id: int
     uuid: str
+    # Its profile in -lcip (NVML_COMPUTE_INSTANCE_PROFILE_*); None: the whole GPU instance.
+    compute_profile: int | None = None
+    # Its first compute slice in the GPU instance.
+    compute_start: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -45,7 +56,11 @@ class SimulatedGpu:
     mig_mode: int | None = None
     mig_pending: int | None = None
     mig: list[SimulatedMigInstance] = field(default_factory=list)
+    # GPU instances without a compute instance: no MIG device, no CUDA.
+    bare: list[SimulatedGpuInstance] = field(default_factory=list)
     lost: bool = False
+    # A change of the MIG mode stays pending until a reset.
+    reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
     not_supported: list[str] = field(default_factory=list)
 
@@ -149,6 +164,9 @@ class SimulatedHostState:
     missing_programs: list[str] = field(default_factory=list)
     # So many of the next conversations with an MPS daemon meet another one, and are dropped.
     collisions: int = 0
+    # The so-manieth changing call of NVML from now on fails, or ends its process once it took effect; 0: none.
+    fail_step: int = 0
+    crash_step: int = 0
 
     def new_pid(self) -> int:
         """Return a PID that no process of this host ever had."""
@@ -190,11 +208,19 @@ class StateFile:
         return self.path.exists()
 
     def read(self) -> SimulatedHostState | None:
-        """Return the state, or None when the host was never used."""
+        """Return the state, or None when the host was never used.
+
+        Raises:
+            NoPermission: it is another user's.
+        """
         try:
             return _decode(json.loads(self.path.read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except PermissionError as error:
+            raise NoPermission(
+                f"cannot read the state of the simulated host in {self.directory}: {error.strerror}", _OWN_DIRECTORY
+            ) from None
 
     @contextlib.contextmanager
     def changed(self, new: SimulatedHostState | None = None) -> Iterator[SimulatedHostState]:
@@ -222,7 +248,7 @@ class StateFile:
         except OSError as error:
             raise NoPermission(
                 f"cannot write the state of the simulated host in {self.directory}: {error.strerror}",
-                "set GPUSHARE_SIM_DIR to a short directory that you may write",
+                _OWN_DIRECTORY,
             ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -246,10 +272,16 @@ def now() -> float:
 
 
 def _decode(raw: dict[str, Any]) -> SimulatedHostState:
-    gpus = [SimulatedGpu(**{**gpu, "mig": [SimulatedMigInstance(**mig) for mig in gpu["mig"]]}) for gpu in raw["gpus"]]
+    gpus = [_decode_gpu(gpu) for gpu in raw["gpus"]]
     daemons = [
         SimulatedDaemon(**{**daemon, "servers": [SimulatedServer(**server) for server in daemon["servers"]]})
         for daemon in raw["daemons"]
     ]
     processes = [SimulatedProcess(**process) for process in raw["processes"]]
     return SimulatedHostState(**{**raw, "gpus": gpus, "daemons": daemons, "processes": processes})
+
+
+def _decode_gpu(raw: dict[str, Any]) -> SimulatedGpu:
+    mig = [SimulatedMigInstance(**one) for one in raw["mig"]]
+    bare = [SimulatedGpuInstance(**one) for one in raw.get("bare", [])]
+    return SimulatedGpu(**{**raw, "mig": mig, "bare": bare})

@@ -220,6 +220,9 @@ FAULTS = {
     "driver": ("535.261.03", lambda world: world.state.driver == "535.261.03"),
     "busy": (None, lambda world: world.state.processes),
     "collide": ("1", lambda world: True),
+    "reset-required": (None, lambda world: world.state.gpus[0].reset_required),
+    "fail-step": ("2", lambda world: world.state.fail_step == 2),
+    "crash-step": ("2", lambda world: world.state.crash_step == 2),
 }
 
 

@@ -89,6 +89,17 @@ def test_an_unusable_directory_is_told_with_its_remedy(sim_dir: Path, monkeypatc
     assert "GPUSHARE_SIM_DIR" in caught.value.hint
 
 
+def test_a_state_of_another_user_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    # Root may read anything: the refusal itself is made up.
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(NoPermission, match="cannot read the state") as caught:
+        StateFile(SPEC).read()
+    assert "GPUSHARE_SIM_DIR" in caught.value.hint
+
+
 def make_devices(count: int) -> list[Device]:
     return [Device(SimulatedGpu(model="h200", uuid=f"GPU-{index:08d}", pci_bus_id="")) for index in range(count)]
 
