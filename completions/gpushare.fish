@@ -208,7 +208,7 @@ complete -c gpushare -n '__gpushare_at mps status' -l debug -d 'Show the traceba
 complete -c gpushare -n '__gpushare_at mps status' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mps set' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
 complete -c gpushare -n '__gpushare_at mps set' -l threads -x -d 'Active thread percentage per client, above 0 up to 100; per GPU: 0=25,1=50.'
-complete -c gpushare -n '__gpushare_at mps set' -l memory -x -d 'Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G.'
+complete -c gpushare -n '__gpushare_at mps set' -l memory -x -d 'Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it.'
 complete -c gpushare -n '__gpushare_at mps set' -l priority -x -a 'normal low' -d 'Client priority: normal or low.'
 complete -c gpushare -n '__gpushare_at mps set' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps set' -s y -l yes -d 'Do not ask.'

@@ -141,6 +141,10 @@ def test_one_device_is_one() -> None:
     with pytest.raises(BadUsage) as caught:
         select_one("0,1", GPUS)
     assert caught.value.code == "one_gpu"
+    with pytest.raises(BadUsage) as caught:
+        select_one(None, GPUS)
+    # Not "all": that is refused too.
+    assert (caught.value.code, caught.value.hint) == ("gpu_not_named", "name one: -g 0")
 
 
 def test_a_mig_instance_is_a_device_of_its_own() -> None:

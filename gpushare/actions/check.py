@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, TimedOut
 from gpushare.model import Gpu
 
 if TYPE_CHECKING:
@@ -33,6 +33,19 @@ class Check:
     why: str | None = None
     remedy: str | None = None
     gpu: int | None = None
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 GPU``, ``2 GPUs``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def remedy_of(error: GpushareError) -> str:
+    """Return the remedy for an error: its hint, unless that leads back to the doctor."""
+    if isinstance(error, TimedOut):
+        # A vendor program hangs in the kernel driver, whose log has the cause.
+        return "sudo dmesg | grep -i -e nvrm -e xid"
+    return "nvidia-smi (shows what the driver says)" if error.hint == "see: gpushare doctor" else error.hint
 
 
 @dataclass

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpushare.actions.check import Check, Examination, Verdict
+from gpushare.actions.check import Check, Examination, Verdict, counted, remedy_of
 from gpushare.actions.doctor_mps import mps_daemons, mps_programs
 from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing
 from gpushare.host import mps_control
@@ -105,10 +105,12 @@ def _smi(seen: Examination) -> Iterator[Check]:
             verdict=Verdict.FAIL,
             seen=error.message,
             why="the time-slice cannot be read",
-            remedy=error.hint,
+            remedy=remedy_of(error),
         )
         return
-    yield Check(id="smi.program", verdict=Verdict.PASS, seen=f"nvidia-smi lists the time-slice of {len(levels)} GPUs")
+    yield Check(
+        id="smi.program", verdict=Verdict.PASS, seen=f"nvidia-smi lists the time-slice of {counted(len(levels), 'GPU')}"
+    )
 
 
 def _persistence(seen: Examination) -> Iterator[Check]:
@@ -192,7 +194,7 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
         )
         return
     homes = len(homes_in([path]))
-    yield Check(id="run.directory", verdict=Verdict.PASS, seen=f"{path} ({homes} daemons noted)")
+    yield Check(id="run.directory", verdict=Verdict.PASS, seen=f"{path} ({counted(homes, 'daemon')} noted)")
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:
@@ -245,7 +247,12 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
 )
 
 
+def worst(checks: list[Check]) -> Verdict:
+    """Return the worst verdict: pass, warn or fail; a skipped check says nothing."""
+    verdicts = {check.verdict for check in checks}
+    return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
+
+
 def exit_code(checks: list[Check]) -> int:
     """Return 0, 1 when something warns, 2 when something fails."""
-    verdicts = {check.verdict for check in checks}
-    return 2 if Verdict.FAIL in verdicts else 1 if Verdict.WARN in verdicts else 0
+    return {Verdict.PASS: 0, Verdict.WARN: 1, Verdict.FAIL: 2}[worst(checks)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gpushare.actions.check import Check, Examination, Verdict
+from gpushare.actions.check import Check, Examination, Verdict, counted, remedy_of
+from gpushare.errors import GpushareError
 from gpushare.host import mps_control, mps_program
 
 if TYPE_CHECKING:
@@ -25,14 +26,24 @@ def mps_programs(seen: Examination) -> Iterator[Check]:
                 remedy="install it: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
             )
         elif name == mps_control.PROGRAM:
-            version = mps_program.probe_version(seen.host.programs)
-            yield Check(
-                id=identifier,
-                verdict=Verdict.PASS,
-                seen=f"{path}, " + (f"binary version {version}" if version else "before driver 580"),
-            )
+            yield _control(seen, path)
         else:
             yield Check(id=identifier, verdict=Verdict.PASS, seen=path)
+
+
+def _control(seen: Examination, path: str) -> Check:
+    try:
+        version = mps_program.probe_version(seen.host.programs)
+    except GpushareError as error:
+        return Check(
+            id="mps.control",
+            verdict=Verdict.FAIL,
+            seen=error.message,
+            why="no MPS daemon can be started, asked or stopped",
+            remedy=remedy_of(error),
+        )
+    known = f"binary version {version}" if version else "before driver 580"
+    return Check(id="mps.control", verdict=Verdict.PASS, seen=f"{path}, {known}")
 
 
 def mps_daemons(seen: Examination) -> Iterator[Check]:
@@ -95,5 +106,5 @@ def _daemon_state(found: FoundDaemon) -> Iterator[Check]:
         id="mps.daemons",
         verdict=Verdict.PASS,
         gpu=daemon.gpu_index,
-        seen=f"MPS daemon {daemon.pid} {whose} answers, {len(daemon.clients)} clients",
+        seen=f"MPS daemon {daemon.pid} {whose} answers, {counted(len(daemon.clients), 'client')}",
     )

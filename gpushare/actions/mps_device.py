@@ -25,18 +25,21 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
         NoPermission: it belongs to another user, and is ``to_change``; anybody may join it.
     """
+    dead: NotFound | None = None
     for run_directory in (host.run_directory, *host.shared_run_directories):
         home = home_of(run_directory, device.uuid)
         record = home.read()
         if record is None or record.device_uuid != device.uuid:
             continue
         if not is_running(host, record):
-            raise NotFound(
+            # Another's may live in a directory that we share.
+            dead = dead or NotFound(
                 f"the MPS daemon of {device.title} (process {record.pid}) is dead",
                 f"clear it away: gpushare mps stop -g {device.selector}; then start it again",
                 gpu=str(device.gpu.index),
                 code="dead_daemon",
             )
+            continue
         if to_change and record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
             raise NoPermission(
                 f"the MPS daemon of {device.title} belongs to user {record.uid}",
@@ -45,6 +48,8 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
                 code="not_your_daemon",
             )
         return home, record
+    if dead is not None:
+        raise dead
     raise NotFound(
         f"no MPS daemon of gpushare serves {device.title}",
         f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",

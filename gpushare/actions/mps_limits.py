@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MpsLimits:
-    """Limits of an MPS daemon or of one client; None leaves the daemon's default."""
+    """Limits of an MPS daemon or of one client; None leaves the daemon's default.
+
+    ``no_memory_limit`` takes the memory limit of a running daemon away.
+    """
 
     threads_percent: float | None = None
     memory_limit_bytes: int | None = None
     priority: Priority | None = None
+    no_memory_limit: bool = False
 
 
 def check_memory(device: Device, limit: int | None) -> None:
@@ -68,6 +72,15 @@ def limit_steps(host: Host, home: DaemonHome, limits: MpsLimits) -> list[Step]:
                 f"limit each client process to {format_bytes(memory)} of pinned device memory",
                 f"set_default_device_pinned_mem_limit {mps_control.DEVICE} {mps_memory(memory)}",
                 lambda: control.set_default_memory(memory),
+            )
+        )
+    if limits.no_memory_limit:
+        steps.append(
+            _control_step(
+                home,
+                "remove the limit of pinned device memory",
+                f"set_default_device_pinned_mem_limit {mps_control.DEVICE} 0G",
+                control.clear_default_memory,
             )
         )
     if limits.priority is not None:
@@ -115,9 +128,7 @@ def plan_set(host: Host, device: Device, limits: MpsLimits) -> Plan:
     merged = replace(
         record,
         threads_percent=record.threads_percent if limits.threads_percent is None else limits.threads_percent,
-        memory_limit_bytes=record.memory_limit_bytes
-        if limits.memory_limit_bytes is None
-        else limits.memory_limit_bytes,
+        memory_limit_bytes=None if limits.no_memory_limit else limits.memory_limit_bytes or record.memory_limit_bytes,
         priority=record.priority if limits.priority is None else int(limits.priority),
     )
     path = shlex.quote(str(home.directory / "daemon.json"))
@@ -129,7 +140,7 @@ def plan_set(host: Host, device: Device, limits: MpsLimits) -> Plan:
             revert=lambda: home.write(record),
         )
     )
-    undo = _undo_of_set(device, record)
+    undo = _undo_of_set(device, record, limits)
     return Plan(
         title=title,
         steps=tuple(_with_way_back(control, record, servers, steps)),
@@ -167,7 +178,7 @@ def _with_way_back(
         for server in set(control.servers()) & servers.keys():
             control.set_server_threads(server, servers[server] or 100.0)
             if record.memory_limit_bytes is None:
-                control.ask(f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} 0G")
+                control.clear_server_memory(server)
             else:
                 control.set_server_memory(server, record.memory_limit_bytes)
 
@@ -196,13 +207,25 @@ def _server_steps(control: MpsControl, home: DaemonHome, server: int, limits: Mp
                 lambda: control.set_server_memory(server, memory),
             )
         )
+    if limits.no_memory_limit:
+        steps.append(
+            _control_step(
+                home,
+                f"remove the memory limit of future clients of server {server}",
+                f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} 0G",
+                lambda: control.clear_server_memory(server),
+            )
+        )
     return steps
 
 
-def _undo_of_set(device: Device, record: DaemonRecord) -> str | None:
-    parts = [f"--threads {record.threads_percent or 100:g}"]
-    if record.memory_limit_bytes is not None:
-        parts.append(f"--memory {mps_memory(record.memory_limit_bytes)}")
-    if record.priority is not None:
-        parts.append(f"--priority {Priority(record.priority).title}")
+def _undo_of_set(device: Device, record: DaemonRecord, limits: MpsLimits) -> str:
+    parts = []
+    if limits.threads_percent is not None:
+        parts.append(f"--threads {record.threads_percent or 100:g}")
+    if limits.memory_limit_bytes is not None or limits.no_memory_limit:
+        before = record.memory_limit_bytes
+        parts.append(f"--memory {'none' if before is None else mps_memory(before)}")
+    if limits.priority is not None:
+        parts.append(f"--priority {Priority(record.priority or 0).title}")
     return f"gpushare mps set -g {device.selector} {' '.join(parts)}"

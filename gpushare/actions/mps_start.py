@@ -126,15 +126,25 @@ def _exclusive_allowed(host: Host, device: Device) -> ComputeMode | None:
 
 
 def _exclusive_step(host: Host, device: Device, previous: ComputeMode | None) -> Step:
+    changed: list[ComputeMode | None] = []
+
+    def act() -> None:
+        now = host.nvml.compute_mode(device.gpu.index)
+        if now is not ComputeMode.EXCLUSIVE_PROCESS:
+            changed.append(now)
+        set_compute_mode(host, device, ComputeMode.EXCLUSIVE_PROCESS)
+
     def back() -> None:
-        if previous is not None:
-            set_compute_mode(host, device, previous)
+        # Only what this step changed: another start may have set the mode for its own daemon.
+        for mode in changed:
+            if mode is not None:
+                set_compute_mode(host, device, mode)
 
     return Step(
         what=f"set the compute mode of {device.title} to exclusive-process, so that no program runs beside MPS",
         command=compute_mode_command(device.uuid, "EXCLUSIVE_PROCESS"),
         undo=None if previous is None else compute_mode_command(device.uuid, previous.name),
-        do=lambda: set_compute_mode(host, device, ComputeMode.EXCLUSIVE_PROCESS),
+        do=act,
         revert=back,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -62,21 +63,47 @@ def stop(
     home = found.home
     # Before the lock: another user's home cannot even be locked.
     _may_stop(found)
+    waited, forced = 0.0, False
+    if found.daemon.pid is not None:
+        # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
+        waited = _without_clients(host, found, drain_seconds, force=force, on_wait=on_wait)[0]
     with home.locked() if home is not None else contextlib.nullcontext():
+        if _ended_by_its_last_run(host, found):
+            return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=False)
         _still_there(found)
-        if found.daemon.pid is None:
-            # The record of a dead daemon: nothing to stop, but to clear away and to restore.
-            waited, forced = 0.0, False
-        else:
+        # Without a process it is the record of a dead daemon: nothing to stop, but to clear away and to restore.
+        if found.daemon.pid is not None:
             control = found.control(host)
-            waited, left = _wait_for_clients(control, drain_seconds, force=force, on_wait=on_wait)
-            if left and not force:
-                raise _still_used(found, left, waited)
+            # Somebody may have come while we waited for the lock.
+            left = _without_clients(host, found, 0.0, force=force)[1]
             forced = end_daemon(host, control, found.daemon.pid, seconds=1.0, force=force) or bool(left)
         restored = _restore(host, found, device)
         if home is not None:
             home.clear()
     return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=forced, compute_mode=restored)
+
+
+def _without_clients(
+    host: Host,
+    found: FoundDaemon,
+    seconds: float,
+    *,
+    force: bool,
+    on_wait: Callable[[list[int], float], None] | None = None,
+) -> tuple[float, list[int]]:
+    """Wait for the clients to go; return the seconds waited and, with ``force``, who is left; else raise InUse."""
+    waited, left = _wait_for_clients(found.control(host), seconds, force=force, on_wait=on_wait)
+    if left and not force:
+        raise _still_used(found, left, waited)
+    return waited, left
+
+
+def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
+    """Return whether the daemon that a `gpushare run` started was ended by the last one while we waited: as wanted."""
+    record, home = found.record, found.home
+    if record is None or home is None or not record.transient or found.daemon.pid is None:
+        return False
+    return home.read() is None and not host.processes.alive(record.pid, record.started_at)
 
 
 def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool) -> bool:
@@ -108,7 +135,8 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
         return True
     raise OperationFailed(
         f"the MPS daemon {pid} was told to quit and its process is still there",
-        "see its log: gpushare mps logs; end it: gpushare mps stop --force",
+        "see its log: gpushare mps logs; end it: "
+        f"gpushare mps stop --pipe-directory {shlex.quote(control.pipe_directory)} --force --yes",
         code="daemon_stays",
     )
 

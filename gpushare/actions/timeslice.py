@@ -143,6 +143,9 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, k
     """
     before = host.nvml.compute_mode(device.gpu.index)
     recorded = _recorded_mode(record)
+    # What this step did itself: what another gpushare did meanwhile is not taken back.
+    changed: list[ComputeMode] = []
+    noted: list[Path] = []
 
     def note(previous: ComputeMode | None) -> None:
         if previous is None:
@@ -152,16 +155,21 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, k
         record.write_text(json.dumps({"schema": 1, "previous_compute_mode": previous.name}), encoding="utf-8")
 
     def act() -> None:
-        if keep and recorded is None:
-            note(before)
+        now = host.nvml.compute_mode(device.gpu.index)
+        if now is not None and now is not mode:
+            changed.append(now)
+            if keep and recorded is None:
+                noted.append(record)
+                note(now)
         set_compute_mode(host, device, mode)
         if not keep:
+            noted.append(record)
             note(None)
 
     def back() -> None:
-        if before is not None:
-            set_compute_mode(host, device, before)
-        if _recorded_mode(record) is not recorded:
+        for previous in changed:
+            set_compute_mode(host, device, previous)
+        if noted and _recorded_mode(record) is not recorded:
             note(recorded)
 
     return Step(

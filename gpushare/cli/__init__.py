@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -22,6 +23,8 @@ from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  
 # One file per verb, in the order of the help. Only the file of the verb that is asked for is loaded: the
 # whole tree costs as much as Typer itself, at every start.
 VERBS: Final = ("status", "run", "doctor", "timeslice", "mps", "mig", "sim")
+# Who writes to stdout before there is a result: Click's help, ours, the version.
+_WRITERS: Final = frozenset({"echo", "put", "_version"})
 _OPTIONS_WITH_VALUE: Final = frozenset({"--host", "-o", "--output"})
 
 
@@ -69,15 +72,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code; the one try/except of the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
+    common.open_closed_streams()
     try:
         with common.ended_by_exception():
             code = _run(words)
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):
-        # The reader is gone (| head): nothing more to say, also not at the interpreter's own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader is gone (| head): nothing more to say.
+        _drop_stdout()
         return 128 + 13
+    except OSError as error:
+        return _unwritten(error)
     return code
+
+
+def _drop_stdout() -> None:
+    """Let nothing more be said on stdout, also not by the interpreter's own flush at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Return whether an error came from writing to stdout."""
+    try:
+        # What could not leave is still there, and fails again.
+        sys.stdout.flush()
+    except OSError:
+        return True
+    # With PYTHONUNBUFFERED nothing is kept; then the function that failed tells.
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and innermost.tb_frame.f_code.co_name in _WRITERS
+
+
+def _unwritten(error: OSError, answer: Any = None) -> int:
+    """Say on stderr that the result could not be written, and what the command itself came to."""
+    from gpushare.show.render import write_error
+
+    hint = "the disk may be full, or what stdout goes to be closed"
+    if common.settings.changes and not common.settings.dry_run and answer is not None and not answer.errors:
+        hint = "the command itself was carried out; see: gpushare status"
+    said = OperationFailed(f"cannot write the result: {error.strerror or error}", hint, code="not_written")
+    with contextlib.suppress(OSError):
+        for one in (*getattr(answer, "errors", ()), said):
+            write_error(one, sys.stderr)
+    _drop_stdout()
+    return int(getattr(answer, "exit_code", 0)) or int(ExitCode.FAILED)
 
 
 def _run(words: list[str]) -> int:
@@ -105,7 +146,12 @@ def _written(answer: Any) -> int:
         return 0
     from gpushare.show.render import write
 
-    write(answer, common.settings.output, stdout=sys.stdout, stderr=sys.stderr, quiet=common.settings.quiet)
+    try:
+        write(answer, common.settings.output, stdout=sys.stdout, stderr=sys.stderr, quiet=common.settings.quiet)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _unwritten(error, answer)
     return int(answer.exit_code)
 
 
@@ -126,6 +172,8 @@ def _unexpected(words: list[str], error: Exception) -> int:
         return _usage(words, error)
     if type(error).__name__ in {"Abort", "Exit"}:
         return int(getattr(error, "exit_code", ExitCode.FAILED))
+    if isinstance(error, OSError) and _is_of_stdout(error):
+        return _unwritten(error)
     if common.settings.debug or "--debug" in _before_dashes(words):
         raise error
     what = f"{type(error).__name__}: {error}".replace("\n", " ")

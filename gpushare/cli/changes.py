@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.cli.common import settings
@@ -30,12 +30,14 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
     )
 
 
-def carried_out(command: str, plan: Plan, *, homes: Sequence[DaemonHome] = ()) -> Result:
+def carried_out(
+    command: str, plan: Plan, *, homes: Sequence[DaemonHome] = (), again: Callable[[], Plan] | None = None
+) -> Result:
     """Carry a plan out, or with --dry-run only show it, and return its result with the undo.
 
     The locks of ``homes`` are held meanwhile: another gpushare does not start or stop their daemons.
+    ``again`` makes the plan anew under the locks: what the first one saw may have changed before they were held.
     """
-    notes = list(plan.notes)
     if not settings.dry_run:
         from gpushare.actions.plan import carry_out
 
@@ -43,9 +45,12 @@ def carried_out(command: str, plan: Plan, *, homes: Sequence[DaemonHome] = ()) -
             # In one order, so that two that want the same locks do not wait for each other.
             for home in sorted(homes, key=lambda home: home.directory):
                 locks.enter_context(home.locked())
+            if again is not None:
+                plan = again()
             carry_out(plan, _say if settings.verbose else None)
-        if plan.undo and plan.steps:
-            notes.append(f"undo: {plan.undo}")
+    notes = list(plan.notes)
+    if not settings.dry_run and plan.undo and plan.steps:
+        notes.append(f"undo: {plan.undo}")
     return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes)
 
 

@@ -35,6 +35,8 @@ class Settings:
     debug: bool = False
     dry_run: bool = False
     yes: bool = False
+    # The command is one that changes something.
+    changes: bool = False
 
     def connect(self) -> Host:
         """Return the host: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
@@ -62,6 +64,14 @@ def reset() -> None:
     """Forget what an earlier run in this process was told (tests)."""
     for name, value in vars(Settings()).items():
         setattr(settings, name, value)
+
+
+def open_closed_streams() -> None:
+    """Put the null device where a standard stream was closed (``>&-``): Python has None there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Open to the end of the process, as the streams of Python are.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def output_of(text: str) -> OutputFormat:
@@ -213,6 +223,11 @@ class ChangingCommand(Interruptible):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         named["params"] = [*(named.get("params") or []), *change_options(), *common_options()]
         super().__init__(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and note that it is one that changes; errors as `Interruptible.invoke`."""
+        settings.changes = True
+        return super().invoke(ctx)
 
 
 class Group(TyperGroup):

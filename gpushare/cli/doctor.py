@@ -20,7 +20,7 @@ def doctor() -> Any:
     Exit code 0: all is well; 1: something warns; 2: something fails. Nothing is changed.
     """
     from gpushare.actions.check import Verdict
-    from gpushare.actions.doctor import examine, exit_code
+    from gpushare.actions.doctor import examine, exit_code, worst
     from gpushare.show.result import Column, Result, Table
 
     checks = examine(settings.connect())
@@ -51,7 +51,11 @@ def doctor() -> Any:
             lines += [(f"      {'':<{width}}  {text}", None) for text in (check.why, f"mend: {check.remedy}") if text]
     table = Table(name="checks", columns=columns, rows=rows, lines=tuple(lines))
     return Result(
-        command="doctor", data={"checks": checks}, tables=(table,), csv=_csv(rows), exit_code=exit_code(checks)
+        command="doctor",
+        data={"worst": worst(checks), "checks": checks},
+        tables=(table,),
+        csv=_csv(rows),
+        exit_code=exit_code(checks),
     )
 
 

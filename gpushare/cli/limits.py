@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, NotFound
 
@@ -15,15 +15,24 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-class Limits:
-    """Limits as typed: one value for all devices, or one per GPU (``0=4G,1=8G``)."""
+# "none" as typed: the limit is to be removed, where None leaves it as it is.
+_NONE: Final = object()
 
-    def __init__(self, threads: str | None, memory: str | None, priority: str | None) -> None:
+
+class Limits:
+    """Limits as typed: one value for all devices, or one per GPU (``0=4G,1=8G``).
+
+    With ``removable`` a memory limit may be ``none``, which takes it away.
+    """
+
+    def __init__(
+        self, threads: str | None, memory: str | None, priority: str | None, *, removable: bool = False
+    ) -> None:
         from gpushare.units import parse_memory_limit, parse_thread_percentage
 
         # Parsed before the host is asked: a wrong word costs nothing.
         self._threads = _by_gpu("--threads", threads, parse_thread_percentage)
-        self._memory = _by_gpu("--memory", memory, parse_memory_limit)
+        self._memory = _by_gpu("--memory", memory, _memory_or_none if removable else parse_memory_limit)
         self._priority = priority_of(priority)
 
     def for_devices(self, devices: Sequence[Device]) -> dict[str, MpsLimits]:
@@ -38,11 +47,22 @@ class Limits:
         return {
             device.uuid: MpsLimits(
                 threads_percent=threads.get(device.uuid),
-                memory_limit_bytes=memory.get(device.uuid),
+                memory_limit_bytes=_limit(memory.get(device.uuid)),
+                no_memory_limit=memory.get(device.uuid) is _NONE,
                 priority=self._priority,
             )
             for device in devices
         }
+
+
+def _memory_or_none(text: str) -> object:
+    from gpushare.units import parse_memory_limit
+
+    return _NONE if text.strip().lower() == "none" else parse_memory_limit(text)
+
+
+def _limit(value: Any) -> int | None:
+    return None if value is None or value is _NONE else int(value)
 
 
 def priority_of(text: str | None) -> Priority | None:
@@ -61,7 +81,7 @@ def priority_of(text: str | None) -> Priority | None:
     return names[text.lower()]
 
 
-def _by_gpu(option: str, text: str | None, parse: Callable[[str], float]) -> dict[str | None, Any]:
+def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> dict[str | None, Any]:
     if text is None:
         return {}
     if "=" not in text:
@@ -85,10 +105,12 @@ def _resolve(values: dict[str | None, Any], devices: Sequence[Device]) -> dict[s
     if None in values:
         return {device.uuid: values[None] for device in devices}
     uuids = {device.uuid for device in devices}
+    # Two MIG instances have one GPU.
+    gpus = list({device.gpu.index: device.gpu for device in devices}.values())
     resolved: dict[str, Any] = {}
     for name, value in values.items():
         try:
-            named = select(name, [device.gpu for device in devices])
+            named = select(name, gpus)
         except NotFound:
             named = ()
         if not named or any(device.uuid not in uuids for device in named):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from gpushare.cli.common import GPU_HELP, ChangingCommand, Command, Group, confi
 from gpushare.cli.limits import Limits
 from gpushare.cli.mps_stopping import sentence, stop_one, stopping
 from gpushare.errors import BadUsage, GpushareError
+
+if TYPE_CHECKING:
+    from gpushare.actions.plan import Plan
 
 group = typer.Typer(
     cls=Group,
@@ -30,6 +33,14 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--memory", metavar="SIZE", help="Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G."
+    ),
+]
+NewMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it.",
     ),
 ]
 Level = Annotated[str | None, typer.Option("--priority", metavar="LEVEL", help="Client priority: normal or low.")]
@@ -84,11 +95,16 @@ def start(
     gpus = gpus_of(host)
     devices = select_for_change(gpu, gpus)
     limits = wanted.for_devices(devices)
-    plans = [plan_start(host, device, limits[device.uuid], exclusive=exclusive) for device in devices]
-    return carried_out("mps start", one_plan(plans), homes=[home_of(host.run_directory, one.uuid) for one in devices])
+
+    def plan() -> Plan:
+        return one_plan([plan_start(host, device, limits[device.uuid], exclusive=exclusive) for device in devices])
+
+    # Once before the locks, which need directories: a start that is refused leaves nothing behind.
+    homes = [home_of(host.run_directory, one.uuid) for one in devices]
+    return carried_out("mps start", plan(), homes=homes, again=plan)
 
 
-def set_limits(gpu: Gpu = None, threads: Threads = None, memory: Memory = None, priority: Level = None) -> Any:
+def set_limits(gpu: Gpu = None, threads: Threads = None, memory: NewMemory = None, priority: Level = None) -> Any:
     """Change the limits of a running daemon, for clients that start from now on, and read each one back.
 
     A running client keeps what it started with: the driver accepts a new percentage for its server
@@ -101,14 +117,16 @@ def set_limits(gpu: Gpu = None, threads: Threads = None, memory: Memory = None, 
 
     if threads is None and memory is None and priority is None:
         raise BadUsage("nothing to set", "give --threads, --memory or --priority", code="nothing_to_set")
-    wanted = Limits(threads, memory, priority)
+    wanted = Limits(threads, memory, priority, removable=True)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     limits = wanted.for_devices(devices)
-    plans = [plan_set(host, device, limits[device.uuid]) for device in devices]
-    return carried_out(
-        "mps set", one_plan(plans), homes=[own_daemon(host, device, to_change=True)[0] for device in devices]
-    )
+
+    def plan() -> Plan:
+        return one_plan([plan_set(host, device, limits[device.uuid]) for device in devices])
+
+    homes = [own_daemon(host, device, to_change=True)[0] for device in devices]
+    return carried_out("mps set", plan(), homes=homes, again=plan)
 
 
 def stop(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from gpushare.cli.common import gpus_of, note, settings
-from gpushare.errors import BadUsage, NotFound
+from gpushare.errors import BadUsage, GpuLost, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,11 +45,25 @@ def _by_gpu(
     if gpu is None and len(ours) == 1:
         # The one daemon that is there is meant; of several, one must be named.
         return [*ours]
-    devices = select_for_change(gpu, gpus)
+    try:
+        devices = select_for_change(gpu, gpus)
+    except GpuLost as error:
+        raise _lost(error, ours) from error
     chosen = [item for device in devices for item in ours if _serves(item, device, all_of=gpu == "all")]
     if not chosen:
         raise _none_there(found, devices)
     return chosen
+
+
+def _lost(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
+    """Return the error with the way that works: a lost GPU tells no UUID, its daemon still has its directory."""
+    ways = [
+        f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
+        for item in ours
+        if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
+    ]
+    hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(ways)}" if ways else error.hint
+    return GpuLost(error.message, hint, gpu=error.gpu, code=error.code)
 
 
 def _device_of(found: FoundDaemon, gpus: Sequence[Gpu]) -> Device | None:

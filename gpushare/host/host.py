@@ -82,6 +82,20 @@ def local_run_directory(uid: int) -> Path:
     return Path(tempfile.gettempdir()) / f"gpushare-{uid}"
 
 
+def _make(path: Path, mode: int) -> None:
+    """Create a directory and its parents with this mode, whatever the umask; what is there stays as it is."""
+    try:
+        path.mkdir(mode)
+    except FileNotFoundError:
+        _make(path.parent, mode)
+        _make(path, mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(mode)
+
+
 def make_private_directory(path: Path, mode: int = 0o755) -> None:
     """Create a directory (and its parents) that only its owner may write.
 
@@ -92,7 +106,7 @@ def make_private_directory(path: Path, mode: int = 0o755) -> None:
         NoPermission: it cannot be created, belongs to somebody else, or others may write into it.
     """
     try:
-        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        _make(path, mode)
         found, itself = path.stat(), path.lstat()
     except OSError as error:
         raise NoPermission(

@@ -11,10 +11,10 @@ from gpushare.errors import GpushareError, NotFound
 from gpushare.host import mps_control
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of, homes_in
-from gpushare.host.mps_text import ClientRow, Overview
+from gpushare.host.mps_text import ClientRow, Overview, parse_memory
 from gpushare.model import Gpu, MpsClient, MpsDaemon, MpsServer, Priority
 from gpushare.selection import select
-from gpushare.units import parse_pinned_limits
+from gpushare.units import mps_memory, mps_memory_readback, parse_pinned_limits
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -180,23 +180,27 @@ def _asked(host: Host, daemon: MpsDaemon, record: DaemonRecord | None) -> MpsDae
     except GpushareError as error:
         return replace(daemon, error=error.message)
     uuid = record.device_uuid if record is not None else ""
-    exact = record is not None and record.memory_limit_bytes is not None and overview.memory_limit_bytes is not None
     return replace(
         daemon,
         threads_percent=overview.threads_percent,
-        # The daemon prints whole G, rounded down; the record has what it was read back for.
-        memory_limit_bytes=record.memory_limit_bytes if exact and record else overview.memory_limit_bytes,
+        memory_limit_bytes=_exact(overview.memory_limit_bytes, record),
         priority=overview.priority,
         servers=tuple(_server(host, overview, row.pid, uuid, record) for row in overview.servers),
     )
 
 
+def _exact(held: int | None, record: DaemonRecord | None) -> int | None:
+    """Return the limit of a record where the daemon holds it (it prints whole G, rounded down), else what it holds."""
+    noted = None if record is None else record.memory_limit_bytes
+    if noted is None or held is None:
+        return held
+    return noted if held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))} else held
+
+
 def _server(host: Host, overview: Overview, pid: int, uuid: str, record: DaemonRecord | None) -> MpsServer:
     row = next(row for row in overview.servers if row.pid == pid)
     info = host.processes.describe(pid)
-    limit = row.memory_limit_bytes
-    if record is not None and record.memory_limit_bytes is not None and limit == overview.memory_limit_bytes:
-        limit = record.memory_limit_bytes
+    limit = _exact(row.memory_limit_bytes, record)
     mine = [client for client in overview.clients if client.server_pid in {pid, None}]
     return MpsServer(
         pid=pid,

@@ -6,22 +6,26 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError
+from gpushare.errors import NotSupported
 from gpushare.host.mps_control import PROGRAM
 
 if TYPE_CHECKING:
     from gpushare.host.program import Programs
 
 
-def probe_version(programs: Programs) -> int | None:
+def probe_version(programs: Programs, timeout: float = 5.0) -> int | None:
     """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
 
     Before 580 ``-v`` is no option: the program silently takes commands from stdin. So it gets a pipe
-    directory where nobody answers, and no stdin.
+    directory where nobody answers, and no stdin. ``timeout`` is in seconds.
+
+    Raises:
+        TimedOut: the program hangs.
+        NoPermission, OperationFailed: it cannot be executed.
     """
     try:
-        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=5.0)
-    except GpushareError:
+        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=timeout)
+    except NotSupported:
         return None
     match = re.search(r"Binary version:\s*(\d+)", done.stdout)
     return int(match.group(1)) if match else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # How long an answer of nvidia-smi or of an MPS daemon is shown again.
 _SLOW_SECONDS = 5.0
 BLIND = (
-    "this PID namespace is not the host's: processes of other containers are missing or wrong here; "
+    "the process list is blind here, this PID namespace is not the host's: processes of other containers are missing or wrong here; "
     "look from the host, or start the container with --pid=host"
 )
 
@@ -56,7 +57,8 @@ class Observer:
         gpus = host.nvml.sweep()
         if self._driver is None:
             self._driver = host.nvml.driver_version()
-        gpus = tuple(replace(gpu, processes=self._named(gpu)) for gpu in gpus)
+        blind = host.processes.namespace_is_host() is False
+        gpus = tuple(replace(gpu, processes=self._named(gpu, blind=blind)) for gpu in gpus)
         daemons = self._daemons_now(gpus)
         levels, failed = (self._levels, None) if known else self._join_policy(pending)
         why_not = why_not or failed
@@ -64,7 +66,7 @@ class Observer:
             self._levels, self._levels_until = levels, time.monotonic() + _SLOW_SECONDS
         if why_not:
             warnings.append(f"the time-slice is unknown: {why_not}")
-        if host.processes.namespace_is_host() is False:
+        if blind:
             warnings.append(BLIND)
         return Snapshot(
             host=host.spec,
@@ -89,8 +91,9 @@ class Observer:
         except GpushareError as error:
             return {}, error.message
 
-    def _named(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
-        if gpu.processes is None:
+    def _named(self, gpu: Gpu, *, blind: bool) -> tuple[GpuProcess, ...] | None:
+        # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
+        if gpu.processes is None or (blind and not gpu.processes):
             return None
         return tuple(self._with_owner(process) for process in gpu.processes)
 
@@ -127,7 +130,10 @@ class Observer:
 
         found = [item.daemon for item in find_daemons(self._host, gpus)]
         if found and not self._mps_probed:
-            self._mps_version, self._mps_probed = probe_version(self._host.programs), True
+            self._mps_probed = True
+            # A program that hangs costs the version only; gpushare doctor tells it.
+            with contextlib.suppress(GpushareError):
+                self._mps_version = probe_version(self._host.programs)
         return tuple(self._with_capacity(daemon, gpus) for daemon in found)
 
     def _with_capacity(self, daemon: MpsDaemon, gpus: tuple[Gpu, ...]) -> MpsDaemon:

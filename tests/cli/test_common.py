@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ import typer
 
 from gpushare import __version__
 from gpushare.cli import app
+from gpushare.model import TimeSlice
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started
+from tests.cli.drive import Started, World, environment
 
 
 def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -218,3 +220,33 @@ def test_broken_pipe(real: Callable[..., Started]) -> None:
     _, err = started.process.communicate(timeout=20)
     assert started.process.returncode == 128 + 13
     assert err == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("status", "-o", "json"), "the disk may be full"),
+        (("status", "--help"), "the disk may be full"),
+        (("timeslice", "set", "short", "-o", "json"), "the command itself was carried out"),
+        (("timeslice", "set", "short", "-n"), "the disk may be full"),
+    ],
+)
+def test_a_result_that_cannot_be_written(
+    real: Callable[..., Started], world: World, words: tuple[str, ...], hint: str, unbuffered: str
+) -> None:
+    with open("/dev/full", "w") as full:
+        answer = real(*words, stdout=full, env={"PYTHONUNBUFFERED": unbuffered}).result()
+    assert answer.code == 1
+    assert answer.lines("error") == ["error: cannot write the result: No space left on device"]
+    assert answer.err.splitlines()[-1].startswith(f"hint: {hint}")
+    assert ("carried out" in hint) == (world.host.policy.read()[0] is TimeSlice.SHORT)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_the_null_device(closed: str) -> None:
+    command = f'exec "$0" -m gpushare --host sim:h200 status {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], check=False, env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -28,6 +28,8 @@ def checks(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
             assert check["why"]
             assert check["remedy"]
     worst = {"fail": 2, "warn": 1}
+    assert answer.json["status"] == "ok"
+    assert answer.code == {"pass": 0, "warn": 1, "fail": 2}[answer.data["worst"]]
     assert answer.code == max(worst.get(check["verdict"], 0) for check in answer.data["checks"])
     return found
 
@@ -52,6 +54,7 @@ def test_all_is_well(cli: Cli) -> None:
         "user.root",
         "pid.namespace",
     }
+    assert found["smi.program"]["seen"].endswith(" of 1 GPU")
     assert cli("doctor").code == 0
 
 
@@ -108,6 +111,17 @@ def test_smi_hangs(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> N
     world.fault("hang", "nvidia-smi")
     found = checks(cli)["smi.program"]
     assert (found["verdict"], "did not answer" in found["seen"]) == ("fail", True)
+    assert "gpushare doctor" not in found["remedy"]
+
+
+def test_mps_control_hangs(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host.mps_program import probe_version
+
+    monkeypatch.setattr(probe_version, "__defaults__", (0.1,))
+    world.fault("hang", "nvidia-cuda-mps-control")
+    found = checks(cli)["mps.control"]
+    assert (found["verdict"], "did not answer" in found["seen"]) == ("fail", True)
+    assert "gpushare doctor" not in found["remedy"]
 
 
 def test_mps_programs_missing(cli: Cli, world: World) -> None:
@@ -163,7 +177,7 @@ def test_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
     assert "no MPS daemon runs" in checks(cli)["mps.daemons"]["seen"]
     cli("mps", "start").ok()
     world.client()
-    assert "of gpushare answers, 1 clients" in checks(cli)["mps.daemons"]["seen"]
+    assert "of gpushare answers, 1 client" in checks(cli)["mps.daemons"]["seen"]
     cli("mps", "stop", "--force").ok()
     world.foreign_daemon(sim_dir)
     assert f"of somebody else (root, {sim_dir}/p)" in checks(cli)["mps.daemons"]["seen"]

@@ -102,7 +102,9 @@ def test_dead_daemon(refused: Callable[..., str], world: World) -> None:
 def test_hanging_daemon(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
-    assert "stop --force" in refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
+    pipe = world.state.daemons[0].pipe_directory
+    said = refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
+    assert f"gpushare mps stop --pipe-directory {pipe} --force --yes" in said
 
 
 @pytest.mark.usefixtures("daemon")
@@ -154,3 +156,66 @@ def test_a_server_keeps_its_own_percentage_on_the_way_back(
     monkeypatch.setattr(MpsControl, "server_memory", lambda self, pid: "x" if next(lies, False) else proper(self, pid))
     refused("mps", "set", "--threads", "25", "--memory", "2G", code="limit_not_held", exit_code=1)
     assert simulated(world) == before
+
+
+@pytest.mark.parametrize("at_first", [(), ("--memory", "8G")])
+def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
+    cli: Cli, world: World, at_first: tuple[str, ...]
+) -> None:
+    cli("mps", "start", *at_first).ok()
+    world.client()
+    before, held = limits(cli), simulated(world)
+    answer = cli("mps", "set", "--memory", "2G").ok()
+    (undo,) = [line.removeprefix("note: undo: gpushare ") for line in answer.err.splitlines() if "undo:" in line]
+    assert undo.split() == ["mps", "set", "-g", "0", "--memory", "8192M" if at_first else "none"]
+    cli("mps", "set", "--memory", "none").ok()
+    assert limits(cli) == [(100.0, None, "normal")]
+    assert world.process(world.client()).memory_limit_bytes is None
+    cli(*undo.split()).ok()
+    assert limits(cli) == before
+    if at_first:
+        assert simulated(world) == held
+
+
+def test_start_takes_no_none(refused: Callable[..., str]) -> None:
+    refused("mps", "start", "--memory", "none", code="bad_size", exit_code=2)
+
+
+def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one sets its limit after this one has made its first plan, and before it has the lock."""
+    from contextlib import AbstractContextManager
+
+    from gpushare.host.mps_home import DaemonHome
+
+    cli("mps", "start").ok()
+    proper, others = DaemonHome.locked, iter([("--threads", "25")])
+
+    def locked(self: DaemonHome) -> AbstractContextManager[None]:
+        for words in others:
+            cli("mps", "set", *words).ok()
+        return proper(self)
+
+    monkeypatch.setattr(DaemonHome, "locked", locked)
+    cli("mps", "set", "--memory", "2G").ok()
+    assert limits(cli) == [(25.0, 2 * GIB, "normal")]
+    record = next(DaemonHome(path.parent).read() for path in World().host.run_directory.rglob("daemon.json"))
+    assert record is not None
+    assert (record.threads_percent, record.memory_limit_bytes) == (25.0, 2 * GIB)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_limit_that_somebody_set_at_the_daemon_is_shown(cli: Cli, world: World) -> None:
+    world.client()
+    control = MpsControl(world.host.programs, world.state.daemons[0].pipe_directory)
+    control.set_default_memory(3 * GIB)
+    control.set_server_memory(world.state.daemons[0].servers[0].pid, 2 * GIB)
+    (shown,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    assert shown["memory_limit_bytes"] == 3 * GIB
+    assert limits(cli) == [(50.0, 3 * GIB, "normal")]
+
+
+def test_limits_of_two_instances_of_one_gpu(cli: Cli, world: World) -> None:
+    first, second = world.mig("3g.71gb", "1g.18gb")
+    words = ("-g", f"{first},{second}", "--memory", f"{first}=4G,{second}=2G")
+    cli("mps", "start", *words).ok()
+    assert sorted(str(one[1]) for one in limits(cli)) == [str(2 * GIB), str(4 * GIB)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.errors import NotFound
 from gpushare.host.mps_control import MpsControl
 from gpushare.model import ComputeMode
 from gpushare.units import MIB
@@ -98,3 +99,62 @@ def test_every_driver_branch(cli: Cli, world: World, driver: str) -> None:
     cli("mps", "set", "--threads", "50").ok()
     cli("mps", "stop", "--force").ok()
     assert world.state.daemons == []
+
+
+def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one starts after this one has made its first plan, and before it has the lock."""
+    from contextlib import AbstractContextManager
+
+    from gpushare.host.mps_home import DaemonHome
+
+    proper, others = DaemonHome.locked, iter([("mps", "start", "--exclusive")])
+
+    def locked(self: DaemonHome) -> AbstractContextManager[None]:
+        for words in others:
+            cli(*words).ok()
+        return proper(self)
+
+    monkeypatch.setattr(DaemonHome, "locked", locked)
+    answer = cli("mps", "start", "--exclusive", output="json")
+    assert answer.json["errors"][0]["code"] == "daemon_exists"
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+    cli("mps", "stop").ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
+    from gpushare.actions.mps_limits import MpsLimits
+    from gpushare.actions.mps_start import plan_start
+    from gpushare.selection import Device
+
+    device = Device(gpu=world.host.nvml.sweep()[0])
+    (step,) = [
+        one for one in plan_start(world.host, device, MpsLimits(), exclusive=True).steps if "nvidia-smi" in one.command
+    ]
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    step.do()
+    assert step.revert is not None
+    step.revert()
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+
+
+def test_a_dead_daemon_of_ours_does_not_hide_a_shared_one(cli: Cli, world: World, sim_dir: Path) -> None:
+    from dataclasses import replace
+
+    from gpushare.actions.mps_device import own_daemon
+    from gpushare.host.mps_home import home_of
+    from gpushare.selection import Device
+
+    cli("mps", "start").ok()
+    device = Device(gpu=world.host.nvml.sweep()[0])
+    live = home_of(world.host.run_directory, device.uuid)
+    record = live.read()
+    assert record is not None
+    dead = home_of(sim_dir / "r", device.uuid)
+    dead.create()
+    dead.write(replace(record, pid=4_190_000))
+    host = replace(world.host, run_directory=sim_dir / "r", shared_run_directories=(world.host.run_directory,))
+    assert own_daemon(host, device)[0] == live
+    world.send(record.pid, signal.SIGKILL)
+    with pytest.raises(NotFound, match="4190000"):
+        own_daemon(host, device)

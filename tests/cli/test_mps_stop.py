@@ -273,3 +273,45 @@ def test_two_stops_at_once(real: Callable[..., Started], world: World) -> None:
     codes = sorted(one.result().code for one in both)
     assert codes in ([0, 6], [0, 0])
     assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host.mps_home import home_of
+
+    pid, proper, entered = world.client(), mps_stop._wait_for_clients, []
+
+    def waiting(*more: object, **named: object) -> object:
+        if not entered:
+            with home_of(world.host.run_directory, world.uuid()).locked(seconds=0.0):
+                entered.append(pid)
+            world.send(pid, signal.SIGKILL)
+        return proper(*more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mps_stop, "_wait_for_clients", waiting)
+    cli("mps", "stop", "--drain", "5").ok()
+    assert entered == [pid]
+    assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_the_hint_on_a_lost_gpu_works(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    pipe = world.state.daemons[0].pipe_directory
+    world.fault("lost")
+    said = refused("mps", "stop", "-g", "0", code="gpu_lost", exit_code=6)
+    assert f"gpushare mps stop --pipe-directory {pipe}" in said
+    cli("mps", "stop", "--pipe-directory", pipe).ok()
+    assert world.state.daemons == []
+
+
+def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(cli: Cli, world: World) -> None:
+    from dataclasses import replace
+
+    from gpushare.host.mps import find_daemons
+
+    cli("mps", "start").ok()
+    (found,) = find_daemons(world.host, world.host.nvml.sweep(), deep=False)
+    assert found.record is not None
+    transient = replace(found, record=replace(found.record, transient=True))
+    cli("mps", "stop").ok()
+    assert mps_stop.stop(world.host, transient, None, drain_seconds=0, force=False).pid == found.daemon.pid

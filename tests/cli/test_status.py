@@ -128,7 +128,12 @@ def test_missing_smi_costs_the_time_slice_only(cli: Cli, world: World) -> None:
 def test_a_blind_namespace_is_said(cli: Cli, world: World) -> None:
     world.fault("blind")
     assert "PID namespace" in cli("status").ok().lines("note")[0]
-    assert cli("status", "-q").ok().err == ""
+    quiet = cli("status", "-q").ok()
+    assert quiet.err == ""
+    assert "nobody" not in quiet.out
+    assert cli("status", output="json").ok().data["gpus"][0]["processes"] is None
+    assert "the process list is blind here" in cli("status").err
+    assert "who is on the GPUs is unknown" in cli("status", output="table").out
 
 
 def test_mig(cli: Cli, world: World) -> None:

@@ -230,3 +230,18 @@ def test_missing_smi(refused: Callable[..., str], world: World) -> None:
     world.fault("missing", "nvidia-smi")
     refused("timeslice", "set", "short", code="program_missing", exit_code=3)
     refused("timeslice", "show", code="program_missing", exit_code=3)
+
+
+def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
+    from gpushare.actions.timeslice import plan_set
+    from gpushare.model import TimeSlice
+    from gpushare.selection import Device
+
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    device = Device(gpu=world.host.nvml.sweep()[0])
+    step = plan_set(world.host, [device], TimeSlice.SHORT).steps[0]
+    world.host.nvml.set_compute_mode(0, ComputeMode.DEFAULT)
+    step.do()
+    assert step.revert is not None
+    step.revert()
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT

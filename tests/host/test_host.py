@@ -106,3 +106,14 @@ def test_a_file_in_the_way_is_refused(sim_dir: Path) -> None:
 
 def test_a_name_that_is_too_long_is_refused(sim_dir: Path) -> None:
     assert refused(sim_dir / ("x" * 300)).code == "directory_unwritable"
+
+
+def test_the_umask_does_not_close_what_we_make_and_what_was_there_stays(sim_dir: Path) -> None:
+    (sim_dir / "old").mkdir(mode=0o700)
+    before = os.umask(0o077)
+    try:
+        make_private_directory(sim_dir / "old" / "a" / "b")
+    finally:
+        os.umask(before)
+    modes = [(sim_dir / name).stat().st_mode & 0o777 for name in ("old", "old/a", "old/a/b")]
+    assert modes == [0o700, 0o755, 0o755]

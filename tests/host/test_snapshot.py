@@ -117,7 +117,7 @@ def test_a_blind_pid_namespace_is_said() -> None:
     admin.set_fault("sim:t4", "blind")
     shot = look("sim:t4")
     assert BLIND in shot.warnings
-    assert shot.gpus[0].processes == ()
+    assert shot.gpus[0].processes is None
 
 
 @pytest.mark.parametrize("told", [True, None])
