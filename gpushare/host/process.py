@@ -106,6 +106,14 @@ def container_of(cgroup: str) -> str | None:
     return short[:12] if short else lxc or slurm
 
 
+def shortened(words: Sequence[str]) -> Sequence[str]:
+    """Return a command line without the empty words at its end."""
+    end = len(words)
+    while end and not words[end - 1]:
+        end -= 1
+    return words[:end]
+
+
 class _Child:
     """Waits for a child with waitpid(2), which unlike subprocess also tells that it was stopped."""
 
@@ -154,7 +162,8 @@ class LocalProcesses:
                     user=_allowed(process.username),
                     uid=_effective_uid(process),
                     name=_allowed(process.name),
-                    command_line=tuple(command_line) if command_line else None,
+                    # A program that renames itself leaves empty words behind its name.
+                    command_line=tuple(shortened(command_line or ())) or None,
                     started_at=_allowed(process.create_time),
                     container=container_of(_read(f"/proc/{pid}/cgroup") or ""),
                     stopped=_allowed(process.status) == psutil.STATUS_STOPPED,

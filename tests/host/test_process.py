@@ -16,7 +16,7 @@ import pytest
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
-from gpushare.host.process import LocalProcesses, ProcessInfo, wait_gone
+from gpushare.host.process import LocalProcesses, ProcessInfo, shortened, wait_gone
 
 LOCAL = LocalProcesses()
 NOBODY = 2**31 - 1
@@ -225,3 +225,9 @@ def test_the_pid_namespace_is_compared_with_the_hosts(monkeypatch: pytest.Monkey
     assert LOCAL.namespace_is_host() is True
     monkeypatch.setattr(process, "_HOST_PID_NAMESPACE", here + 1)
     assert LOCAL.namespace_is_host() is False
+
+
+def test_empty_words_at_the_end_of_a_command_line_are_no_part_of_it() -> None:
+    assert shortened(["nvidia-cuda-mps-server", "", ""]) == ["nvidia-cuda-mps-server"]
+    assert shortened(["sh", "", "x"]) == ["sh", "", "x"]
+    assert shortened([""]) == []
