@@ -167,7 +167,7 @@ def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Callable[..., S
     started.process.wait()
     until(lambda: not alive(child), "the program is gone")
     gone(world)
-    assert not list(world.directory.rglob("daemon.json"))
+    until(lambda: not list(world.directory.rglob("daemon.json")), "its record is cleared away")
 
 
 def test_death_of_gpushare_lets_the_program_end_itself(
