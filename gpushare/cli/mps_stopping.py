@@ -42,8 +42,10 @@ def _by_gpu(
 ) -> list[FoundDaemon]:
     from gpushare.selection import select_for_change
 
-    if gpu is None and len(ours) == 1:
-        # The one daemon that is there is meant; of several, one must be named.
+    if gpu is None and not ours:
+        raise _none_there(found, [])
+    if gpu is None and len(ours) == 1 and len(gpus) == 1:
+        # Also that of a MIG instance: there is nothing else that could be meant.
         return [*ours]
     try:
         devices = select_for_change(gpu, gpus)
@@ -82,7 +84,7 @@ def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
 
 
 def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotFound:
-    names = ", ".join(device.title for device in devices)
+    names = ", ".join(device.title for device in devices) or "this host"
     foreign = next((item.daemon for item in found if not item.daemon.ours), None)
     hint = "see what is there: gpushare mps status"
     indexes = {device.gpu.index for device in devices if device.mig is None}

@@ -186,9 +186,11 @@ def test_several_gpus(refused: Callable[..., str], cli: Cli) -> None:
     (left,) = world.state.daemons
     assert left.visible == [world.uuid(0)]
     refused("mps", "stop", "-g", "1", code="no_daemon", exit_code=6, host=TWO)
-    # The only one that is left needs no name.
-    cli("mps", "stop", host=TWO).ok()
+    # Also the only one that is left: a change on a host with several GPUs names its GPU.
+    refused("mps", "stop", code="gpu_not_named", exit_code=2, host=TWO)
+    cli("mps", "stop", "-g", "0", host=TWO).ok()
     assert world.state.daemons == []
+    refused("mps", "stop", code="no_daemon", exit_code=6, host=TWO)
 
 
 def test_one_in_use_does_not_keep_the_other(cli: Cli) -> None:
