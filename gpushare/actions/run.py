@@ -171,13 +171,17 @@ class _Session:
                     _pass_on(child.pid, number)
             terminal.serve(child)
             # Each look is a conversation, whose own end is a SIGCHLD: only the clock says when to look again.
-            if child.poll() is None and self._ended_by is None and time.monotonic() >= next_look:
-                attachment.look()
-                self._report(attachment)
-                if self._options.strict and attachment.outside:
-                    self._end(attachment, signal.SIGTERM, wakeups)
+            if time.monotonic() >= next_look:
+                if child.poll() is None and self._ended_by is None:
+                    self._look(attachment, wakeups)
                 next_look = time.monotonic() + attachment.wait()
         return status
+
+    def _look(self, attachment: Attachment, wakeups: Wakeups) -> None:
+        attachment.look()
+        self._report(attachment)
+        if self._options.strict and attachment.outside:
+            self._end(attachment, signal.SIGTERM, wakeups)
 
     def _would_kill_a_client(self, attachment: Attachment, number: int) -> bool:
         """Return whether a signal that is passed on would end an MPS client with its queue in flight."""
