@@ -97,6 +97,17 @@ class GpuProcess(_Value):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Holder(_Value):
+    """A process that holds an instance or a GPU and is not in NVML's lists: by an open file, or by a lease."""
+
+    pid: int
+    # What it holds: /dev/nvidia-caps/nvidia-cap12, /dev/nvidia0, or "lease" (of `gpushare run --mig`).
+    what: str
+    user: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MigInstance(_Value):
     """One MIG device: a compute instance in its GPU instance (``nvidia-smi -L``)."""
 

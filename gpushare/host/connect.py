@@ -30,6 +30,8 @@ def connect(spec: str) -> Host:
         nvml=NvmlReader(simulated.library),
         programs=simulated.programs,
         processes=simulated.processes,
+        capabilities=simulated.capabilities,
         run_directory=simulated.run_directory,
+        state_directory=simulated.state_directory,
         uid=simulated.uid,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission
+from gpushare.host.capabilities import Capabilities, LocalCapabilities
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.process import LocalProcesses, Processes
 from gpushare.host.program import LocalPrograms, Programs
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
+SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +27,20 @@ class Host:
     """Everything that commands need of a host, real or simulated.
 
     ``run_directory`` holds our MPS daemons and undo records; ``shared_run_directories`` are those
-    of others that this user may use (root's). ``uid`` is the user that commands run as there.
+    of others that this user may use (root's). ``state_directory`` is kept across reboots, and
+    ``shared_state_directories`` are those of others. ``uid`` is the user that commands run as there.
     """
 
     spec: str
     nvml: NvmlReader
     programs: Programs
     processes: Processes
+    capabilities: Capabilities
     run_directory: Path
+    state_directory: Path
     uid: int
     shared_run_directories: Sequence[Path] = field(default=())
+    shared_state_directories: Sequence[Path] = field(default=())
 
     @property
     def policy(self) -> ComputePolicy:
@@ -51,15 +57,20 @@ def local_host() -> Host:
     """Return this machine."""
     uid = os.geteuid()
     run_directory = local_run_directory(uid)
+    state_directory = local_state_directory(uid)
     shared = () if run_directory == SYSTEM_RUN_DIRECTORY else (SYSTEM_RUN_DIRECTORY,)
+    shared_state = () if state_directory == SYSTEM_STATE_DIRECTORY else (SYSTEM_STATE_DIRECTORY,)
     return Host(
         spec="local",
         nvml=NvmlReader(),
         programs=LocalPrograms(),
         processes=LocalProcesses(),
+        capabilities=LocalCapabilities(),
         run_directory=run_directory,
+        state_directory=state_directory,
         uid=uid,
         shared_run_directories=shared,
+        shared_state_directories=shared_state,
     )
 
 
@@ -80,6 +91,21 @@ def local_run_directory(uid: int) -> Path:
     import tempfile
 
     return Path(tempfile.gettempdir()) / f"gpushare-{uid}"
+
+
+def local_state_directory(uid: int) -> Path:
+    """Return where names and what else outlives a reboot are kept.
+
+    ``GPUSHARE_STATE_DIR``; ``/var/lib/gpushare`` for root; ``$XDG_STATE_HOME/gpushare``, or
+    ``~/.local/state/gpushare``.
+    """
+    explicit = os.environ.get("GPUSHARE_STATE_DIR")
+    if explicit:
+        return Path(explicit).absolute()
+    if uid == 0:
+        return SYSTEM_STATE_DIRECTORY
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "gpushare"
 
 
 def _make(path: Path, mode: int) -> None:

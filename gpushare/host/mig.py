@@ -162,6 +162,16 @@ class MigReader:
                 )
 
 
+def compute_profile_id(nvml: Any, instance: Any, slices: int) -> int | None:
+    """Return the id of the compute instance profile with so many slices in an NVML GPU instance; None: not offered."""
+    infos = _infos(
+        nvml,
+        lambda number: nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES),
+        _COMPUTE_PROFILES,
+    )
+    return next((int(info.id) for _, info in infos if int(info.sliceCount) == slices), None)
+
+
 def _in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
     if gpu.processes is None:
         return None

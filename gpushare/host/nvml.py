@@ -6,6 +6,7 @@ or into an error of ours. Nothing starts NVML at import: `nvmlInit` runs at the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -85,6 +86,20 @@ class NvmlReader:
             return
         bindings.nvmlLib = self._library
         bindings._nvmlGetFunctionPointer_cache.clear()
+
+    def restart(self) -> None:
+        """Let go of NVML and of every handle; the next question starts it anew.
+
+        Around a change of MIG: handles on MIG devices keep their instances in use (go-nvml issue 146), the list of
+        MIG devices is stale until then, and a mode change may reset the GPU (nvml.h, nvmlDeviceSetMigMode).
+        """
+        self._handles.clear()
+        self._static.clear()
+        if self._bindings is not None:
+            bindings = self._api()
+            with contextlib.suppress(bindings.NVMLError):
+                bindings.nvmlShutdown()
+            self._bindings = None
 
     # -- the host ----------------------------------------------------------------------------------
 
@@ -199,11 +214,27 @@ class NvmlReader:
         mode = self.ask(lambda nvml: nvml.nvmlDeviceGetPersistenceMode(handle), str(index))
         return None if mode is None else bool(mode)
 
+    def pci_ids(self, index: int) -> tuple[int | None, int | None]:
+        """Return the PCI ids of a GPU and of its subsystem, device above vendor: 0x233510DE (nvmlDeviceGetPciInfo).
+
+        What mig-parted's ``device-filter`` compares. None is unknown (NVML answers 0, or not at all).
+        """
+        handle = self.handle(index)
+        info = self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle), str(index))
+        if info is None:
+            return None, None
+        return int(info.pciDeviceId) or None, int(info.pciSubSystemId) or None
+
     def compute_capability(self, index: int) -> tuple[int, int] | None:
         """Return the CUDA compute capability (nvmlDeviceGetCudaComputeCapability)."""
         handle = self.handle(index)
         value = self.ask(lambda nvml: nvml.nvmlDeviceGetCudaComputeCapability(handle), str(index))
         return None if value is None else (int(value[0]), int(value[1]))
+
+    def minor_number(self, index: int) -> int | None:
+        """Return the N of ``/dev/nvidiaN`` (nvmlDeviceGetMinorNumber); it need not be the index."""
+        handle = self.handle(index)
+        return self.ask(lambda nvml: nvml.nvmlDeviceGetMinorNumber(handle), str(index))
 
     # -- MIG ---------------------------------------------------------------------------------------
 

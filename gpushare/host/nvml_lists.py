@@ -50,8 +50,24 @@ def read_samples(nvml: Any, handle: Any) -> dict[int, int]:
     Raises:
         pynvml.NVMLError: as the driver answers; NotFound when there is no sample.
     """
+    since = max(0, int(time.time() * 1e6) - _SAMPLE_WINDOW_US)
+    newest: dict[int, tuple[int, int]] = {}
+    for pid, stamp, percent in read_utilization(nvml, handle, since):
+        if stamp >= newest.get(pid, (0, 0))[0]:
+            newest[pid] = (stamp, percent)
+    return {pid: percent for pid, (_, percent) in newest.items()}
+
+
+def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, int, int]]:
+    """Return (PID, time in microseconds, SM %) of every sample since then (nvmlDeviceGetProcessUtilization).
+
+    Processes that ended meanwhile are among them; idle ones are not.
+
+    Raises:
+        pynvml.NVMLError: as the driver answers; NotFound when there is no sample.
+    """
     function = nvml._nvmlGetFunctionPointer("nvmlDeviceGetProcessUtilization")
-    since = c_ulonglong(max(0, int(time.time() * 1e6) - _SAMPLE_WINDOW_US))
+    since = c_ulonglong(since_us)
     room = _SAMPLE_ROOM
     while True:
         count, rows = c_uint(room), (nvml.c_nvmlProcessUtilizationSample_t * room)()
@@ -60,9 +76,5 @@ def read_samples(nvml: Any, handle: Any) -> dict[int, int]:
             nvml._nvmlCheckReturn(code)
             break
         room = max(2 * room, count.value + 16)
-    newest: dict[int, tuple[int, int]] = {}
-    for row in rows[: count.value]:
-        # Some drivers report nonsense above 100 % for a process that just ended.
-        if row.smUtil <= 100 and row.timeStamp >= newest.get(row.pid, (0, 0))[0]:
-            newest[row.pid] = (row.timeStamp, row.smUtil)
-    return {pid: percent for pid, (_, percent) in newest.items() if pid}
+    # Some drivers report nonsense above 100 % for a process that just ended.
+    return [(row.pid, row.timeStamp, row.smUtil) for row in rows[: count.value] if row.pid and row.smUtil <= 100]

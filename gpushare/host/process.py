@@ -9,12 +9,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 
 if TYPE_CHECKING:
     import psutil
+
+    from gpushare.host.open_files import OpenFiles
 
 T = TypeVar("T")
 
@@ -36,6 +38,14 @@ class ProcessInfo:
     started_at: float | None = None
     container: str | None = None
     stopped: bool = False
+
+
+class Streams(NamedTuple):
+    """Open file descriptors that a program gets as stdin, stdout and stderr."""
+
+    stdin: int
+    stdout: int
+    stderr: int
 
 
 class Spawned(Protocol):
@@ -74,11 +84,14 @@ class Processes(Protocol):
     def send(self, pid: int, signal: int) -> None:
         """Send a signal. Raises NotFound, NoPermission."""
 
-    def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> Spawned:
-        """Start the user's program in its own process group with the caller's stdin, stdout and stderr."""
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
+        """Start the user's program in its own process group, with the caller's streams unless others are given."""
 
     def namespace_is_host(self) -> bool | None:
         """Return whether this PID namespace is the host's; None when it cannot be told."""
+
+    def open_files(self, prefix: str) -> OpenFiles:
+        """Return who has files open whose path starts with ``prefix``, and whether everybody could be looked at."""
 
 
 # Not compiled here: nobody needs it while no process is on a GPU.
@@ -242,7 +255,7 @@ class LocalProcesses:
                 f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
             ) from None
 
-    def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> Spawned:
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
         """Start a program in its own process group.
 
         Raises:
@@ -251,7 +264,8 @@ class LocalProcesses:
         """
         try:
             # process_group= needs Python 3.11.
-            process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=os.setpgrp)  # noqa: PLW1509
+            given = {} if streams is None else streams._asdict()
+            process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=os.setpgrp, **given)  # noqa: PLW1509
         except FileNotFoundError:
             raise NotFound(
                 f"there is no program '{argv[0]}'",
@@ -277,6 +291,14 @@ class LocalProcesses:
             return os.stat("/proc/self/ns/pid").st_ino == _HOST_PID_NAMESPACE
         except OSError:
             return None
+
+    def open_files(self, prefix: str) -> OpenFiles:
+        """Return who has files open below a path (``/proc/PID/fd``): of other users' processes only root learns it."""
+        from gpushare.host.open_files import OpenFiles, open_files
+
+        found = open_files(prefix)
+        # The host's other processes are not in this namespace.
+        return OpenFiles(by_pid=found.by_pid, complete=found.complete and self.namespace_is_host() is not False)
 
 
 def wait_gone(processes: Processes, pids: Iterable[int], seconds: float, *, interval: float = 0.02) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from gpushare.model import GpuProcess
+from gpushare.model import GpuProcess, Holder
 
 _NAME: Final = re.compile(r"(\d+)g(?:\.(\d+)gb)?((?:[+-][a-z]+(?:\.[a-z]+)?)*)", re.ASCII)
 # NVML_GPU_INSTANCE_PROFILE_{1,2,3,4,7,8,6}_SLICE; the numbers behind are revisions and extensions of these.
@@ -163,7 +163,7 @@ class ComputeInstance:
     placement: Placement | None = None
     uuid: str | None = None
     # Who is in it. None: NVML would not tell, which counts as busy; empty: nobody.
-    holders: tuple[GpuProcess, ...] | None = ()
+    holders: tuple[GpuProcess | Holder, ...] | None = ()
 
     @property
     def busy(self) -> bool:
@@ -180,9 +180,11 @@ class GpuInstance:
     placement: Placement
     compute: tuple[ComputeInstance, ...] = ()
     # Who holds the GPU instance itself (its capability node); None: unknown, which counts as busy.
-    holders: tuple[GpuProcess, ...] | None = ()
+    holders: tuple[GpuProcess | Holder, ...] | None = ()
     # The name that a user bound to (GPU UUID, profile, start).
     name: str | None = None
+    # The users that it is granted to; empty: everybody may use it.
+    granted: tuple[str, ...] = ()
 
     @property
     def start(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpushare.sim.capabilities import SimulatedCapabilities
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
@@ -21,7 +22,10 @@ class SimulatedHost(NamedTuple):
     library: SimulatedLibrary
     programs: SimulatedPrograms
     processes: SimulatedProcesses
+    capabilities: SimulatedCapabilities
     run_directory: Path
+    # What outlives a reboot of the simulated host.
+    state_directory: Path
     uid: int
 
 
@@ -32,6 +36,7 @@ def open_simulated(spec: str) -> SimulatedHost:
         BadUsage: not a simulated host's name, or an unknown GPU model.
         NoPermission: its state cannot be written.
     """
+    from gpushare.sim.capabilities import SimulatedCapabilities
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
@@ -50,6 +55,8 @@ def open_simulated(spec: str) -> SimulatedHost:
         library=SimulatedLibrary(state_file),
         programs=SimulatedPrograms(state_file),
         processes=SimulatedProcesses(state_file),
+        capabilities=SimulatedCapabilities(state_file),
         run_directory=state_file.directory / "run",
+        state_directory=state_file.directory / "var",
         uid=state.uid,
     )

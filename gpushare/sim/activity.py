@@ -25,6 +25,8 @@ class Resident(NamedTuple):
     mps_client: bool = False
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
+    # It has no context, only files open (`open_files.holding`).
+    holder: bool = False
 
 
 def is_busy(process: SimulatedProcess, at: float) -> bool:

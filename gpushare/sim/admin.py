@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from gpushare.errors import NotFound, OperationFailed
+from gpushare.errors import BadUsage, NotFound, OperationFailed
 from gpushare.sim import clients, faults, liveness
 from gpushare.sim.faults import user_id
 from gpushare.sim.mig_layout import place
 from gpushare.sim.models import find_model
+from gpushare.sim.open_files import holder_files, holding
 from gpushare.sim.processes import signal_process, user_name
 from gpushare.sim.settled import changing, current
 from gpushare.sim.spec import initial_state, parse_spec
@@ -115,19 +116,25 @@ def add_process(
     mig: str | None = None,
     environment: Mapping[str, str] | None = None,
     catches: Sequence[int] = (signals.SIGINT,),
+    holder: bool = False,
 ) -> int:
     """Put a simulated process on a GPU and return its PID.
 
     ``gpu`` is an index or UUID (or its beginning); ``mig`` a MIG UUID or GPU instance id; ``mps`` lets it
-    look for a daemon at the CUDA_MPS_PIPE_DIRECTORY of ``environment``, as libcuda does.
+    look for a daemon at the CUDA_MPS_PIPE_DIRECTORY of ``environment``, as libcuda does. A ``holder`` makes no
+    CUDA context: it only keeps device nodes open; with memory it has allocations, as a profiler does.
 
     Raises:
         NotFound: no such GPU, MIG device or user.
+        BadUsage: a holder that is a graphics process or a client too.
         OperationFailed: CUDA refuses it a context (compute mode, MPS server in FAULT, too many clients).
     """
+    if holder and (mps or graphics):
+        raise BadUsage("a holder has no context", "give --holder without --mps and --graphics", code="bad_holder")
     with changing(_file(spec)) as (state, lines):
-        _, chosen = _gpu(state, gpu)
-        instance = _instance(chosen, mig)
+        index, chosen = _gpu(state, gpu)
+        opened = holder_files(index, _held_place(chosen, mig)) if holder else []
+        instance = None if holder else _instance(chosen, mig)
         uid = state.uid if user is None else user_id(user)
         given = dict(environment or {})
         given.setdefault("CUDA_VISIBLE_DEVICES", instance.uuid if instance else chosen.uuid)
@@ -136,7 +143,7 @@ def add_process(
         process = SimulatedProcess(
             pid=state.new_pid(),
             real=False,
-            gpu_uuid=chosen.uuid,
+            gpu_uuid="" if holder else chosen.uuid,
             name=name,
             user=user or user_name(uid),
             uid=uid,
@@ -148,9 +155,10 @@ def add_process(
             queue_seconds=queue_seconds,
             graphics=graphics,
             catches=list(catches),
+            open_files=opened,
         )
         state.processes.append(process)
-        if not graphics:
+        if not graphics and not holder:
             lines += clients.attach(state, process, given)
         if process.refused is not None:
             raise OperationFailed(
@@ -182,12 +190,14 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
     """
     with changing(_file(spec)) as (state, _):
         index, chosen = _gpu(state, gpu)
-        if any(process.gpu_uuid == chosen.uuid for process in state.processes):
+        if any(process.gpu_uuid == chosen.uuid for process in state.processes) or holding(state, index):
             raise OperationFailed(f"there are processes on GPU {gpu}", _SHOW, gpu=gpu, code="in_use")
         if names:
             state.gpus[index] = place(chosen, find_model(chosen.model), list(names))
         elif chosen.mig_mode is not None:
             chosen.mig, chosen.bare, chosen.mig_mode, chosen.mig_pending = [], [], 0, 0
+        # All instances are new ones.
+        state.gpus[index].nodes = {}
 
 
 def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = None) -> None:
@@ -229,3 +239,13 @@ def _instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | Non
         if text in {instance.uuid, str(instance.gpu_instance_id)}:
             return instance
     raise NotFound(f"there is no MIG device '{text}' on {gpu.uuid}", _SHOW, gpu=gpu.uuid)
+
+
+def _held_place(gpu: SimulatedGpu, text: str | None) -> tuple[int, int | None] | None:
+    """Return the instance that a holder has open: also a GPU instance without a compute instance, by its id."""
+    if text is None:
+        return None
+    if text in {str(one.gpu_instance_id) for one in gpu.bare}:
+        return int(text), None
+    instance = _instance(gpu, text)
+    return None if instance is None else (instance.gpu_instance_id, instance.compute_instance_id)

@@ -11,6 +11,7 @@ import signal as signals
 from collections.abc import Mapping
 
 from gpushare.sim import mps_limits, mps_servers
+from gpushare.sim.capabilities import use
 from gpushare.sim.devices import Device, daemon_devices, host_devices, split, visible
 from gpushare.sim.liveness import lives, on_gpu
 from gpushare.sim.mps_logs import CONTROL, DEFAULT_DIRECTORY, LogLine
@@ -47,7 +48,7 @@ def attach(state: SimulatedHostState, process: SimulatedProcess, environment: Ma
     if daemon is not None:
         return _attach_client(state, process, daemon, environment)
     devices = visible(host_devices(state), split(environment.get("CUDA_VISIBLE_DEVICES")))
-    if not devices:
+    if not devices or not use(devices[0], process.uid):
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
     elif _closed(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
@@ -144,7 +145,7 @@ def _attach_client(
     if daemon.hangs or daemon.stopped or daemon.hangs_on is not None:
         return []
     devices = visible(daemon_devices(state, daemon), split(environment.get("CUDA_VISIBLE_DEVICES")))
-    if not devices:
+    if not devices or not use(devices[0], process.uid):
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
         return []
     log = [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, "Accepting connection...")]

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.sim import activity, mig_changes
+from gpushare.sim import activity, capabilities, mig_changes
 from gpushare.sim.activity import Resident
 from gpushare.sim.nvml_abi import Code, Handle, Kind, On, Refused, Target, entry_point, number, put, put_handle
+from gpushare.sim.open_files import holding
 from gpushare.sim.state import SimulatedGpu
 
 if TYPE_CHECKING:
@@ -83,10 +84,12 @@ def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
 
 @contextmanager
 def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
-    """Yield the GPU under the lock, and who is on it at that moment."""
+    """Yield the GPU under the lock, and who is on it, or holds it open, at that moment."""
     with library.changed_host() as state:
         gpu = state.gpus[target.handle.index]
-        yield gpu, activity.residents(state, Target(target.handle, gpu, target.model))
+        here = activity.residents(state, Target(target.handle, gpu, target.model))
+        yield gpu, [*here, *holding(state, target.handle.index)]
+        capabilities.forget_gone(gpu)
 
 
 def _placement(argument: Any) -> tuple[int, int]:

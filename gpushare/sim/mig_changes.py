@@ -1,7 +1,7 @@
 """What the driver does when MIG changes on a simulated GPU: mode, GPU instances, compute instances. Pure on the GPU.
 
 Each function either does the whole change or raises `Refused` with nothing changed. ``residents`` is always who is on
-the GPU now (`activity.residents`).
+the GPU now (`activity.residents`), and who only has its device nodes open (`open_files.holding`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def create_gpu_instance(
     if placement is not None and (placement[0] not in profile.starts or placement[1] != profile.size):
         raise Refused(Code.INVALID_ARGUMENT)
     present = occupied(gpu, model)
-    if not present and residents:
-        # Hopper and later: MIG came on beside them; the check is made here.
+    if not present and any(one.memory_bytes or not one.holder for one in residents):
+        # Hopper and later: MIG came on beside them; the check is made here. An open node without memory does not count.
         raise Refused(Code.IN_USE)
     free = mig_layout.free_starts(profile, present) if mig_layout.may_join(profile, present) else []
     if not free or (placement is not None and placement[0] not in free):

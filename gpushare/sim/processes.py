@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission, NotFound
-from gpushare.host.process import LocalProcesses, ProcessInfo, Spawned
+from gpushare.host.process import LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import liveness
 from gpushare.sim.programs import MPS_CONTROL
 from gpushare.sim.settled import changing, current
@@ -24,10 +24,12 @@ from gpushare.sim.state import (
 from gpushare.units import MIB
 
 if TYPE_CHECKING:
+    from gpushare.host.open_files import OpenFiles
     from gpushare.sim.mps_logs import LogLine
 
 MPS_SERVER = "nvidia-cuda-mps-server"
 ATTACH_DELAY = "GPUSHARE_SIM_ATTACH_DELAY"
+SIM_HOST = "GPUSHARE_SIM_HOST"
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_SM_PERCENT = 50
 # Linux: what stays of a process is stopped, or nothing happens.
@@ -147,15 +149,15 @@ class SimulatedProcesses:
             elif daemon is not None:
                 lines += _signal_daemon(state, daemon, signal)
 
-    def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> Spawned:
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
 
         ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
-        context and make it miss MPS.
+        context and make it miss MPS. The program learns its host from ``GPUSHARE_SIM_HOST``.
         """
         from gpushare.sim import clients
 
-        child = self._local.spawn(argv, env)
+        child = self._local.spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams)
         started = liveness.started_at(child.pid)
         if started is None:
             return child
@@ -184,6 +186,12 @@ class SimulatedProcesses:
     def namespace_is_host(self) -> bool | None:
         """Return whether the PID namespace is the host's."""
         return current(self._state_file).pid_namespace_is_host
+
+    def open_files(self, prefix: str) -> OpenFiles:
+        """Return who has device nodes open: their own processes, and to root everybody's."""
+        from gpushare.sim.open_files import open_files
+
+        return open_files(current(self._state_file), prefix)
 
 
 def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal: int) -> list[LogLine]:

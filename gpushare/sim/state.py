@@ -44,6 +44,17 @@ class SimulatedMigInstance(SimulatedGpuInstance):
 
 
 @dataclass(eq=False, repr=False)
+class SimulatedNode:
+    """What differs from the default at the capability node of an instance: see `capabilities.NodeAccess`."""
+
+    owner: int = 0
+    mode: int = 0o444
+    users: list[int] = field(default_factory=list)
+    # DeviceFileModify: nvidia-modprobe puts the node back at each use.
+    modify: bool = True
+
+
+@dataclass(eq=False, repr=False)
 class SimulatedGpu:
     """One simulated GPU: what differs from its model, and its faults."""
 
@@ -63,6 +74,8 @@ class SimulatedGpu:
     reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
     not_supported: list[str] = field(default_factory=list)
+    # Capability nodes that were changed, by GPU instance id, or GPU and compute instance id: "9", "9/0".
+    nodes: dict[str, SimulatedNode] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
@@ -102,6 +115,8 @@ class SimulatedProcess:
     refused: str | None = None
     # Not None: it makes its first CUDA context at this time.
     attach_at: float | None = None
+    # Device nodes that it keeps open besides those of its CUDA context: nv-hostengine, nvidia-persistenced.
+    open_files: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False, repr=False)
@@ -162,6 +177,8 @@ class SimulatedHostState:
     # Programs that never answer ("nvidia-smi"), and programs that are not installed.
     hanging_programs: list[str] = field(default_factory=list)
     missing_programs: list[str] = field(default_factory=list)
+    # The NVIDIA Container Toolkit (nvidia-ctk), which is no part of the driver.
+    toolkit_installed: bool = False
     # So many of the next conversations with an MPS daemon meet another one, and are dropped.
     collisions: int = 0
     # The so-manieth changing call of NVML from now on fails, or ends its process once it took effect; 0: none.
@@ -284,4 +301,5 @@ def _decode(raw: dict[str, Any]) -> SimulatedHostState:
 def _decode_gpu(raw: dict[str, Any]) -> SimulatedGpu:
     mig = [SimulatedMigInstance(**one) for one in raw["mig"]]
     bare = [SimulatedGpuInstance(**one) for one in raw.get("bare", [])]
-    return SimulatedGpu(**{**raw, "mig": mig, "bare": bare})
+    nodes = {place: SimulatedNode(**one) for place, one in raw.get("nodes", {}).items()}
+    return SimulatedGpu(**{**raw, "mig": mig, "bare": bare, "nodes": nodes})

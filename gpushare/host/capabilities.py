@@ -1,0 +1,251 @@
+"""Who may use a MIG instance: the driver's capability files and their device nodes. The only place that touches both.
+
+``/proc/driver/nvidia/capabilities/gpu<minor>/mig/gi<G>/access`` and ``.../ci<C>/access`` tell the minor number and the
+mode of ``/dev/nvidia-caps/nvidia-cap<minor>``. nvidia-modprobe gives a node this mode, and root, at each use, unless
+``DeviceFileModify: 0`` was written to the file (MIG User Guide, "Device Nodes and Capabilities"; nv-caps.c of
+NVIDIA's open kernel modules). Files, and what was written to them, go with their instance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+
+# GPU instance id, and compute instance id; None is the node of the GPU instance itself.
+Place = tuple[int, int | None]
+
+NODES: Final = "/dev/nvidia-caps"
+DEFAULT_MODE: Final = 0o444
+_FIELD: Final = re.compile(r"^DeviceFile(Minor|Mode|Modify):\s*(\d+)", re.MULTILINE | re.ASCII)
+# linux/posix_acl_xattr.h: a version, then entries of tag, permissions and id.
+_ACL: Final = "system.posix_acl_access"
+_ACL_VERSION, _NO_ID = 2, 0xFFFFFFFF
+_USER_OWNER, _USER, _GROUP_OWNER, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
+_READ: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """One capability of the driver: the right to use a GPU instance, or a compute instance of it."""
+
+    # Its file below /proc/driver/nvidia/capabilities.
+    path: str
+    minor: int
+    # What nvidia-modprobe gives the node: 0444.
+    mode: int = DEFAULT_MODE
+    # nvidia-modprobe may change the node.
+    modify: bool = True
+
+    @property
+    def node(self) -> str:
+        """Return the device node that a process opens to use the instance."""
+        return f"{NODES}/nvidia-cap{self.minor}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeAccess:
+    """Who may open a node: its owner and mode, and the users of its access control list (user ids)."""
+
+    owner: int = 0
+    mode: int = DEFAULT_MODE
+    users: tuple[int, ...] = ()
+
+
+class Capabilities(Protocol):
+    """The capabilities of a host."""
+
+    def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
+        """Return those of the instances of a GPU, by its minor number; none where the driver shows none."""
+
+    def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
+        """Return one of them, or None when its file is absent."""
+
+    def access(self, capability: Capability) -> NodeAccess | None:
+        """Return who may open its node, or None when there is no node."""
+
+    def set_modify(self, capability: Capability, *, modify: bool) -> None:
+        """Let nvidia-modprobe change its node, or not. Raises NoPermission, NotFound."""
+
+    def set_access(self, capability: Capability, access: NodeAccess) -> None:
+        """Decide who may open its node. Raises NoPermission, NotFound, NotSupported."""
+
+
+class LocalCapabilities:
+    """The capabilities of this machine. ``root`` stands for ``/``."""
+
+    def __init__(self, root: str | Path = "/") -> None:
+        self._root = Path(root)
+
+    def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
+        """Return the capabilities of a GPU's instances; what cannot be read is absent."""
+        found: dict[Place, Capability] = {}
+        for gpu_instance in _numbered(self._real(_directory(minor)), "gi"):
+            own = self.read(minor, gpu_instance)
+            if own is not None:
+                found[gpu_instance, None] = own
+            for compute_instance in _numbered(self._real(_directory(minor, gpu_instance)), "ci"):
+                inner = self.read(minor, gpu_instance, compute_instance)
+                if inner is not None:
+                    found[gpu_instance, compute_instance] = inner
+        return found
+
+    def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
+        """Return the capability of an instance (its ``access`` file), or None when it is absent."""
+        path = f"{_directory(minor, gpu_instance, compute_instance)}/access"
+        try:
+            text = self._real(path).read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return None
+        return parse(path, text)
+
+    def access(self, capability: Capability) -> NodeAccess | None:
+        """Return who may open the node (stat, and its POSIX ACL), or None when there is no node."""
+        try:
+            status = self._real(capability.node).stat()
+        except OSError:
+            return None
+        users: tuple[int, ...] = ()
+        # ENODATA: no list; ENOTSUP: this file system has none.
+        with contextlib.suppress(OSError, struct.error):
+            users = _acl_users(os.getxattr(self._real(capability.node), _ACL))
+        mode = stat.S_IMODE(status.st_mode)
+        # With a list the group's bits are its mask.
+        return NodeAccess(owner=status.st_uid, mode=mode & ~0o070 if users else mode, users=users)
+
+    def set_modify(self, capability: Capability, *, modify: bool) -> None:
+        """Write ``DeviceFileModify`` to the capability's file.
+
+        Raises:
+            NoPermission: not root.
+            NotFound: the instance is gone.
+        """
+        try:
+            # One write: the driver parses what it got when the file is closed.
+            descriptor = os.open(self._real(capability.path), os.O_WRONLY)
+            try:
+                os.write(descriptor, modify_line(modify=modify).encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _refused(capability.path, error) from None
+
+    def set_access(self, capability: Capability, access: NodeAccess) -> None:
+        """Set owner (and group root), mode and list of the node.
+
+        Raises:
+            NoPermission: not root.
+            NotFound: there is no node.
+            NotSupported: its file system keeps no access control lists.
+        """
+        node = self._real(capability.node)
+        try:
+            with contextlib.suppress(OSError):
+                os.removexattr(node, _ACL)
+            # Closed before it changes hands: a new owner could open it wider in between.
+            os.chmod(node, access.mode)
+            os.chown(node, access.owner, 0)
+            if access.users:
+                os.setxattr(node, _ACL, _acl(access.mode, access.users))
+        except OSError as error:
+            raise _refused(capability.node, error) from None
+
+    def _real(self, path: str) -> Path:
+        return self._root / path.lstrip("/")
+
+
+def parse(path: str, text: str) -> Capability | None:
+    """Return the capability that a file's text tells; None when it tells no minor number."""
+    fields = {name: int(value) for name, value in _FIELD.findall(text)}
+    if "Minor" not in fields:
+        return None
+    return Capability(
+        path=path,
+        minor=fields["Minor"],
+        mode=fields.get("Mode", DEFAULT_MODE),
+        modify=bool(fields.get("Modify", 1)),
+    )
+
+
+def modify_line(*, modify: bool) -> str:
+    """Return what is written to a capability's file."""
+    return f"DeviceFileModify: {int(modify)}\n"
+
+
+def user_id(name: str) -> int:
+    """Return the id of a user of this machine, given by name or id.
+
+    Raises:
+        NotFound: there is none.
+    """
+    import pwd
+
+    try:
+        return (pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)).pw_uid
+    except (KeyError, OverflowError, ValueError):
+        raise NotFound(
+            f"there is no user '{name[:60]}'", f"check the spelling: getent passwd {name[:60]}", code="no_user"
+        ) from None
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user of this machine, or the id as text."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def _directory(minor: int, gpu_instance: int | None = None, compute_instance: int | None = None) -> str:
+    path = f"/proc/driver/nvidia/capabilities/gpu{minor}/mig"
+    if gpu_instance is not None:
+        path += f"/gi{gpu_instance}"
+    return path if compute_instance is None else f"{path}/ci{compute_instance}"
+
+
+def _numbered(directory: Path, prefix: str) -> list[int]:
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    numbers = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
+
+
+def _acl(mode: int, users: Sequence[int]) -> bytes:
+    entries = [(_USER_OWNER, mode >> 6 & 7, _NO_ID)]
+    entries += [(_USER, _READ, uid) for uid in sorted(users)]
+    entries += [(_GROUP_OWNER, mode >> 3 & 7, _NO_ID), (_MASK, _READ, _NO_ID), (_OTHER, mode & 7, _NO_ID)]
+    return struct.pack("<I", _ACL_VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+def _acl_users(raw: bytes) -> tuple[int, ...]:
+    entries = struct.iter_unpack("<HHI", raw[4:])
+    return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & _READ))
+
+
+def _refused(path: str, error: OSError) -> GpushareError:
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return NoPermission(f"may not change {path}: {error.strerror}", "run it as root: sudo gpushare ...")
+    if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+        return NotFound(
+            f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"
+        )
+    if error.errno == errno.ENOTSUP:
+        return NotSupported(
+            f"the file system of {path} keeps no access control lists, which several users need",
+            "grant the instance to one user",
+            code="no_acl",
+        )
+    return OperationFailed(f"cannot change {path}: {error.strerror}", "see what is wrong: gpushare doctor")
