@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.mps_control import MpsControl
 
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
 _SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
 _PENDING: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server is not ready, push client to pending list")
 _ACCEPTED: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server (?:already exists|is not ready)")
-# A signal must not wait longer for a daemon that hangs.
-CONVERSATION_SECONDS: Final = 1.0
 _PENDING_SECONDS: Final = 3.0
 _LOG_TAIL_BYTES: Final = 64 * 1024
+
+
+def spacing(age: float) -> float:
+    """Return how long to wait between two looks at a program of this age (seconds) that has not been seen inside."""
+    return next(seconds for until, seconds in _SPACING if age < until)
 
 
 @dataclass
@@ -51,12 +55,13 @@ class Attachment:
         """Return the conversation with the daemon."""
         return MpsControl(self.host.programs, str(self.home.pipe), seconds=CONVERSATION_SECONDS)
 
+    def clients(self) -> set[int] | None:
+        """Return the daemon's clients and those that were; None when it cannot be asked."""
+        return client_pids(self.control, self.attached)
+
     def wait(self) -> float:
         """Return how many seconds may pass until the next look."""
-        age = time.monotonic() - self.started
-        if self.attached:
-            return 5.0
-        return next(spacing for until, spacing in _SPACING if age < until)
+        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
 
     def look(self) -> None:
         """Look for the program's processes among the daemon's clients and on the GPU."""

@@ -1,8 +1,9 @@
 """The guard of `gpushare run`: ends the program the safe way when gpushare itself dies.
 
-Runs as its own process (`python guard.py ROOT SPEC UUID INDEX LEASE DESCRIPTOR`), started by file so that nothing in the
-user's folder can stand in for the package. It reads lines from its standard input: ``program PID
-STARTED``, then ``done``, or ``linger`` (the program has ended, others still use the daemon: stop it
+Runs as its own process (`python guard.py ROOT SPEC UUID INDEX KIND LEASE DESCRIPTOR MIG-LEASE DESCRIPTOR`), started by
+file so that nothing in the user's folder can stand in for the package. KIND is what the program runs in: ``mps``, or
+``instance``, a MIG instance without MPS. It reads lines from its standard input: ``program PID
+STARTED`` and ``ended PID``, of as many programs as there are, then ``done``, or ``linger`` (the program has ended, others still use the daemon: stop it
 when the last one goes). The end of the input without either word is the death of gpushare.
 """
 
@@ -17,36 +18,40 @@ def main() -> None:
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    program: tuple[int, float | None] | None = None
+    programs: dict[int, float | None] = {}
     for line in sys.stdin:
         words = line.split()
         if words[:1] == ["program"]:
-            program = int(words[1]), None if words[2] == "-" else float(words[2])
+            programs[int(words[1])] = None if words[2] == "-" else float(words[2])
+        elif words[:1] == ["ended"]:
+            programs.pop(int(words[1]), None)
         elif words == ["done"]:
             return
         elif words == ["linger"]:
-            _clean_up(*sys.argv[1:7], program=None)
+            # The program has ended: its MIG instance was given back, and may be another's by now.
+            _clean_up([*sys.argv[1:8], "", "-1"], {})
             return
-    _clean_up(*sys.argv[1:7], program=program)
+    _clean_up(sys.argv[1:10], programs)
 
 
-def _clean_up(
-    root: str,
-    spec: str,
-    uuid: str,
-    index: str,
-    lease: str,
-    descriptor: str,
-    *,
-    program: tuple[int, float | None] | None,
-) -> None:
+def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
+    root, spec, uuid, index, kind, lease, descriptor, mig_lease, mig_descriptor = told
     sys.path.insert(0, root)
     from pathlib import Path
 
     from gpushare.actions.run_after import after_death
+    from gpushare.host.mig_leases import MigLease
     from gpushare.host.mps_home import Lease
 
-    after_death(spec, uuid, int(index), program, Lease(Path(lease), int(descriptor)) if lease else None)
+    after_death(
+        spec,
+        uuid,
+        int(index),
+        programs,
+        mps=kind == "mps",
+        lease=Lease(Path(lease), int(descriptor)) if lease else None,
+        mig_lease=MigLease(Path(mig_lease), int(mig_descriptor)) if mig_lease else None,
+    )
 
 
 if __name__ == "__main__":

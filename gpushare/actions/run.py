@@ -13,20 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, cast
 
-from gpushare.actions.attachment import Attachment
-from gpushare.actions.mps_device import check_device, own_daemon
-from gpushare.actions.mps_limits import MpsLimits, check_memory
-from gpushare.actions.mps_start import plan_start
-from gpushare.actions.plan import carry_out
-from gpushare.actions.run_after import stop_if_last
-from gpushare.actions.run_end import GRACE_SECONDS, client_pids, end_program
-from gpushare.actions.run_environment import check_command, client_environment
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.run_end import GRACE_SECONDS, end_program
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
+from gpushare.actions.share import Share, Watch, open_mps_share
 from gpushare.actions.terminal import Terminal
 from gpushare.actions.wakeups import Wakeups
-from gpushare.errors import GpushareError, NotFound
-from gpushare.host.activity import ActivityMeter
-from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Drain
@@ -54,11 +46,11 @@ class RunOptions:
 class Reporter:
     """What a run says while it goes on; the command line prints it on stderr."""
 
-    def attached(self, attachment: Attachment, pid: int) -> None:
-        """A process of the program is a client of the daemon."""
+    def attached(self, watch: Watch, pid: int) -> None:
+        """A process of the program was seen in its share."""
 
     def outside(self, pid: int) -> None:
-        """A process of the program runs on the GPU outside MPS."""
+        """A process of the program runs on a GPU outside its share."""
 
     def pending(self, pid: int) -> None:
         """The daemon keeps a process waiting, because another user's clients hold the server."""
@@ -74,97 +66,67 @@ class Reporter:
 
 
 def run(host: Host, device: Device, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
-    """Run a program inside a share and return its exit code (128 + N when signal N ended it).
+    """Run a program inside a share of a device and return its exit code (128 + N when signal N ended it).
 
     Starts a daemon if the device has none, and stops it with the last program.
 
     Raises:
         GpushareError: the share could not be set up (nothing was run), or the program could not be ended.
     """
-    check_device(host, device)
-    check_memory(device, options.limits.memory_limit_bytes)
-    check_command(device, command[0], options.limits)
-    home, lease = open_share(host, device)
-    session = _Session(host, device, home, lease, options, reporter)
-    try:
-        return session.run(command, client_environment(os.environ, device, home, options.limits))
-    finally:
-        session.close()
+    return run_in(host, open_mps_share(host, device, command[0], options.limits), command, options, reporter)
 
 
-def open_share(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
-    """Return the home of the device's daemon and a lease on it; starts a daemon when there is none.
-
-    The lease is None on another user's daemon: it is not ours to stop.
+def run_in(host: Host, share: Share, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
+    """Run a program in a share and give the share back; return the program's exit code.
 
     Raises:
-        GpushareError: as `plan_start`.
+        GpushareError: the program could not be started, or not be ended.
     """
-    own_home = home_of(host.run_directory, device.uuid)
+    session = _Session(host, share, options, reporter)
     try:
-        home, _ = own_daemon(host, device)
-        if home.directory != own_home.directory:
-            return home, None
-    except NotFound:
-        pass
-    own_home.create()
-    with own_home.locked():
-        try:
-            own_daemon(host, device)
-        except NotFound:
-            carry_out(plan_start(host, device, MpsLimits(), transient=True))
-        return own_home, own_home.take_lease()
+        return session.run(command, share.environment(os.environ))
+    finally:
+        session.close()
 
 
 class _Session:
     """One program from its start to its end."""
 
-    def __init__(
-        self, host: Host, device: Device, home: DaemonHome, lease: Lease | None, options: RunOptions, reporter: Reporter
-    ) -> None:
-        self._host, self._device, self._home, self._lease = host, device, home, lease
+    def __init__(self, host: Host, share: Share, options: RunOptions, reporter: Reporter) -> None:
+        self._host, self._share = host, share
         self._options, self._reporter = options, reporter
+        self._child: Spawned | None = None
         self._told: set[int] = set()
         self._told_gone = False
         self._ended_by: int | None = None
 
     def close(self) -> bool:
-        """Give the lease back, and stop the daemon if this was its last program; return whether others use it.
-
-        With clients left the guard waits for them.
-        """
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return False
-        lease.release()
-        try:
-            return stop_if_last(self._host, self._home)
-        except GpushareError:
-            return True
+        """Give the share back; return whether others go on using it."""
+        return self._share.close(program_lives=self._child is not None and self._child.poll() is None)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Signals are caught before the program starts: from then on none may kill gpushare unheard.
         with Wakeups((*_ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
-            child = self._host.processes.spawn(command, environment)
+            child = self._child = self._host.processes.spawn(command, environment)
             # At once, and then with what guards against a reused PID: describing it takes a while.
             _tell(guard, f"program {child.pid} -")
             info = self._host.processes.describe(child.pid)
             _tell(guard, f"program {child.pid} {'-' if info is None or info.started_at is None else info.started_at}")
-            attachment = Attachment(self._host, self._device, self._home, child.pid, seen={child.pid})
+            watch = self._share.watch(child.pid)
             with Terminal(child.pid) as terminal:
-                status = self._follow(child, attachment, wakeups, terminal)
-            attachment.settle()
-            self._report(attachment)
-            if not attachment.attached and not attachment.outside:
+                status = self._follow(child, watch, wakeups, terminal)
+            watch.settle()
+            self._report(watch)
+            if not watch.attached and not watch.outside:
                 self._say(self._reporter.unproved)
-        return self._exit_code(status, attachment)
+        return self._exit_code(status, watch)
 
-    def _follow(self, child: Spawned, attachment: Attachment, wakeups: Wakeups, terminal: Terminal) -> int:
+    def _follow(self, child: Spawned, watch: Watch, wakeups: Wakeups, terminal: Terminal) -> int:
         next_look = time.monotonic() + 0.1
         while (status := child.poll()) is None:
             for number in wakeups.wait(next_look - time.monotonic()):
-                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(attachment, number)):
-                    self._end(attachment, number, wakeups)
+                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
+                    self._end(watch, number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
                 elif number in _PASSED_ON:
@@ -173,22 +135,22 @@ class _Session:
             # Each look is a conversation, whose own end is a SIGCHLD: only the clock says when to look again.
             if time.monotonic() >= next_look:
                 if child.poll() is None and self._ended_by is None:
-                    self._look(attachment, wakeups)
-                next_look = time.monotonic() + attachment.wait()
+                    self._look(watch, wakeups)
+                next_look = time.monotonic() + watch.wait()
         return status
 
-    def _look(self, attachment: Attachment, wakeups: Wakeups) -> None:
-        attachment.look()
-        self._report(attachment)
-        if self._options.strict and attachment.outside:
-            self._end(attachment, signal.SIGTERM, wakeups)
+    def _look(self, watch: Watch, wakeups: Wakeups) -> None:
+        watch.look()
+        self._report(watch)
+        if self._options.strict and watch.outside:
+            self._end(watch, signal.SIGTERM, wakeups)
 
-    def _would_kill_a_client(self, attachment: Attachment, number: int) -> bool:
+    def _would_kill_a_client(self, watch: Watch, number: int) -> bool:
         """Return whether a signal that is passed on would end an MPS client with its queue in flight."""
-        clients = client_pids(attachment.control, attachment.attached)
+        clients = watch.clients()
         return any(
             (clients is None or member in clients) and self._host.processes.catches(member, number) is False
-            for member in self._host.processes.descendants(attachment.program_pid)
+            for member in self._host.processes.descendants(watch.program_pid)
         )
 
     def _say(self, report: Callable[..., None], *facts: object) -> None:
@@ -196,42 +158,39 @@ class _Session:
         with contextlib.suppress(Exception):
             report(*facts)
 
-    def _report(self, attachment: Attachment) -> None:
-        if attachment.daemon_gone and not self._told_gone:
+    def _report(self, watch: Watch) -> None:
+        if watch.daemon_gone and not self._told_gone:
             self._told_gone = True
             self._say(self._reporter.daemon_gone)
         for pids, report in (
-            (attachment.attached, lambda pid: self._reporter.attached(attachment, pid)),
-            (attachment.outside, self._reporter.outside),
-            (attachment.pending, self._reporter.pending),
+            (watch.attached, lambda pid: self._reporter.attached(watch, pid)),
+            (watch.outside, self._reporter.outside),
+            (watch.pending, self._reporter.pending),
         ):
             for pid in sorted(set(pids) - self._told):
                 self._say(report, pid)
-                if pids is not attachment.pending:
+                if pids is not watch.pending:
                     self._told.add(pid)
-            if pids is attachment.pending:
-                self._told |= set(pids) - set(attachment.attached)
+            if pids is watch.pending:
+                self._told |= set(pids) - set(watch.attached)
 
-    def _end(self, attachment: Attachment, number: int, wakeups: Wakeups) -> None:
+    def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
-        mig = self._device.mig
-        meter = ActivityMeter(self._host.nvml, self._device.gpu.index, None if mig is None else mig.gpu_instance_id)
         drain = end_program(
             self._host,
-            attachment.program_pid,
-            attachment.control,
-            meter,
+            watch.program_pid,
+            watch.clients,
+            self._share.meter,
             number=number,
             grace_seconds=self._options.grace_seconds,
             bound_seconds=self._options.drain_seconds,
             hurry=lambda: any(again in _ENDING for again in wakeups.wait(0.0)),
-            known=attachment.attached,
         )
         if drain is not None:
             self._say(self._reporter.ended, drain)
 
-    def _exit_code(self, status: int, attachment: Attachment) -> int:
-        if self._options.strict and attachment.outside:
+    def _exit_code(self, status: int, watch: Watch) -> int:
+        if self._options.strict and watch.outside:
             return 1
         if status >= 0:
             return status
@@ -243,7 +202,7 @@ class _Session:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[IO[bytes]]:
         """Yield the input of the guard; it learns of an orderly end by a word, of our death by silence."""
-        guard, pipe = start_guard(self._host, self._device, self._lease)
+        guard, pipe = start_guard(self._host, self._share)
         word = None
         try:
             yield pipe
@@ -259,21 +218,21 @@ class _Session:
                 guard.wait()
 
 
-def start_guard(host: Host, device: Device, lease: Lease | None) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def start_guard(host: Host, share: Share) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Start the guard in a session of its own, so that no signal of the terminal reaches it.
 
     Returns it and its input.
     """
     here = Path(__file__).resolve()
-    root, index = str(here.parents[2]), str(device.gpu.index)
-    held = ("", "-1") if lease is None else (str(lease.path), str(lease.descriptor))
+    root, device = str(here.parents[2]), share.device
+    held = share.guarded
     guard = subprocess.Popen(
-        [sys.executable, str(here.with_name("guard.py")), root, host.spec, device.uuid, index, *held],
+        [sys.executable, str(here.with_name("guard.py")), root, host.spec, device.uuid, str(device.gpu.index), *held],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        pass_fds=() if lease is None else (lease.descriptor,),
+        pass_fds=[int(descriptor) for descriptor in held[2::2] if int(descriptor) >= 0],
     )
     return guard, cast("IO[bytes]", guard.stdin)
 

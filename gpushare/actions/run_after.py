@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from gpushare.actions.attachment import CONVERSATION_SECONDS
 from gpushare.actions.mps_stop import clients_of, end_daemon
-from gpushare.actions.run_end import end_program
+from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.connect import connect
@@ -18,6 +18,7 @@ from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.host.mig_leases import MigLease
 
 _POLL_SECONDS: Final = 2.0
 
@@ -47,29 +48,62 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
 
 
 def after_death(
-    spec: str, uuid: str, index: int, program: tuple[int, float | None] | None, lease: Lease | None
+    spec: str,
+    uuid: str,
+    index: int,
+    programs: Mapping[int, float | None],
+    *,
+    mps: bool,
+    lease: Lease | None,
+    mig_lease: MigLease | None,
 ) -> None:
-    """End an orphaned program the safe way, wait for the daemon's other users, and stop it if it was ours to stop.
+    """End orphaned programs, give their MIG instance back, and stop an MPS daemon that was ours with its last user.
 
-    ``lease`` is the dead gpushare's, which the guard has held on.
+    ``programs`` are PIDs with their start times. The leases are the dead gpushare's, which the guard has held on; with
+    ``mps`` the programs end the safe way.
     """
     host = connect(spec)
+    if mig_lease is not None:
+        if mig_lease.held():
+            mig_lease.sign()
+        else:
+            # It was given back, and somebody else has it, before gpushare died.
+            mig_lease = None
     home = home_of(host.run_directory, uuid)
     with contextlib.suppress(GpushareError):
-        if program is not None and host.processes.alive(*program):
-            instance = _gpu_instance(host, uuid)
-            end_program(
-                host,
-                program[0],
-                MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS),
-                ActivityMeter(host.nvml, index, instance),
-            )
+        _end(host, home, uuid, index, programs, mps=mps)
+    # Only now: as long as the programs lived, its daemon was in use.
     if lease is not None:
-        # Only now: as long as the program lived, its daemon was in use.
         lease.release()
-    with contextlib.suppress(GpushareError):
-        while stop_if_last(host, home):
+    lingers = mps and _in_use(host, home)
+    if mig_lease is not None:
+        # One that hangs in the driver is still in its instance.
+        while any(host.processes.alive(pid, started) for pid, started in programs.items()):
             time.sleep(_POLL_SECONDS)
+        mig_lease.release()
+    while lingers:
+        time.sleep(_POLL_SECONDS)
+        lingers = _in_use(host, home)
+
+
+def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, float | None], *, mps: bool) -> None:
+    pids = [pid for pid, started in programs.items() if host.processes.alive(pid, started)]
+    if not pids:
+        return
+    if not mps:
+        end_programs(host, pids, set, None)
+        return
+    control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
+    meter = ActivityMeter(host.nvml, index, _gpu_instance(host, uuid))
+    end_programs(host, pids, lambda: client_pids(control), meter)
+
+
+def _in_use(host: Host, home: DaemonHome) -> bool:
+    """Stop the daemon with its last user; return whether it is still to be waited for."""
+    try:
+        return stop_if_last(host, home)
+    except GpushareError:
+        return False
 
 
 def _gpu_instance(host: Host, uuid: str) -> int | None:

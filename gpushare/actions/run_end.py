@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, Drain, end_clients
+from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
 from gpushare.errors import GpushareError, NoPermission, NotFound
-from gpushare.host.activity import ActivityMeter
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.process import wait_gone
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 GRACE_SECONDS: Final = 10.0
+# A signal must not wait longer for a daemon that hangs.
+CONVERSATION_SECONDS: Final = 1.0
 
 
 def ask_to_end(host: Host, pids: Sequence[int], clients: set[int] | None, number: int) -> list[int]:
@@ -48,36 +49,74 @@ def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
 def end_program(
     host: Host,
     program_pid: int,
-    control: MpsControl,
-    meter: ActivityMeter,
+    clients: Callable[[], set[int] | None],
+    meter: Meter | None,
     *,
     number: int = signal.SIGINT,
     grace_seconds: float = GRACE_SECONDS,
     bound_seconds: float = DRAIN_BOUND_SECONDS,
     hurry: Callable[[], bool] = lambda: False,
-    known: Collection[int] = (),
 ) -> Drain | None:
-    """End a program and all that descends from it; return how the GPU drained, or None when it ended by itself.
+    """End a program and all that descends from it; return how the GPU drained, or None when it was not waited for.
 
-    ``hurry`` is asked while the program has its time, and cuts it short (a second Ctrl-C). ``known`` are
-    clients that were seen before.
+    ``clients`` are the processes whose sudden death would break others. ``meter`` measures the drained queue of
+    what must be killed; without one it is killed at once: outside MPS that breaks nobody. ``hurry`` is asked while
+    the program has its time, and cuts it short (a second Ctrl-C).
 
     Raises:
         GpushareError: a process could not be ended.
     """
-    pids = [pid for pid in host.processes.descendants(program_pid) if host.processes.alive(pid)]
+    return end_programs(
+        host,
+        [program_pid],
+        clients,
+        meter,
+        number=number,
+        grace_seconds=grace_seconds,
+        bound_seconds=bound_seconds,
+        hurry=hurry,
+    )
+
+
+def end_programs(
+    host: Host,
+    program_pids: Sequence[int],
+    clients: Callable[[], set[int] | None],
+    meter: Meter | None,
+    *,
+    number: int = signal.SIGINT,
+    grace_seconds: float = GRACE_SECONDS,
+    bound_seconds: float = DRAIN_BOUND_SECONDS,
+    hurry: Callable[[], bool] = lambda: False,
+) -> Drain | None:
+    """End several programs together, as `end_program` does one: one grace, one drain, however many they are.
+
+    Raises:
+        GpushareError: a process could not be ended.
+    """
+    pids = _living(host, program_pids)
     if not pids:
         return None
-    ending = ask_to_end(host, pids, client_pids(control, known), number)
+    ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
     # A process that was asked has its time, whatever becomes of its handlers: Python takes them away
     # while it shuts down, and a stop in the middle of that would be taken by nobody.
     while ending and time.monotonic() < deadline and not hurry():
         ending = wait_gone(host.processes, ending, 0.1)
     # With what was started meanwhile.
-    pids = list(dict.fromkeys(other for pid in (program_pid, *pids) for other in host.processes.descendants(pid)))
-    pids = [pid for pid in pids if host.processes.alive(pid)]
-    return end_clients(host, pids, meter, bound_seconds=bound_seconds) if pids else None
+    pids = _living(host, [*program_pids, *pids])
+    if not pids:
+        return None
+    if meter is None:
+        kill_all(host, pids)
+        return None
+    return end_clients(host, pids, meter, bound_seconds=bound_seconds)
+
+
+def _living(host: Host, pids: Sequence[int]) -> list[int]:
+    """Return the processes and all that descend from them, each once, without those that are gone."""
+    found = dict.fromkeys(other for pid in pids for other in host.processes.descendants(pid))
+    return [pid for pid in found if host.processes.alive(pid)]
 
 
 def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | None:

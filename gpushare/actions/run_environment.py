@@ -45,14 +45,7 @@ def check_command(device: Device, program: str, limits: MpsLimits) -> None:
         NotFound, NoPermission: there is no such program, or it may not be executed.
         BadUsage: the caller's own CUDA_MPS_... variables would be ignored, or drop every limit, in silence.
     """
-    if shutil.which(program) is None:
-        if os.path.isfile(program):
-            raise NoPermission(
-                f"may not execute '{program}'", f"check its mode: ls -l {program}", code="command_not_executable"
-            )
-        raise NotFound(
-            f"there is no program '{program}'", f"check the spelling: command -v {program}", code="command_not_found"
-        )
+    check_program(program)
     _check_threads(limits)
     own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
     if own and limits.memory_limit_bytes is None and parse_pinned_limits(own, device.uuid) is None:
@@ -61,6 +54,23 @@ def check_command(device: Device, program: str, limits: MpsLimits) -> None:
             "take it away: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
             code="bad_environment",
         )
+
+
+def check_program(program: str) -> None:
+    """Raise unless there is such a program, before anything is set up for it.
+
+    Raises:
+        NotFound, NoPermission: there is none, or it may not be executed.
+    """
+    if shutil.which(program) is not None:
+        return
+    if os.path.isfile(program):
+        raise NoPermission(
+            f"may not execute '{program}'", f"check its mode: ls -l {program}", code="command_not_executable"
+        )
+    raise NotFound(
+        f"there is no program '{program}'", f"check the spelling: command -v {program}", code="command_not_found"
+    )
 
 
 def _check_threads(limits: MpsLimits) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import IO, TYPE_CHECKING
 
+from gpushare.actions.attachment import Attachment
 from gpushare.actions.run import Reporter
 from gpushare.errors import GpushareError
 from gpushare.host.mps import find_daemons
 from gpushare.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
-    from gpushare.actions.attachment import Attachment
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.actions.safe_end import Drain
+    from gpushare.actions.share import Watch
     from gpushare.model import MpsClient
     from gpushare.selection import Device
 
@@ -23,9 +24,9 @@ class RunReport(Reporter):
     def __init__(self, device: Device, stream: IO[str] | None, *, quiet: bool, limits: MpsLimits | None = None) -> None:
         self._device, self._stream, self._quiet, self._limits = device, stream, quiet, limits
 
-    def attached(self, attachment: Attachment, pid: int) -> None:
+    def attached(self, watch: Watch, pid: int) -> None:
         """Say that a process is a client, and under which limits."""
-        client = _client(attachment, pid)
+        client = _client(watch, pid) if isinstance(watch, Attachment) else None
         if client is None:
             self._say(f"process {pid} was attached to MPS on {self._device.title}")
             return

@@ -84,6 +84,17 @@ def end_clients(host: Host, pids: Sequence[int], meter: Meter, *, bound_seconds:
             with contextlib.suppress(NotFound, NoPermission):
                 host.processes.send(pid, signal.SIGCONT)
         raise
+    kill_all(host, pids)
+    return drain
+
+
+def kill_all(host: Host, pids: Sequence[int]) -> None:
+    """Kill processes and see that they are gone.
+
+    Raises:
+        NoPermission: one belongs to another user.
+        OperationFailed: one would not go.
+    """
     for pid in pids:
         with contextlib.suppress(NotFound):
             host.processes.send(pid, signal.SIGKILL)
@@ -94,7 +105,6 @@ def end_clients(host: Host, pids: Sequence[int], meter: Meter, *, bound_seconds:
             "it may hang in the driver; see: sudo dmesg | tail",
             code="process_stays",
         )
-    return drain
 
 
 def _stop(host: Host, pid: int, stopped: list[int]) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, settings
+from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, note, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gpushare.actions.mig_places import Place
     from gpushare.actions.mps_limits import MpsLimits
+    from gpushare.actions.run import RunOptions
+    from gpushare.host.host import Host
     from gpushare.selection import Device
 
 
@@ -32,6 +38,14 @@ def run(
     ],
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG instance: index, UUID, PCI bus id.")
+    ] = None,
+    mig: Annotated[
+        str | None,
+        typer.Option(
+            "--mig",
+            metavar="PROFILE|NAME",
+            help="In a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one of this name.",
+        ),
     ] = None,
     threads: Annotated[
         str | None,
@@ -56,6 +70,9 @@ def run(
     Starts an MPS daemon if the GPU has none, and stops it with the last program. The program has its
     own exit code; 128 + N when signal N ended it. Ctrl-C, SIGTERM, and even the death of gpushare end
     it the safe way: its own signal first and time to end, then stop, drain, kill.
+
+    With --mig the program has an instance for itself as long as it runs, and needs no daemon; limits or
+    --strict run it under MPS inside the instance. Instances with a name are kept for --mig NAME.
     """
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.cli.limits import priority_of
@@ -78,6 +95,8 @@ def run(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
     host = settings.connect()
+    if mig is not None:
+        return in_instance(host, mig, gpu, command, options)
     device = select_one(gpu, gpus_of(host))
     if settings.dry_run:
         return planned(host, device, command, limits)
@@ -86,10 +105,56 @@ def run(
     )
 
 
-def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) -> Any:
-    """Return what a run would do, as a plan."""
+def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
+    """Run a program in a MIG instance that is free, or the one that a name means."""
+    from gpushare.actions.mig_report import InstanceReport
+    from gpushare.actions.mig_share import dropped_variables
+    from gpushare.actions.mps_limits import MpsLimits
+    from gpushare.actions.run_environment import check_program
+    from gpushare.actions.run_mig import free_place, run_mig, take_place
+    from gpushare.actions.run_report import RunReport
+    from gpushare.actions.share import check_mps_share
+
+    check_program(command[0])
+    mps = options.strict or options.limits != MpsLimits()
+    dropped = [] if mps else dropped_variables(os.environ)
+    if dropped:
+        note(
+            f"without MPS these mean nothing and are left out: {', '.join(dropped)}; for limits give --threads, --memory"
+        )
+    if settings.dry_run:
+        place = free_place(host, text, gpu)
+        return planned(host, place.device, command, options.limits) if mps else planned_in(host, place, command)
+    if mps:
+        taken = take_place(host, text, gpu, lambda device: check_mps_share(host, device, command[0], options.limits))
+        report = RunReport(taken[0].device, sys.stderr, quiet=settings.quiet, limits=options.limits)
+    else:
+        taken = take_place(host, text, gpu)
+        report = InstanceReport(taken[0].device, sys.stderr, quiet=settings.quiet)
+    return run_mig(host, taken, command, options, report, mps=mps)
+
+
+def planned_in(host: Host, place: Place, command: list[str]) -> Any:
+    """Return what a run in an instance without MPS would do, as a plan."""
+    from gpushare.actions.mig_share import instance_environment
+    from gpushare.actions.plan import Step
+    from gpushare.show.plan import plan_result
+
+    environment = instance_environment({}, host, place.device)
+    what = f"run {command[0]} in {place.title}, if it is still free then"
+    step = Step(what=what, command=command_line(environment, command), do=lambda: None)
+    return plan_result("run", [step], dry_run=True)
+
+
+def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
+    """Return a program with its variables as a shell takes it."""
     import shlex
 
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
+
+
+def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) -> Any:
+    """Return what a run would do, as a plan."""
     from gpushare.actions.mps_device import check_device, own_daemon
     from gpushare.actions.mps_limits import MpsLimits, check_memory
     from gpushare.actions.mps_start import plan_start
@@ -108,8 +173,7 @@ def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) ->
     except NotFound:
         steps += plan_start(host, device, MpsLimits(), transient=True).steps
         home = home_of(host.run_directory, device.uuid)
-    environment = client_environment({}, device, home, limits)
-    line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
+    line = command_line(client_environment({}, device, home, limits), command)
     steps.append(
         Step(what=f"run {command[0]} as a client of the MPS daemon of {device.title}", command=line, do=lambda: None)
     )

@@ -1,0 +1,155 @@
+"""A MIG instance as what `gpushare run` runs a program in, without MPS."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.attachment import spacing
+from gpushare.actions.share import INSTANCE, give_back, held
+from gpushare.errors import GpushareError
+from gpushare.host.host import make_private_directory
+from gpushare.host.mig_processes import processes_in
+from gpushare.host.mps_home import device_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gpushare.host.host import Host
+    from gpushare.host.mig_leases import MigLease
+    from gpushare.model import GpuProcess, MigInstance
+    from gpushare.selection import Device
+
+_MPS: Final = "CUDA_MPS_"
+
+
+@dataclass
+class InstanceShare:
+    """One MIG instance for one program: `Share` without an MPS daemon, as long as the lease is held."""
+
+    host: Host
+    device: Device
+    lease: MigLease | None
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told."""
+        return (INSTANCE, *held(None), *held(self.lease))
+
+    @property
+    def meter(self) -> None:
+        """Return None: contexts outside MPS end without harm to others."""
+        return
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the program; see `instance_environment`.
+
+        Raises:
+            NoPermission: the directory without a daemon cannot be made.
+        """
+        make_private_directory(pipe_directory(self.host, self.device))
+        return instance_environment(base, self.host, self.device)
+
+    def watch(self, pid: int) -> InstanceWatch:
+        """Return the watch over a program."""
+        return InstanceWatch(self.host, self.device, pid)
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give the instance back; nobody else uses it."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            give_back(lease, program_lives=program_lives)
+        return False
+
+
+def pipe_directory(host: Host, device: Device) -> Path:
+    """Return a private directory in which no MPS daemon listens."""
+    return host.run_directory / "mig" / device_key(device.uuid)
+
+
+def instance_environment(base: Mapping[str, str], host: Host, device: Device) -> dict[str, str]:
+    """Return the environment of a program that runs in an instance without MPS.
+
+    CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, and without the variable one at /tmp/nvidia-mps: that would
+    be another device's. So it names a directory of ours without a daemon, where CUDA goes to the device itself. The
+    caller's other CUDA_MPS_... variables mean nothing without a daemon, and go.
+    """
+    kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": device.uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(host, device)),
+    }
+
+
+def dropped_variables(base: Mapping[str, str]) -> list[str]:
+    """Return the caller's variables that ask for MPS, or for limits that only MPS has."""
+    return sorted(name for name, value in base.items() if name.startswith(_MPS) and value)
+
+
+@dataclass
+class InstanceWatch:
+    """The proof that a program runs in its instance: NVML lists its processes there."""
+
+    host: Host
+    device: Device
+    program_pid: int
+    started: float = field(default_factory=time.monotonic)
+    attached: set[int] = field(default_factory=set)
+    outside: set[int] = field(default_factory=set)
+    # There is no daemon that could keep it waiting, or die.
+    pending: set[int] = field(default_factory=set)
+    daemon_gone: bool = False
+    _suspects: set[int] = field(default_factory=set)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
+
+    def look(self) -> None:
+        """Look for the program's processes in the instance, and anywhere else."""
+        mig = self.device.mig
+        if mig is None or self.host.processes.namespace_is_host() is False:
+            # NVML's PIDs are not those that we know.
+            return
+        tree = set(self.host.processes.descendants(self.program_pid))
+        try:
+            self._look(mig, tree)
+        except GpushareError:
+            # A GPU that does not answer proves nothing, and the program goes on.
+            return
+
+    def _look(self, mig: MigInstance, tree: set[int]) -> None:
+        index = self.device.gpu.index
+        inside = {one.pid for one in processes_in(self.host.nvml, mig, index) or ()}
+        now = set()
+        for gpu, process in self._everywhere():
+            if process.pid not in tree or not (process.compute or process.mps):
+                continue
+            place = (process.gpu_instance_id, process.compute_instance_id)
+            if gpu == index and place == (mig.gpu_instance_id, mig.compute_instance_id):
+                inside.add(process.pid)
+            elif gpu != index or None not in place:
+                now.add(process.pid)
+        self.attached |= inside & tree
+        # Two looks must agree, as for MPS: the lists are not of one moment.
+        self.outside |= now & self._suspects
+        self._suspects = now
+
+    def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
+        for gpu in range(self.host.nvml.count()):
+            try:
+                found = self.host.nvml.processes(gpu) or ()
+            except GpushareError:
+                continue
+            yield from ((gpu, process) for process in found)
+
+    def settle(self) -> None:
+        """Do nothing: NVML remembers no process that has ended."""
+
+    def clients(self) -> set[int]:
+        """Return nobody: outside MPS the end of one breaks no other."""
+        return set()
