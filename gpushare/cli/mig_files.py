@@ -1,0 +1,229 @@
+"""``gpushare mig check`` and ``gpushare mig export``: a layout compared, and written as a mig-parted file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, Command, gpus_of, settings
+from gpushare.errors import BadUsage, NotFound, NotSupported
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.difference import Difference, MigDevice
+    from gpushare.mig.parted import Config, Demand
+    from gpushare.model import Gpu
+
+GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
+FileOption = Annotated[
+    str | None, typer.Option("-f", "--file", metavar="FILE", help="A mig-parted v1 file; - is stdin.")
+]
+ConfigOption = Annotated[str | None, typer.Option("-c", "--config", metavar="NAME", help="Which config of the file.")]
+
+
+def add(group: typer.Typer) -> None:
+    """Add both commands to ``gpushare mig``."""
+    if any(command.name == "check" for command in group.registered_commands):
+        # The tree was built before in this process.
+        return
+    group.command("check", cls=Command, short_help="Say whether the GPUs are as asked; exit 7 if not.")(check)
+    group.command("export", cls=Command, short_help="Write what is there as a mig-parted file.")(export)
+
+
+def check(
+    wish: Annotated[
+        list[str] | None, typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4.", show_default=False)
+    ] = None,
+    gpu: GpuOption = None,
+    file: FileOption = None,
+    config: ConfigOption = None,
+) -> Any:
+    """Say whether each chosen GPU has exactly these MIG devices, and what is missing and what is too much.
+
+    Kinds and numbers count; places only where they are asked for (3g.40gb:4). MIG mode and pending mode count
+    too. With a file each GPU must be as its entry says, and one that no entry is for is not as asked.
+    Exit code 0: all as asked; 7: not. Needs no root.
+    """
+    from gpushare.errors import ExitCode
+    from gpushare.show.result import Result
+
+    if bool(wish) == (file is not None) or (config is not None and file is None):
+        raise BadUsage(
+            "give a wish, or a file", "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME", code="no_wish"
+        )
+    named: Config | None = None
+    if file is not None:
+        from gpushare.cli.parted_file import config_of
+
+        named = config_of(file, config)
+    host = settings.connect()
+    gpus = _gpus(host, gpu)
+    demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
+    rows = [_row(one, demands.get(one.index), host) for one in gpus]
+    good = all(row["as_requested"] for row in rows)
+    if not good:
+        notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same words")
+    return Result(
+        command="mig check",
+        data={"as_requested": good, "config": None if named is None else named.name, "gpus": rows},
+        text="\n".join(_lines(row) for row in rows),
+        notes=notes,
+        exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
+    )
+
+
+def export(
+    gpu: GpuOption = None,
+    name: Annotated[str, typer.Option("--name", metavar="CONFIG", help="The name of the config.")] = "current",
+    placement: Annotated[
+        bool, typer.Option("--placement", help="With exact places, in a second document that mig-parted skips.")
+    ] = False,
+) -> Any:
+    """Write the MIG layout as a mig-parted v1 file, which mig-parted and `gpushare mig apply -f` take.
+
+    GPUs with the same layout share an entry. mig-parted has no word for places: with --placement they stand in
+    a second YAML document, and apply and check then keep to them.
+    """
+    from gpushare.host.mig import MigReader
+    from gpushare.mig.parted_export import Exported, check_config_name, document, placements, yaml_text
+    from gpushare.show.result import Result
+
+    check_config_name(name)
+    host = settings.connect()
+    chosen = _answering(_gpus(host, gpu))
+    if not any(one.mig_capable for one in chosen):
+        names = ", ".join(sorted({one.name or "unknown" for one in chosen}))
+        raise NotSupported(f"no MIG on these GPUs ({names})", "see: gpushare status", code="no_mig")
+    reader = MigReader(host.nvml)
+    found = [
+        Exported(
+            index=one.index,
+            layout=reader.layout(one) if one.mig_enabled else None,
+            device_id=host.nvml.pci_ids(one.index)[0],
+        )
+        for one in chosen
+    ]
+    config = document(name, found, whole_host=len(chosen) == host.nvml.count())
+    places = placements(name, found) if placement else None
+    return Result(
+        command="mig export",
+        data=config if places is None else {**config, **places},
+        text=yaml_text(config, places),
+        notes=tuple(_export_notes(chosen, found)),
+    )
+
+
+def _export_notes(gpus: Sequence[Gpu], found: Sequence[Any]) -> list[str]:
+    notes = [
+        f"GPU {one.index}: GPU instance {instance.id} ({instance.profile.name}) has no compute instance: left out"
+        for one in found
+        for instance in (one.layout.instances if one.layout is not None else ())
+        if not instance.compute
+    ]
+    pending = [gpu for gpu in gpus if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled]
+    return [*notes, *(f"GPU {gpu.index}: another MIG mode is pending; the file has the current one" for gpu in pending)]
+
+
+def _gpus(host: Host, text: str | None) -> list[Gpu]:
+    from gpushare.selection import select
+
+    found = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
+    if not found:
+        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+    return list(found.values())
+
+
+def _answering(gpus: list[Gpu]) -> list[Gpu]:
+    from gpushare.errors import GpuLost
+
+    for one in gpus:
+        if one.error is not None:
+            raise GpuLost(one.error, "see: gpushare status", gpu=str(one.index))
+    return gpus
+
+
+def _demands(
+    words: Sequence[str], named: Config | None, gpus: Sequence[Gpu], host: Host, *, all_gpus: bool
+) -> tuple[Mapping[int, Demand], tuple[str, ...]]:
+    """Return what each GPU shall be, and what is odd about the file."""
+    from gpushare.mig.parted import Demand, idle_entries, wishes_for
+
+    if named is None:
+        from gpushare.mig.wish import parse_wish
+
+        wish = parse_wish(" ".join(words))
+        return {gpu.index: Demand(mig_enabled=True, wish=wish) for gpu in gpus}, ()
+    from gpushare.cli.parted_file import pci_ids
+
+    ids = pci_ids(named, gpus, host)
+    return wishes_for(named, gpus, ids), idle_entries(named, gpus, ids) if all_gpus else ()
+
+
+def _row(gpu: Gpu, demand: Demand | None, host: Host) -> dict[str, Any]:
+    from gpushare.mig.difference import Difference
+
+    problem, found = _compared(gpu, demand, host)
+    found = found or Difference()
+    return {
+        "gpu": gpu.index,
+        "uuid": gpu.uuid,
+        "as_requested": problem is None and not found,
+        "problem": problem,
+        "mig_enabled": gpu.mig_enabled,
+        "mig_pending": gpu.mig_pending,
+        "mig_requested": None if demand is None else demand.mig_enabled,
+        "missing": [_device(one, number) for one, number in found.missing],
+        "extra": [_device(one, number) for one, number in found.extra],
+    }
+
+
+def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
+    """Return what is wrong with a GPU as a whole, and with its MIG devices."""
+    from gpushare.host.mig import MigReader
+    from gpushare.mig.difference import difference
+
+    if gpu.error is not None:
+        return gpu.error, None
+    if demand is None:
+        return "no entry of the config is for it", None
+    if not gpu.mig_capable:
+        return (f"{gpu.name or 'this GPU'} has no MIG" if demand.mig_enabled else None), None
+    problem = _mode_problem(gpu, demand)
+    layout = MigReader(host.nvml).layout(gpu)
+    if demand.wish and not layout.profiles:
+        # A driver that lists no profiles while MIG is off: the mode says enough.
+        return problem or "the driver lists no MIG profiles", None
+    return problem, difference(layout, demand.wish)
+
+
+def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
+    said = {True: "on", False: "off", None: "unknown"}
+    if gpu.mig_enabled is not demand.mig_enabled:
+        pending = f", and {said[gpu.mig_pending]} is pending" if gpu.mig_pending != gpu.mig_enabled else ""
+        return f"MIG is {said[gpu.mig_enabled]}{pending}; asked: {said[demand.mig_enabled]}"
+    if gpu.mig_pending is not None and gpu.mig_pending is not demand.mig_enabled:
+        return f"MIG {said[gpu.mig_pending]} is pending; asked: {said[demand.mig_enabled]}"
+    return None
+
+
+def _device(device: MigDevice, number: int) -> dict[str, Any]:
+    return {"profile": device.name, "start": device.start, "count": number, "mig_device": bool(device.slices)}
+
+
+def _lines(row: Mapping[str, Any]) -> str:
+    if row["as_requested"]:
+        return f"GPU {row['gpu']}: as asked"
+    lines = [f"GPU {row['gpu']}: not as asked"]
+    lines += [f"  {row['problem']}"] if row["problem"] else []
+    for title, key in (("missing", "missing"), ("too much", "extra")):
+        if row[key]:
+            lines.append(f"  {title}: " + ", ".join(_words(one) for one in row[key]))
+    return "\n".join(lines)
+
+
+def _words(device: Mapping[str, Any]) -> str:
+    place = "" if device["start"] is None else f":{device['start']}"
+    count = f"*{device['count']}" if device["count"] > 1 else ""
+    return f"{device['profile']}{place}{count}" + ("" if device["mig_device"] else " (no compute instance)")

@@ -1,0 +1,404 @@
+"""The mig-parted file: what is read, what is refused and where, and that what is written is read back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.mig.difference import difference
+from gpushare.mig.parted import (
+    PLACEMENTS,
+    Demand,
+    PciIds,
+    choose,
+    for_change,
+    idle_entries,
+    parse_parted,
+    wishes_for,
+)
+from gpushare.mig.parted_export import Exported, check_config_name, document, placements, yaml_text
+from gpushare.mig.plan import Plan
+from gpushare.mig.planner import plan_exact
+from gpushare.mig.profile import Layout
+from gpushare.mig.wish import parse_wish
+from gpushare.model import Gpu
+from gpushare.sim.catalogue import profiles_of
+from tests.mig.boards import MODELS, instance, layout
+
+A100 = 0x20B510DE
+GPUS = [Gpu(index=index, uuid=f"GPU-{index}", name="A", mig_capable=True) for index in range(4)]
+IDS = {gpu.index: PciIds(A100, 0x153310DE) for gpu in GPUS}
+MIXED = """
+version: v1
+mig-configs:
+  nothing:
+  - {devices: all, mig-enabled: false}
+  mixed:
+  - device-filter: "0x20B510DE"
+    devices: [0, 1]
+    mig-enabled: true
+    mig-devices: {"1g.10gb": 7}
+  - device-filter: ["0x20B210DE", "0x20B510DE"]
+    devices: [1]
+    mig-enabled: true
+    mig-devices: {"1c.3g.40gb": 3, "1g.10gb": 2, "2g.20gb": 0}
+  - devices: [2, 9]
+    mig-enabled: false
+"""
+
+
+def configs(text: str) -> Any:
+    return parse_parted(*yaml.safe_load_all(text))
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    """Return a file with one good entry, changed; None takes a key out."""
+    fields = {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 7}}
+    fields |= {key.replace("_", "-"): value for key, value in changes.items()}
+    return {"version": "v1", "mig-configs": {"x": [{k: v for k, v in fields.items() if v is not KEEP_OUT}]}}
+
+
+KEEP_OUT = object()
+
+
+def test_what_is_read() -> None:
+    found = configs(MIXED)
+    assert list(found) == ["nothing", "mixed"]
+    demands = wishes_for(found["mixed"], GPUS, IDS)
+    assert demands == {
+        0: Demand(mig_enabled=True, wish=parse_wish("1g.10gb*7")),
+        # The later entry replaces the earlier one, and a count of 0 is none.
+        1: Demand(mig_enabled=True, wish=parse_wish("1g.10gb*2 1c.3g.40gb*3")),
+        2: Demand(mig_enabled=False),
+    }
+    assert wishes_for(found["nothing"], GPUS, IDS) == {
+        index: Demand(mig_enabled=False, of_all=True) for index in range(4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("0x20B510DE", True),
+        ("0x20b510de", True),
+        ("0X20B510DE", True),
+        (str(A100), True),
+        ("0x20B510DE:0x153310DE", True),
+        ("0x20B510DE:0x153210DE", False),
+        ("0x20B210DE", False),
+        ("0x20B510DE:0x153310DE:0x1", False),
+        ("A100-PCIE-80GB", False),
+        ("", True),
+        ([], True),
+        (["nonsense", "0x20B510DE"], True),
+        (["0x20B210DE", "0x233010DE"], False),
+    ],
+)
+def test_device_filter(text: object, fits: bool) -> None:
+    config = parse_parted(entry(device_filter=text))["x"]
+    assert bool(wishes_for(config, GPUS[:1], IDS)) is fits
+    assert bool(idle_entries(config, GPUS[:1], IDS)) is not fits
+
+
+def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
+    config = parse_parted(entry(device_filter="0x0"))["x"]
+    assert wishes_for(config, GPUS, {}) == {}
+    assert wishes_for(config, GPUS, {0: PciIds()}) == {}
+
+
+def test_a_filter_that_is_no_id_is_said() -> None:
+    (said,) = idle_entries(parse_parted(entry(device_filter="A100"))["x"], GPUS, IDS)
+    assert said == "config 'x', entry 1 is for no GPU here; 'A100' is no PCI id like 0x20B510DE"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (None, "the file is empty"),
+        ([], "a list"),
+        ("text", "a text"),
+        ({"mig-configs": {}}, "no 'version'"),
+        ({"version": "v2", "mig-configs": {}}, "unknown version: v2"),
+        ({"version": 1, "mig-configs": {}}, "unknown version: 1"),
+        ({"version": None}, "unknown version: nothing"),
+        ({"version": ["v1"]}, "unknown version: a list"),
+        ({"version": "v1"}, "no 'mig-configs'"),
+        ({"version": "v1", "mig-configs": {}}, "no entry"),
+        ({"version": "v1", "mig-configs": None}, "no entry"),
+        ({"version": "v1", "mig-configs": []}, "'mig-configs' is a list"),
+        ({"version": "v1", "mig-configs": {"x": []}}, "config 'x'"),
+        ({"version": "v1", "mig-configs": {"x": {"devices": "all"}}}, "config 'x'"),
+        ({"version": "v1", "mig-configs": {"x": [None]}}, "config 'x', entry 1 is nothing"),
+        ({"version": "v1", "mig-configs": {True: [{}]}}, "the name of a configuration"),
+        ({"version": "v1", "mig-configs": {"": [{}]}}, "the name of a configuration is empty"),
+        ({"version": "v1", "bogus": 1}, "unknown key 'bogus'"),
+        ({"kind": "ConfigMap", "data": {}}, "ConfigMap"),
+        (entry(bogus=1), "config 'x', entry 1: unknown key 'bogus'"),
+        (entry(devices=KEEP_OUT), "'devices' is missing"),
+        (entry(mig_enabled=KEEP_OUT), "'mig-enabled' is missing"),
+        (entry(mig_devices=KEEP_OUT), "no 'mig-devices' although MIG is on"),
+        (entry(mig_devices=None), "no 'mig-devices' although MIG is on"),
+        (entry(mig_enabled=False), "'mig-devices' although MIG is off"),
+        (entry(mig_enabled="true"), "'mig-enabled' is a text"),
+        (entry(mig_enabled=None), "'mig-enabled' is nothing"),
+        (entry(mig_enabled=1), "'mig-enabled' is a number"),
+        (entry(devices=7), "'devices' is one number"),
+        (entry(devices="0"), "'devices' is '0'"),
+        (entry(devices="ALL"), "'devices' is 'ALL'"),
+        (entry(devices=None), "'devices' is nothing"),
+        (entry(devices=True), "'devices' is true or false"),
+        (entry(devices={}), "'devices' is a mapping"),
+        (entry(devices=["0"]), "an index in 'devices' is '0'"),
+        (entry(devices=[True]), "an index in 'devices' is true or false"),
+        (entry(devices=[1.5]), "an index in 'devices' is a number"),
+        (entry(devices=[-1]), "an index in 'devices' is below 0"),
+        (entry(devices=b"01"), "'devices' is of another kind"),
+        (entry(device_filter=0x20B510DE), "'device-filter' is a number, not a text"),
+        (entry(device_filter=[0x20B510DE]), "'device-filter' is a number, not a text"),
+        (entry(device_filter={}), "'device-filter' is a mapping"),
+        (entry(mig_devices=["1g.10gb"]), "'mig-devices' is a list"),
+        (entry(mig_devices={"bogus": 2}), "'bogus' is not a MIG profile"),
+        (entry(mig_devices={"3g": 2}), "'3g' is not a MIG profile"),
+        (entry(mig_devices={"3G.40GB": 2}), "'3G.40GB' is not a MIG profile"),
+        (entry(mig_devices={" 3g.40gb": 2}), "is not a MIG profile"),
+        (entry(mig_devices={"3g.40gb:4": 2}), "'3g.40gb:4' is not a MIG profile"),
+        (entry(mig_devices={"1g.10gb+": 2}), "is not a MIG profile"),
+        (entry(mig_devices={"1g.10gb+me,me": 2}), "is not a MIG profile"),
+        (entry(mig_devices={"1g.10gb+me-gfx": 2}), "is not a MIG profile"),
+        (entry(mig_devices={"1g.10gb+1me": 2}), "is not a MIG profile"),
+        (entry(mig_devices={9: 2}), "'9' is not a MIG profile"),
+        (entry(mig_devices={"1g.10gb": -1}), "the count of '1g.10gb' is -1"),
+        (entry(mig_devices={"1g.10gb": "2"}), "the count of '1g.10gb' is a text"),
+        (entry(mig_devices={"1g.10gb": True}), "the count of '1g.10gb' is true or false"),
+        (entry(mig_devices={"1g.10gb": None}), "the count of '1g.10gb' is nothing"),
+        (entry(mig_devices={"1g.10gb": 0}), "all counts of 'mig-devices' are 0"),
+    ],
+)
+def test_what_is_refused(raw: object, said: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse_parted(raw)
+    assert said in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "profile", ["1g.10gb", "1c.3g.40gb", "1g.10gb+me", "1g.24gb+me.all", "1g.24gb-me", "2g.48gb+gfx", "0g.0gb"]
+)
+def test_profiles_are_checked_for_their_form_only(profile: str) -> None:
+    (one,) = parse_parted(entry(mig_devices={profile: 1}))["x"].entries
+    assert one.counts == ((profile, 1),)
+
+
+def test_one_index_hints_the_list() -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse_parted(entry(devices=7))
+    assert "devices: [7]" in caught.value.hint
+
+
+def test_two_attributes_are_read_and_no_gpu_has_them() -> None:
+    wish = wishes_for(parse_parted(entry(mig_devices={"1g.10gb+me,gfx": 1}))["x"], GPUS)[0].wish
+    with pytest.raises(NotSupported):
+        difference(layout("h100"), wish)
+
+
+@pytest.mark.parametrize("counts", [{"1g.10gb": 99999}, {"5c.3g.40gb": 1}])
+def test_what_no_gpu_can_have_is_refused_when_it_is_wanted(counts: dict[str, int]) -> None:
+    config = parse_parted(entry(mig_devices=counts))["x"]
+    with pytest.raises(BadUsage):
+        wishes_for(config, GPUS)
+
+
+def test_choosing() -> None:
+    found = configs(MIXED)
+    assert choose(found, "mixed").name == "mixed"
+    assert choose(parse_parted(entry()), None).name == "x"
+    with pytest.raises(BadUsage) as several:
+        choose(found, None)
+    assert "nothing, mixed" in several.value.hint
+    with pytest.raises(NotFound) as unknown:
+        choose(found, "mixd")
+    assert "did you mean mixed?" in unknown.value.hint
+
+
+def test_a_gpu_without_mig_is_skipped_as_one_of_all_and_refused_by_index() -> None:
+    gpus = [GPUS[0], Gpu(index=1, name="T4", mig_capable=False)]
+    everyone = wishes_for(parse_parted(entry())["x"], gpus)
+    assert list(everyone) == [0, 1]
+    assert list(for_change(everyone, gpus)) == [0]
+    off = parse_parted(entry(devices=[1], mig_enabled=False, mig_devices={}))["x"]
+    assert for_change(wishes_for(off, gpus), gpus) == {}
+    with pytest.raises(NotSupported) as caught:
+        for_change(wishes_for(parse_parted(entry(devices=[1]))["x"], gpus), gpus)
+    assert "GPU 1 (T4)" in caught.value.message
+
+
+# -- placements --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["0", 0, "GPU-0"])
+def test_placements_by_index_and_uuid(key: object) -> None:
+    exact = {PLACEMENTS: {"x": {key: ["1g.10gb:0", "1g.10gb:6"]}}}
+    raw = entry(mig_devices={"1g.10gb": 2})
+    for found in (parse_parted(raw, exact), parse_parted(raw | exact)):
+        demands = wishes_for(found["x"], GPUS)
+        assert demands[0].wish == parse_wish("1g.10gb:0 1g.10gb:6")
+        assert demands[1].wish == parse_wish("1g.10gb*2")
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ([], "is a list"),
+        ({"y": {}}, "names config 'y'"),
+        ({"x": []}, "of config 'x' is a list"),
+        ({"x": {"0": "1g.10gb:0"}}, "not those of its mig-devices"),
+        ({"x": {"0": {}}}, "a mapping is no placement"),
+        ({"x": {"0": [None]}}, "nothing is no placement"),
+        ({"x": {"0": ["1g.10gb"]}}, "'1g.10gb' is no placement"),
+        ({"x": {"0": ["1g.10gb:0 1g.10gb:1"]}}, "is no placement"),
+        ({"x": {True: ["1g.10gb:0"]}}, "a GPU is true or false"),
+        ({"x": {"0": ["1g.10gb:0"]}}, "the placements of GPU 0 are not those"),
+        ({"x": {"0": []}}, "the placements of GPU 0 are not those"),
+    ],
+)
+def test_placements_that_are_refused(places: object, said: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        wishes_for(parse_parted(entry(), {PLACEMENTS: places})["x"], GPUS)
+    assert said in caught.value.message
+
+
+def test_another_second_document_is_refused() -> None:
+    with pytest.raises(BadUsage):
+        parse_parted(entry(), entry())
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, plain: bool = False) -> Layout:
+    """Return any GPU with instances that do not overlap, filled or cut into compute instances."""
+    profiles = profiles_of(draw(st.sampled_from(MODELS)))
+    taken, slices, found = 0, 0, []
+    for number in range(draw(st.integers(0, 7))):
+        profile = draw(st.sampled_from([one for one in profiles if one.plain or not plain]))
+        place = draw(st.sampled_from(list(profile.placements or ())))
+        if place.mask & taken or slices + profile.slices > 7:
+            continue
+        taken, slices = taken | place.mask, slices + profile.slices
+        parts = None if plain else draw(st.sampled_from([None, (), *([c] for c in _cuts(profile.slices))]))
+        compute = parts if parts is None else tuple(size for part in parts for size in part)
+        found.append(instance(profile, place.start, compute=compute, identity=number))
+    return Layout(gpu=0, uuid="GPU-0", profiles=profiles, instances=tuple(found))
+
+
+def _cuts(slices: int) -> list[tuple[int, ...]]:
+    return {2: [(1, 1), (1,)], 3: [(2, 1), (1, 1, 1), (2,)], 4: [(2, 2), (2, 1, 1)], 7: [(4, 3), (1,)]}.get(slices, [])
+
+
+@given(st.lists(layouts() | st.none(), min_size=1, max_size=4), st.booleans(), st.lists(st.booleans(), min_size=4))
+@settings(max_examples=150, deadline=None)
+def test_what_is_written_is_read_back(found: list[Layout | None], whole: bool, other: list[bool]) -> None:
+    gpus = [Gpu(index=i, uuid=f"GPU-{i}", mig_capable=True) for i in range(len(found))]
+    ids = {i: PciIds(0x233510DE if other[i] else 0x20B510DE, None) for i in range(len(found))}
+    exported = [Exported(index=i, layout=one, device_id=ids[i].device) for i, one in enumerate(found)]
+    config, places = document("night", exported, whole_host=whole), placements("night", exported)
+    for text in (yaml_text(config), yaml_text(config, places)):
+        demands = wishes_for(choose(configs(text), "night"), gpus, ids)
+        assert next(iter(yaml.safe_load_all(text))) == config
+        for index, one in enumerate(found):
+            assert demands[index].mig_enabled is (one is not None)
+            if one is not None:
+                unfinished = [each for each in one.instances if not each.compute]
+                left = difference(one, demands[index].wish)
+                assert left.missing == ()
+                assert sum(number for _, number in left.extra) == len(unfinished)
+    # As JSON, with the placements beside, it says the same.
+    assert wishes_for(parse_parted({**config, **places})["night"], gpus, ids) == demands
+    starts = sorted(r.start for i in demands for r in demands[i].wish if r.start is not None)
+    assert len(starts) == sum(len(demands[i].wish) for i in demands)
+
+
+def test_equal_gpus_share_an_entry() -> None:
+    one, two = layout("h100", "1g.10gb:0", "1g.10gb:1"), layout("h100", "1g.10gb:5", "1g.10gb:6")
+    exported = [Exported(index=i, layout=each, device_id=A100) for i, each in enumerate((one, two, None))]
+    (first, second) = document("x", exported, whole_host=True)["mig-configs"]["x"]
+    assert first == {"devices": [0, 1], "mig-enabled": True, "mig-devices": {"1g.10gb": 2}}
+    assert second == {"devices": [2], "mig-enabled": False}
+    assert document("x", exported[:2], whole_host=True)["mig-configs"]["x"][0]["devices"] == "all"
+    assert document("x", exported[:2], whole_host=False)["mig-configs"]["x"][0]["devices"] == [0, 1]
+
+
+def test_models_are_told_apart_by_a_filter() -> None:
+    exported = [Exported(index=i, layout=None, device_id=one) for i, one in enumerate((A100, 0x233510DE))]
+    (entry_,) = document("x", exported, whole_host=True)["mig-configs"]["x"]
+    assert entry_ == {"device-filter": ["0x20B510DE", "0x233510DE"], "devices": "all", "mig-enabled": False}
+    unknown = [exported[0], Exported(index=1, layout=None, device_id=None)]
+    (entry_,) = document("x", unknown, whole_host=True)["mig-configs"]["x"]
+    assert entry_ == {"devices": "all", "mig-enabled": False}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "a" * 64, "x:y", "é"])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(BadUsage):
+        check_config_name(name)
+
+
+@pytest.mark.parametrize("name", ["yes", "null", "1", "1.0", "0x1", "all-1g.10gb+me", "x", "2001-01-01", "NO"])
+def test_any_name_is_read_back_as_text(name: str) -> None:
+    text = yaml_text(document(check_config_name(name), [Exported(index=0, layout=None)], whole_host=True))
+    assert list(yaml.safe_load(text)["mig-configs"]) == [name]
+
+
+# -- the difference ----------------------------------------------------------------------------------
+
+
+def test_what_is_missing_and_too_much() -> None:
+    gpu = layout("h100", "3g.40gb:4/1,1", "1g.10gb:0", "1g.10gb:1", "1g.10gb:2/")
+    found = difference(gpu, parse_wish("1c.3g.40gb:4*3 1g.10gb:1 1g.10gb 2g"))
+    assert [(str(one), number) for one, number in found.missing] == [("1c.3g.40gb:4", 1), ("2g.20gb", 1)]
+    assert [(str(one), number) for one, number in found.extra] == [("1g.10gb:2 (no compute instance)", 1)]
+
+
+def test_how_many_gpu_instances_hold_the_devices_does_not_matter() -> None:
+    apart = layout("h100", "3g.40gb:0/2", "3g.40gb:4/1")
+    assert not difference(apart, parse_wish("1c.3g.40gb 2c.3g.40gb"))
+
+
+@given(layouts(plain=True), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_difference_is_nothing_to_do(gpu: Layout, data: st.DataObject) -> None:
+    names = [one.profile.name for one in gpu.instances]
+    if data.draw(st.booleans(), "another wish"):
+        names = names[1:]
+    wish = parse_wish(" ".join(names)) if names else ()
+    plan = plan_exact([gpu], {0: wish})
+    assert isinstance(plan, Plan)
+    assert any(one.changes for one in plan.gpus) == bool(difference(gpu, wish))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.sampled_from(["all", "v1", "1g.10gb", "x", ""]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["version", "mig-configs", "devices", "mig-enabled", "mig-devices", "x", PLACEMENTS]),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_anything_is_a_file_or_an_error_of_ours(raw: object) -> None:
+    for value in (raw, {"version": "v1", "mig-configs": {"x": [raw]}}, entry() | {PLACEMENTS: raw}):
+        try:
+            wishes_for(choose(parse_parted(value), None), GPUS, IDS)
+        except GpushareError as error:
+            assert error.hint
