@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
     group.command("end", cls=Command, short_help="End a simulated process.")(end)
     group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
     group.command("fault", cls=Command, short_help="Make something fail.")(fault)
+    group.command("cdi", cls=Command, short_help="Install the container toolkit.")(cdi)
 
 
 def spec_of(given: str | None) -> str:
@@ -210,7 +211,9 @@ def reset(
 
 def add(
     gpu: Gpu = "0",
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Device memory that it holds.")] = "1G",
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Its memory: 1G; a holder's: 0.")
+    ] = None,
     sm: Annotated[int, typer.Option("--sm", metavar="PCT", help="SM % while it is busy.", min=0, max=100)] = 50,
     name: Annotated[str, typer.Option("--name", help="Its program.")] = "python3",
     user: Annotated[str | None, typer.Option("--user", help="Its owner.")] = None,
@@ -220,8 +223,13 @@ def add(
     graphics: Annotated[bool, typer.Option("--graphics", help="A graphics process.")] = False,
     mps: Annotated[bool, typer.Option("--mps", help="A client of gpushare's MPS daemon on that GPU.")] = False,
     instance: Annotated[str | None, typer.Option("--mig", metavar="MIG", help="MIG UUID or GPU instance id.")] = None,
+    holder: Annotated[bool, typer.Option("--holder", help="No CUDA context: it only has device nodes open.")] = False,
 ) -> Any:
-    """Put a simulated process on a simulated GPU and print its PID."""
+    """Put a simulated process on a simulated GPU and print its PID.
+
+    A holder is in no process list of NVML and still keeps a GPU, or with --mig an instance, in use, as DCGM does:
+    --holder --name nv-hostengine. With --memory it has allocations, as a profiler does.
+    """
     from gpushare.selection import select_one
     from gpushare.show.result import Result
     from gpushare.sim import admin
@@ -235,6 +243,8 @@ def add(
         found = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
         instance = next((mig.uuid for mig in found), instance)
     device = select_one(instance if instance and instance.startswith("MIG-") else gpu, gpus)
+    if instance is None and device.mig is not None:
+        instance = device.mig.uuid
     environment: dict[str, str] = {}
     if mps:
         from gpushare.actions.mps_device import own_daemon
@@ -244,7 +254,7 @@ def add(
     pid = admin.add_process(
         spec,
         str(device.gpu.index),
-        memory_bytes=parse_memory_limit(memory),
+        memory_bytes=parse_memory_limit(memory or "1G") if memory or not holder else 0,
         sm_percent=sm,
         name=name,
         user=user,
@@ -253,6 +263,7 @@ def add(
         mps=mps,
         mig=instance,
         environment=environment,
+        holder=holder,
     )
     return Result(command="sim add", data={"pid": pid}, text=str(pid))
 
@@ -324,3 +335,14 @@ def fault(
     admin.set_fault(spec, kind, gpu, value)
     said = " ".join(filter(None, [kind, value]))
     return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=f"{spec}: {said}")
+
+
+def cdi() -> Any:
+    """Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs."""
+    from gpushare.show.result import Result
+    from gpushare.sim import nvidia_ctk, open_simulated
+
+    host = open_simulated(spec_of(None))
+    path = nvidia_ctk.install(host.state_file)
+    file = str(host.state_file.directory / path.lstrip("/"))
+    return Result(command="sim cdi", data={"path": path, "file": file}, text=f"{path} is {file}")

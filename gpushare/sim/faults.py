@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpushare.errors import BadUsage, NotFound
-from gpushare.sim.programs import MPS_CONTROL, SMI
+from gpushare.sim.programs import MPS_CONTROL, SMI, TOOLKIT
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
 # Short names of the fault `not-supported`, and the NVML entry points that then refuse.
@@ -102,8 +102,9 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
 
 def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:
     if kind in {"hang", "missing"}:
-        if value not in {SMI, MPS_CONTROL}:
-            raise BadUsage(f"the fault {kind} needs a program", f"give {SMI} or {MPS_CONTROL}", code="bad_fault")
+        if value not in {SMI, MPS_CONTROL, TOOLKIT}:
+            known = f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}"
+            raise BadUsage(f"the fault {kind} needs a program", known, code="bad_fault")
         programs = state.hanging_programs if kind == "hang" else state.missing_programs
         if value not in programs:
             programs.append(value)

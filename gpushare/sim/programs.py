@@ -12,6 +12,7 @@ from gpushare.sim.state import StateFile
 SMI = "nvidia-smi"
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SERVER = "nvidia-cuda-mps-server"
+TOOLKIT = "nvidia-ctk"
 _POLL_SECONDS = 0.01
 
 
@@ -86,6 +87,10 @@ class SimulatedPrograms:
             from gpushare.sim import smi
 
             return smi.main(argv, self._state_file)
+        if name == TOOLKIT:
+            from gpushare.sim import nvidia_ctk
+
+            return nvidia_ctk.main(argv, self._state_file)
         from gpushare.sim import mps_control
 
         return mps_control.main(argv, stdin, env, self._state_file, timeout)
@@ -96,7 +101,9 @@ class SimulatedPrograms:
 
     def _is_missing(self, name: str) -> bool:
         state = self._state_file.read()
-        return name not in {SMI, MPS_CONTROL} or (state is not None and name in state.missing_programs)
+        if name == TOOLKIT and (state is None or not state.toolkit_installed):
+            return True
+        return name not in {SMI, MPS_CONTROL, TOOLKIT} or (state is not None and name in state.missing_programs)
 
     @staticmethod
     def _is_real(name: str) -> bool:

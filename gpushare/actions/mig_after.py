@@ -1,0 +1,242 @@
+"""What a MIG change owes to others: MPS daemons of ours on its instances, and the CDI specification (`mig_cdi`).
+
+An MPS daemon holds its instance also while it has no clients (NVML_ERROR_IN_USE): ours are stopped first and, where the
+instance comes back, started again with their limits. Those of others are never touched.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpushare.actions.mig_cdi import cdi_notes, refresh_steps
+from gpushare.actions.mig_daemons import (
+    OwnDaemon,
+    devices_of,
+    idle_daemon_pids,
+    own_daemons,
+    refuse_foreign,
+    refuse_used,
+)
+from gpushare.actions.mps_limits import MpsLimits, control_command
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.mps_stop import stop
+from gpushare.actions.plan import Step, carry_out
+from gpushare.errors import GpushareError, NotFound
+from gpushare.host import mps_aside
+from gpushare.host.mps import is_running
+from gpushare.host.mps_home import DaemonRecord, home_of
+from gpushare.model import Gpu, MigInstance, Priority
+from gpushare.selection import Device
+from gpushare.units import mps_memory
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+# All that a MIG change asks for, in one place.
+__all__ = [
+    "cdi_notes",
+    "daemon_steps_after",
+    "daemon_steps_before",
+    "idle_daemon_pids",
+    "recover_daemons",
+    "refresh_steps",
+    "start_again",
+    "start_command",
+]
+
+
+def daemon_steps_before(
+    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
+) -> tuple[Step, ...]:
+    """Return the steps that stop our idle MPS daemons on devices that a MIG change takes away.
+
+    ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Daemons of
+    ours on ``evicted`` ones are forced down: their clients lose their contexts. What a daemon was started with is set
+    aside, for `daemon_steps_after` and `recover_daemons`. The steps take the daemon's lock themselves.
+
+    Raises:
+        InUse: a daemon of ours has clients, is used by a `gpushare run`, or does not answer (``daemon_clients``,
+            ``daemon_leased``, ``daemon_silent``); or a daemon that gpushare did not start serves one (``foreign_daemon``).
+        NoPermission: one belongs to another user.
+    """
+    if not going:
+        return ()
+    refuse_foreign(host, gpu, going)
+    steps = []
+    for own in own_daemons(host, gpu):
+        if own.device.uuid in going:
+            force = own.device.uuid in evicted
+            refuse_used(host, own, force=force)
+            steps.append(_stop_step(host, own, force=force))
+    return tuple(steps)
+
+
+def daemon_steps_after(
+    host: Host, restored: Mapping[str, Device], *, gone: Collection[str] = (), stayed: Collection[Device] = ()
+) -> tuple[Step, ...]:
+    """Return the steps that start our daemons again, with the limits that they had.
+
+    ``restored``: devices that come back with their profile and place, as they are before, by UUID. ``gone``: UUIDs that
+    do not come back; what was set aside of their daemons is forgotten. ``stayed``: devices that the change leaves
+    alone; a daemon whose process is dead there is started again. Called when the change is planned. The own daemon of
+    a `gpushare run` is not started again.
+    """
+    steps = []
+    for device in restored.values():
+        record = _record_of(host, device.uuid)
+        if record is not None and is_running(host, record):
+            steps.append(_start_step(host, record, device))
+    for device in stayed:
+        record = _record_of(host, device.uuid)
+        if record is not None and not is_running(host, record):
+            steps.append(_start_step(host, record, device))
+    for uuid in gone:
+        record = _record_of(host, uuid)
+        if record is not None and is_running(host, record):
+            steps.append(_forget_step(host, record))
+    return tuple(steps)
+
+
+def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
+    """Start our daemons that a change which was killed had stopped, where their device is back; return what was done.
+
+    ``gpu`` as it is now. What cannot be started is said, not raised: recovering is about the layout.
+    """
+    said = []
+    for device in devices_of(gpu):
+        home = home_of(host.run_directory, device.uuid)
+        kept = mps_aside.aside(home)
+        if kept is None or kept[0].device_uuid != device.uuid:
+            continue
+        record, profile = kept
+        wanted = device if device.mig is None else replace(device, mig=MigInstance(uuid=device.uuid, profile=profile))
+        try:
+            start_again(host, record, wanted)
+        except GpushareError as error:
+            said.append(f"the MPS daemon of {device.title} was not started again: {error.message}")
+        else:
+            said.append(f"started the MPS daemon of {device.title} again")
+            mps_aside.forget_aside(home)
+    return tuple(said)
+
+
+def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
+    """Start a daemon with the limits of a record, unless it runs.
+
+    Raises:
+        NotFound: its device is not there (any more).
+        GpushareError: it does not start, see `plan_start`.
+    """
+    now = _device_now(host, device)
+    home = home_of(host.run_directory, now.uuid)
+    running = home.read()
+    if running is not None and running.device_uuid == now.uuid and is_running(host, running):
+        return
+    limits = MpsLimits(
+        threads_percent=record.threads_percent,
+        memory_limit_bytes=record.memory_limit_bytes,
+        priority=None if record.priority is None else Priority(record.priority),
+    )
+    # No compute mode is exclusive inside MIG.
+    exclusive = record.previous_compute_mode is not None and now.mig is None
+    with home.locked():
+        carry_out(plan_start(host, now, limits, exclusive=exclusive))
+
+
+def start_command(record: DaemonRecord, device: Device) -> str:
+    """Return the gpushare command that starts a daemon with the limits of a record."""
+    parts = [f"gpushare mps start -g {device.selector}"]
+    if record.threads_percent is not None:
+        parts.append(f"--threads {record.threads_percent:g}")
+    if record.memory_limit_bytes is not None:
+        parts.append(f"--memory {mps_memory(record.memory_limit_bytes)}")
+    if record.priority is not None:
+        parts.append(f"--priority {Priority(record.priority).title}")
+    if record.previous_compute_mode is not None and device.mig is None:
+        parts.append("--exclusive")
+    return " ".join(parts)
+
+
+def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
+    def act() -> None:
+        if not own.record.transient:
+            mps_aside.set_aside(own.home, own.record, None if own.device.mig is None else own.device.mig.profile)
+        stop(host, own.found, own.device, drain_seconds=0.0, force=force)
+
+    def back() -> None:
+        if not own.record.transient:
+            start_again(host, own.record, own.device)
+        mps_aside.forget_aside(own.home)
+
+    return Step(
+        what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.record.pid} of {own.device.title}"
+        + (", and end its servers" if force else ""),
+        command=control_command(own.home, "quit -t 1" if force else "quit"),
+        undo=start_command(own.record, own.device),
+        do=act,
+        revert=back,
+    )
+
+
+def _record_of(host: Host, uuid: str) -> DaemonRecord | None:
+    """Return the record of a daemon that we started for good on a device; whether it lives is another question."""
+    record = home_of(host.run_directory, uuid).read()
+    return record if record is not None and record.device_uuid == uuid and not record.transient else None
+
+
+def _forget_step(host: Host, record: DaemonRecord) -> Step:
+    home = home_of(host.run_directory, record.device_uuid)
+    return Step(
+        what=f"leave the MPS daemon of {record.device_uuid} stopped: its instance is gone",
+        command=f"rm -f {shlex.quote(str(home.directory))}/aside.json",
+        do=lambda: mps_aside.forget_aside(home),
+    )
+
+
+def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
+    home = home_of(host.run_directory, record.device_uuid)
+
+    def act() -> None:
+        start_again(host, record, device)
+        mps_aside.forget_aside(home)
+
+    def back() -> None:
+        now = _device_now(host, device)
+        for own in own_daemons(host, now.gpu):
+            if own.device.uuid == now.uuid:
+                stop(host, own.found, own.device, drain_seconds=0.0, force=False)
+
+    return Step(
+        what=f"start the MPS daemon of {device.title} again, with its limits",
+        command=start_command(record, device),
+        undo=f"gpushare mps stop -g {device.selector}",
+        do=act,
+        revert=back,
+    )
+
+
+def _device_now(host: Host, device: Device) -> Device:
+    """Return a device as the host has it now.
+
+    A UUID alone is no proof: at the same place an instance of another size comes back with it.
+    """
+    host.nvml.restart()
+    gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == device.gpu.uuid), None)
+    if gpu is not None and device.mig is None:
+        return Device(gpu=gpu)
+    for found in devices_of(gpu):
+        if found.mig is not None and _same(found.mig, device):
+            return found
+    raise NotFound(
+        f"{device.title} ({device.uuid}) is not there, and its MPS daemon is not started again",
+        "see what is there: gpushare mig status",
+        gpu=str(device.gpu.index),
+        code="device_gone",
+    )
+
+
+def _same(now: MigInstance, before: Device) -> bool:
+    return before.mig is not None and now.uuid == before.mig.uuid and before.mig.profile in {None, now.profile}

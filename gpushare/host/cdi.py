@@ -1,0 +1,276 @@
+"""The Container Device Interface specifications of NVIDIA GPUs on a host: what Docker and Podman know of them.
+
+`nvidia-ctk cdi generate` (NVIDIA Container Toolkit) writes them; since 1.18 its unit nvidia-cdi-refresh writes
+/var/run/cdi/nvidia.yaml at boot and after a driver change, but not after a MIG change (nvidia-container-toolkit#1828):
+containers then get a device that is gone, or another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import NoPermission, NotSupported, OperationFailed
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+
+PROGRAM: Final = "nvidia-ctk"
+KIND: Final = "nvidia.com/gpu"
+# Where container engines look (CDI specification); the second is empty after a boot.
+DIRECTORIES: Final = ("/etc/cdi", "/var/run/cdi")
+DEFAULT_PATH: Final = "/var/run/cdi/nvidia.yaml"
+REFRESH_SECONDS: Final = 60.0
+
+_UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-f-]+", re.IGNORECASE | re.ASCII)
+# By index (0, 1:0) and by type and index (gpu0, mig1:0).
+_WHOLE: Final = re.compile(r"(?:gpu)?(\d{1,4})", re.ASCII)
+_MIG: Final = re.compile(r"(?:mig)?(\d{1,4}):(\d{1,4})", re.ASCII)
+_CAPABILITY: Final = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d{1,6})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CdiDevice:
+    """One device of a specification: ``0``, ``1:0``, ``all``, ``GPU-<uuid>``, ``MIG-<uuid>``, and its device nodes."""
+
+    name: str
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CdiSpec:
+    """One specification file of kind nvidia.com/gpu; ``path`` as the host names it."""
+
+    path: str
+    devices: tuple[CdiDevice, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    """What a specification says wrongly: UUIDs (or names, where it has no UUIDs) that are gone, missing, or moved."""
+
+    path: str
+    gone: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    # Names by index that mean another MIG device now.
+    moved: tuple[str, ...] = ()
+
+
+def root_of(host: Host) -> Path:
+    """Return the directory that is ``/`` of this host: of a simulated one, its own directory."""
+    return host.run_directory.parent if host.is_simulated else Path("/")
+
+
+def local_path(host: Host, path: str, *, root: Path | None = None) -> Path:
+    """Return where a file of the host lies on this machine."""
+    return (root or root_of(host)) / path.lstrip("/")
+
+
+def find_specs(host: Host, *, root: Path | None = None) -> tuple[CdiSpec, ...]:
+    """Return the specifications that nvidia-ctk wrote; ``root`` stands in for ``/``.
+
+    Files of other kinds (k8s.device-plugin.nvidia.com/gpu is the device plugin's own) and files that cannot be read
+    are left out, and so are those in which no device has a name of nvidia-ctk: somebody wrote them by hand.
+    """
+    found = []
+    for directory in DIRECTORIES:
+        with contextlib.suppress(OSError):
+            for file in sorted(local_path(host, directory, root=root).iterdir()):
+                spec = _read(file, f"{directory}/{file.name}") if file.suffix in {".yaml", ".json"} else None
+                if spec is not None and any(_is_generated(device.name) for device in spec.devices):
+                    found.append(spec)
+    return tuple(found)
+
+
+def _read(file: Path, path: str) -> CdiSpec | None:
+    try:
+        raw = _parsed(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or raw.get("kind") != KIND:
+        return None
+    devices = raw.get("devices")
+    return CdiSpec(
+        path=path,
+        devices=tuple(
+            CdiDevice(name=str(one.get("name", "")), nodes=tuple(_nodes(one)))
+            for one in (devices if isinstance(devices, list) else ())
+            if isinstance(one, dict)
+        ),
+    )
+
+
+def _parsed(text: str) -> Any:
+    import yaml
+
+    # JSON is YAML. Nothing but texts: YAML 1.1 takes a name like 1:0 for the number 60.
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    try:
+        return yaml.load(text, Loader=loader)  # noqa: S506 - BaseLoader makes texts, lists and dictionaries only
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _nodes(device: dict[str, Any]) -> Iterable[str]:
+    edits = device.get("containerEdits")
+    nodes = edits.get("deviceNodes") if isinstance(edits, dict) else None
+    for node in nodes if isinstance(nodes, list) else ():
+        if isinstance(node, dict) and isinstance(node.get("path"), str):
+            yield node["path"]
+
+
+def _is_generated(name: str) -> bool:
+    return name == "all" or any(pattern.fullmatch(name) for pattern in (_UUID, _WHOLE, _MIG))
+
+
+def stale(host: Host, gpus: Sequence[Gpu], *, root: Path | None = None) -> tuple[Staleness, ...]:
+    """Return which specifications name MIG devices that are gone, lack devices that exist, or name others by index.
+
+    ``gpus`` are all GPUs of the host with their MIG devices. While one of them does not answer, nothing is called gone.
+    """
+    found = (_compared(spec, gpus) for spec in find_specs(host, root=root))
+    return tuple(one for one in found if one.gone or one.missing or one.moved)
+
+
+def _compared(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
+    answering = [gpu for gpu in gpus if gpu.error is None]
+    present = {mig.uuid: gpu for gpu in answering for mig in gpu.mig_instances}
+    whole = {gpu.uuid: gpu for gpu in answering if gpu.uuid and not gpu.mig_enabled}
+    names = {device.name for device in spec.devices}
+    by_index = _by_index(spec, gpus)
+    listed = {name for name in names if name.startswith("MIG-")} or set(by_index.values())
+    gone = sorted(listed - present.keys()) if len(answering) == len(gpus) else []
+    missing = [uuid for uuid in present if uuid not in listed]
+    for uuid, gpu in whole.items():
+        if uuid not in names and not any(_is_index(name, gpu.index) for name in names):
+            missing.append(uuid)
+    return Staleness(
+        path=spec.path,
+        gone=tuple(gone),
+        missing=tuple(missing),
+        moved=() if gone or missing else tuple(_moved(by_index, answering)),
+    )
+
+
+def _is_index(name: str, index: int) -> bool:
+    match = _WHOLE.fullmatch(name)
+    return match is not None and int(match[1]) == index
+
+
+def _by_index(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the MIG devices that are named by index, with the UUID of what they are; the name itself when unknown."""
+    same = {device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")}
+    found = {}
+    for device in spec.devices:
+        match = _MIG.fullmatch(device.name)
+        if match is not None:
+            gpu = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
+            found[device.name] = same.get(device.nodes) or _by_capabilities(device, gpu) or device.name
+    return found
+
+
+def _by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
+    """Return the UUID of the MIG device whose capability nodes a device has.
+
+    The minor of a GPU instance is 3 + 135 * GPU + 9 * id, of its compute instance that + 1 + id (nvidia-caps.c).
+    """
+    minors = sorted({int(match[1]) for node in device.nodes if (match := _CAPABILITY.fullmatch(node))})
+    if gpu is None or len(minors) != 2:
+        return None
+    place = (minors[0] - 3) % 135 // 9, minors[1] - minors[0] - 1
+    return next(
+        (mig.uuid for mig in gpu.mig_instances if (mig.gpu_instance_id, mig.compute_instance_id) == place), None
+    )
+
+
+def _moved(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
+    for prefix in ("", "mig"):
+        for gpu in gpus:
+            # NVML's indices may have gaps: the order counts.
+            head = f"{prefix}{gpu.index}:"
+            names = sorted(
+                (name for name in by_index if name.startswith(head)), key=lambda name: int(name[len(head) :])
+            )
+            for name, mig in zip(names, gpu.mig_instances, strict=False):
+                if by_index[name] != mig.uuid:
+                    yield name
+
+
+def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
+    """Return the command that writes a specification anew at its path, with names of the same kinds.
+
+    nvidia-ctk names by index and UUID (before 1.16 by index alone) unless ``--device-name-strategy`` says otherwise.
+    """
+    if spec is None:
+        return (PROGRAM, "cdi", "generate", f"--output={DEFAULT_PATH}")
+    patterns = {"uuid": _UUID, "index": re.compile(r"\d+(:\d+)?"), "type-index": re.compile(r"(gpu\d+|mig\d+:\d+)")}
+    used = [
+        kind for kind, pattern in patterns.items() if any(pattern.fullmatch(device.name) for device in spec.devices)
+    ]
+    usual = not used or ("index" in used and "type-index" not in used)
+    kinds = () if usual else tuple(f"--device-name-strategy={kind}" for kind in used)
+    return (PROGRAM, "cdi", "generate", f"--output={spec.path}", *kinds)
+
+
+def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
+    """Write a specification anew and read back that it names what exists.
+
+    While every GPU is in MIG mode without an instance there is no device to name: nvidia-ctk refuses ("empty device
+    edits"), and the file stays as it is.
+
+    Raises:
+        NotSupported: the toolkit is not installed.
+        NoPermission, OperationFailed: it could not be written, or is still wrong.
+        TimedOut: nvidia-ctk does not answer.
+    """
+    gpus = host.nvml.identities()
+    if gpus and all(gpu.mig_enabled and not gpu.mig_instances for gpu in gpus):
+        return
+    command = refresh_command(spec)
+    check_toolkit(host)
+    done = host.programs.run(command, timeout=REFRESH_SECONDS)
+    by_hand = f"see what it says: sudo {' '.join(command)}"
+    if done.exit_code != 0:
+        said = (done.text.splitlines() or [f"exit code {done.exit_code}"])[-1][:300]
+        if "permission denied" in done.text.lower():
+            raise NoPermission(
+                f"nvidia-ctk may not write {spec.path}: {said}", f"run as root: sudo {' '.join(command)}"
+            )
+        raise OperationFailed(f"nvidia-ctk did not write {spec.path}: {said}", by_hand, code="cdi_not_written")
+    wrong = next((one for one in stale(host, gpus, root=root) if one.path == spec.path), None)
+    if wrong is not None:
+        raise OperationFailed(
+            f"nvidia-ctk wrote {spec.path}, and it {describe(wrong)}", by_hand, code="cdi_still_stale"
+        )
+
+
+def check_toolkit(host: Host) -> None:
+    """Raise NotSupported unless nvidia-ctk is installed."""
+    if host.programs.find(PROGRAM) is None:
+        raise NotSupported(
+            f"{PROGRAM} is not installed, and writes the CDI specification of this host",
+            "it is in the package nvidia-container-toolkit-base; install it, or leave --refresh-cdi out",
+            code="program_missing",
+        )
+
+
+def describe(one: Staleness) -> str:
+    """Return in words what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
+    parts = []
+    if one.gone:
+        parts.append(f"names devices that are gone ({_some(one.gone)})")
+    if one.missing:
+        parts.append(f"lacks {_some(one.missing)}")
+    if one.moved:
+        parts.append(f"means other MIG devices by {_some(one.moved)}")
+    return " and ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    return ", ".join(names[: 2 if more else 3]) + more

@@ -1,0 +1,129 @@
+"""nvidia-ctk of a simulated host: ``cdi generate``, with the device names and messages of the real one.
+
+A simulated host has no NVIDIA Container Toolkit until ``gpushare sim cdi`` installs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gpushare.host.program import Completed
+from gpushare.sim.settled import changing, current
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
+
+_PATH: Final = "/var/run/cdi/nvidia.yaml"
+_STRATEGIES: Final = ("index", "uuid", "type-index")
+_FAILED: Final = "failed to generate CDI spec: "
+
+
+def install(state_file: StateFile) -> str:
+    """Install the toolkit and write the specification, as its package does; return its path on the host.
+
+    With MIG mode on and no instance there is no device, and no specification.
+    """
+    with changing(state_file) as (state, _):
+        state.toolkit_installed = True
+        kinds = _STRATEGIES[:2]
+        if any(_devices(state, kinds)):
+            _write(state_file, _PATH, document(state, kinds, "yaml"))
+    return _PATH
+
+
+def main(argv: Sequence[str], state_file: StateFile) -> Completed:
+    """Run the program; ``argv`` with its name."""
+    if list(argv[1:3]) != ["cdi", "generate"]:
+        return _failed(argv, f"No help topic for '{' '.join(argv[1:3])}'")
+    output, kinds = "", []
+    words = iter(argv[3:])
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if name not in {"--output", "--device-name-strategy"}:
+            return _failed(argv, f"flag provided but not defined: {name.lstrip('-')}")
+        value = value if has_value else next(words, "")
+        if name == "--output":
+            output = value
+        elif value in _STRATEGIES:
+            kinds.append(value)
+        else:
+            return _failed(argv, f"invalid device name strategy: {value}")
+    return _generate(argv, state_file, output, tuple(kinds) or _STRATEGIES[:2])
+
+
+def _generate(argv: Sequence[str], state_file: StateFile, output: str, kinds: tuple[str, ...]) -> Completed:
+    state = current(state_file)
+    if not state.nvml_installed or not state.driver_loaded:
+        return _failed(
+            argv, f"{_FAILED}failed to create CDI library: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND"
+        )
+    if not list(_devices(state, kinds)):
+        return _failed(
+            argv, 'failed to write spec: invalid CDI Spec: failed add device "all": invalid device, empty device edits'
+        )
+    text = document(state, kinds, "json" if output.endswith(".json") else "yaml")
+    if not output:
+        return Completed(tuple(argv), 0, text, "")
+    if state.uid != 0:
+        directory = output.rpartition("/")[0]
+        return _failed(argv, f"failed to write spec: open {directory}/.spec: permission denied")
+    _write(state_file, output, text)
+    return Completed(tuple(argv), 0, "", 'level=info msg="Generated CDI spec with version 0.5.0"\n')
+
+
+def document(state: SimulatedHostState, kinds: Sequence[str], form: str) -> str:
+    """Return the specification of all devices: GPUs without MIG, MIG devices, and all of them together."""
+    devices = [{"name": name, "containerEdits": _edits(nodes)} for name, nodes in _devices(state, kinds)]
+    everything = list(dict.fromkeys(node for _, nodes in _devices(state, kinds) for node in nodes))
+    devices.append({"name": "all", "containerEdits": _edits(everything)})
+    spec = {
+        "cdiVersion": "0.5.0",
+        "kind": "nvidia.com/gpu",
+        "devices": devices,
+        "containerEdits": _edits(["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]),
+    }
+    if form == "json":
+        return json.dumps(spec)
+    import yaml
+
+    return f"---\n{yaml.safe_dump(spec, sort_keys=False)}"
+
+
+def _edits(nodes: Sequence[str]) -> dict[str, Any]:
+    return {"deviceNodes": [{"path": node} for node in nodes]}
+
+
+def _devices(state: SimulatedHostState, kinds: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each device under each of its names, with its nodes. A GPU in MIG mode is there by its MIG devices only."""
+    for index, gpu in enumerate(state.gpus):
+        if gpu.lost:
+            continue
+        node = f"/dev/nvidia{index}"
+        if not gpu.mig_mode:
+            for name in _names(kinds, str(index), "gpu", gpu):
+                yield name, [node]
+            continue
+        for slot, mig in enumerate(gpu.mig):
+            owner = 3 + 135 * index + 9 * mig.gpu_instance_id
+            capabilities = [
+                f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (owner, owner + 1 + mig.compute_instance_id)
+            ]
+            for name in _names(kinds, f"{index}:{slot}", "mig", mig):
+                yield name, [node, *capabilities]
+
+
+def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | SimulatedMigInstance) -> list[str]:
+    return [{"index": index, "uuid": device.uuid, "type-index": f"{kind}{index}"}[one] for one in kinds]
+
+
+def _write(state_file: StateFile, path: str, text: str) -> None:
+    file = state_file.directory / Path(path.lstrip("/"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
+
+
+def _failed(argv: Sequence[str], message: str) -> Completed:
+    return Completed(tuple(argv), 1, "", f'level=error msg="{message}"\n')

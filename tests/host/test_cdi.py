@@ -1,0 +1,277 @@
+"""The CDI specifications of a host: found, compared with the MIG devices that exist, and written anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.host import cdi
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.model import Gpu, MigInstance
+from gpushare.sim import admin, nvidia_ctk, open_simulated
+
+SPEC = "sim:2xa100-80gb"
+NAME = "/var/run/cdi/nvidia.yaml"
+
+
+@pytest.fixture
+def host() -> Host:
+    """Return a simulated host whose GPU 0 has two MIG devices, with the toolkit and a right specification."""
+    found = connect(SPEC)
+    admin.set_mig(SPEC, "0", ["3g.40gb:0", "3g.40gb:4"])
+    nvidia_ctk.install(open_simulated(SPEC).state_file)
+    return found
+
+
+def gpus(host: Host) -> tuple[Gpu, ...]:
+    host.nvml.restart()
+    return tuple(host.nvml.identities())
+
+
+def uuids(host: Host) -> list[str]:
+    return [mig.uuid for mig in gpus(host)[0].mig_instances]
+
+
+def put(host: Host, path: str, text: str) -> Path:
+    """Write a file of the host."""
+    file = cdi.local_path(host, path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def written(devices: dict[str, list[str]], kind: str = cdi.KIND) -> str:
+    """Return a specification with these device nodes by name."""
+    rows = [
+        {"name": name, "containerEdits": {"deviceNodes": [{"path": node} for node in nodes]}}
+        for name, nodes in devices.items()
+    ]
+    return json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": rows})
+
+
+def test_what_the_toolkit_writes_is_read_whole_and_right(host: Host) -> None:
+    (spec,) = cdi.find_specs(host)
+    first, second = uuids(host)
+    whole = gpus(host)[1].uuid
+    assert spec.path == NAME
+    assert [device.name for device in spec.devices] == ["0:0", first, "0:1", second, "1", whole, "all"]
+    # GPU instance 1 of GPU 0 and its compute instance 0: minors 3 + 9 and one more.
+    assert spec.devices[0].nodes == (
+        "/dev/nvidia0",
+        "/dev/nvidia-caps/nvidia-cap12",
+        "/dev/nvidia-caps/nvidia-cap13",
+    )
+    assert cdi.stale(host, gpus(host)) == ()
+
+
+def test_no_file_of_this_machine_is_read_for_a_simulated_host(host: Host) -> None:
+    assert str(cdi.local_path(host, NAME)).startswith(str(host.run_directory.parent))
+    assert cdi.local_path(replace(host, spec="local"), NAME) == Path(NAME)
+
+
+def test_another_root(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "etc/cdi").mkdir(parents=True)
+    (tmp_path / "etc/cdi/nvidia.json").write_text(written({"0": ["/dev/nvidia0"]}))
+    (spec,) = cdi.find_specs(host, root=tmp_path)
+    assert (spec.path, [device.name for device in spec.devices]) == ("/etc/cdi/nvidia.json", ["0"])
+
+
+def test_a_device_that_is_gone_and_one_that_is_missing(host: Host) -> None:
+    before = uuids(host)
+    admin.set_mig(SPEC, "0", ["3g.40gb:0", "1g.10gb:4"])
+    (one,) = cdi.stale(host, gpus(host))
+    assert (one.path, one.gone, one.missing, one.moved) == (NAME, (before[1],), (uuids(host)[1],), ())
+    assert cdi.describe(one) == f"names devices that are gone ({before[1]}) and lacks {uuids(host)[1]}"
+
+
+def test_mig_switched_off_leaves_a_gpu_that_is_not_listed(host: Host) -> None:
+    before = uuids(host)
+    admin.set_mig(SPEC, "0", [])
+    (one,) = cdi.stale(host, gpus(host))
+    assert (set(one.gone), one.missing) == (set(before), (gpus(host)[0].uuid,))
+
+
+def test_nothing_is_called_gone_while_a_gpu_does_not_answer(host: Host) -> None:
+    one, other = gpus(host)
+    assert cdi.stale(host, [Gpu(index=0, uuid=one.uuid, error="GPU is lost"), other]) == ()
+
+
+@pytest.mark.parametrize("prefix", ["", "mig"])
+def test_names_by_index_alone_are_known_by_their_capabilities(host: Host, prefix: str) -> None:
+    """The toolkit named by index alone before 1.16: the nodes say which instance a name means."""
+    (spec,) = cdi.find_specs(host)
+    nodes = {device.name: list(device.nodes) for device in spec.devices}
+    names = {
+        f"{prefix}0:0": nodes["0:0"],
+        f"{prefix}0:1": nodes["0:1"],
+        "1" if not prefix else "gpu1": ["/dev/nvidia1"],
+    }
+    put(host, NAME, written(names))
+    assert cdi.stale(host, gpus(host)) == ()
+    admin.set_mig(SPEC, "0", ["3g.40gb:0", "1g.10gb:4"])
+    (one,) = cdi.stale(host, gpus(host))
+    assert (one.gone, one.missing) == ((f"{prefix}0:1",), (uuids(host)[1],))
+
+
+def test_an_index_that_means_another_instance_now(host: Host) -> None:
+    gpu, other = gpus(host)
+    swapped = Gpu(index=0, uuid=gpu.uuid, mig_enabled=True, mig_instances=tuple(reversed(gpu.mig_instances)))
+    (one,) = cdi.stale(host, [swapped, other])
+    assert (one.gone, one.missing, one.moved) == ((), (), ("0:0", "0:1"))
+    assert cdi.describe(one) == "means other MIG devices by 0:0, 0:1"
+
+
+def test_indices_may_have_gaps(host: Host) -> None:
+    (spec,) = cdi.find_specs(host)
+    nodes = {device.name: list(device.nodes) for device in spec.devices}
+    first, second = uuids(host)
+    names = {
+        "0:0": nodes["0:0"],
+        first: nodes[first],
+        "0:5": nodes["0:1"],
+        second: nodes[second],
+        "1": ["/dev/nvidia1"],
+    }
+    put(host, NAME, written(names))
+    assert cdi.stale(host, gpus(host)) == ()
+
+
+def test_both_files_are_looked_at(host: Host) -> None:
+    put(host, "/etc/cdi/nvidia.yaml", "kind: nvidia.com/gpu\ndevices:\n- name: 1:0\n- name: 0\n")
+    first, second = cdi.find_specs(host)
+    assert (first.path, second.path) == ("/etc/cdi/nvidia.yaml", NAME)
+    # YAML 1.1 would read 1:0 as the number 60.
+    assert [device.name for device in first.devices] == ["1:0", "0"]
+    assert [one.path for one in cdi.stale(host, gpus(host))] == ["/etc/cdi/nvidia.yaml"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "kind: [",
+        "- kind",
+        "kind: nvidia.com/gpu\ndevices: 7\n",
+        "kind: nvidia.com/gpu\ndevices: [7, {containerEdits: 3}, {name: mine, containerEdits: {deviceNodes: [3, {}]}}]\n",
+        "kind: k8s.device-plugin.nvidia.com/gpu\ndevices:\n- name: MIG-0\n",
+        "!!python/object/apply:os.system ['true']",
+        "\x00",
+    ],
+)
+def test_files_that_are_no_specification_of_the_toolkit(host: Host, text: str) -> None:
+    cdi.local_path(host, NAME).unlink()
+    put(host, "/etc/cdi/other.yaml", text)
+    put(host, "/etc/cdi/nvidia.yaml.bak", written({"0": []}))
+    assert cdi.find_specs(host) == ()
+
+
+def test_refresh_writes_what_exists(host: Host) -> None:
+    admin.set_mig(SPEC, "0", ["1g.10gb:6"])
+    (spec,) = cdi.find_specs(host)
+    host.nvml.restart()
+    cdi.refresh(host, spec)
+    assert cdi.stale(host, gpus(host)) == ()
+    assert uuids(host)[0] in {device.name for device in cdi.find_specs(host)[0].devices}
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (["0", "GPU-0d54321e-a080-c56a-bbc0-8fc271e8e655", "all"], ()),
+        (["0", "1:0", "all"], ()),
+        (["all"], ()),
+        (["GPU-0d54321e-a080-c56a-bbc0-8fc271e8e655"], ("--device-name-strategy=uuid",)),
+        (["gpu0", "mig1:0"], ("--device-name-strategy=type-index",)),
+        (["0", "gpu0"], ("--device-name-strategy=index", "--device-name-strategy=type-index")),
+    ],
+)
+def test_refresh_keeps_path_and_kinds_of_names(names: list[str], options: tuple[str, ...]) -> None:
+    spec = cdi.CdiSpec(path="/etc/cdi/nvidia.json", devices=tuple(cdi.CdiDevice(name=name) for name in names))
+    assert cdi.refresh_command(spec) == ("nvidia-ctk", "cdi", "generate", "--output=/etc/cdi/nvidia.json", *options)
+
+
+@pytest.mark.parametrize("strategy", ["uuid", "type-index"])
+def test_refresh_of_other_names_is_read_back(host: Host, strategy: str) -> None:
+    done = host.programs.run(["nvidia-ctk", "cdi", "generate", f"--output={NAME}", "--device-name-strategy", strategy])
+    assert done.exit_code == 0
+    names = {device.name for device in cdi.find_specs(host)[0].devices}
+    admin.set_mig(SPEC, "0", ["2g.20gb:2", "3g.40gb:4"])
+    host.nvml.restart()
+    cdi.refresh(host, cdi.find_specs(host)[0])
+    after = {device.name for device in cdi.find_specs(host)[0].devices}
+    assert (cdi.stale(host, gpus(host)), len(after)) == ((), len(names))
+
+
+def failed(host: Host) -> GpushareError:
+    admin.set_mig(SPEC, "0", ["1g.10gb:6"])
+    (spec,) = cdi.find_specs(host)
+    before = cdi.local_path(host, NAME).read_bytes()
+    host.nvml.restart()
+    with pytest.raises(GpushareError) as caught:
+        cdi.refresh(host, spec)
+    assert cdi.local_path(host, NAME).read_bytes() == before
+    return caught.value
+
+
+def test_refresh_without_the_toolkit(host: Host) -> None:
+    admin.set_fault(SPEC, "missing", value="nvidia-ctk")
+    error = failed(host)
+    assert (type(error), error.code) == (NotSupported, "program_missing")
+    assert "nvidia-container-toolkit-base" in error.hint
+
+
+def test_refresh_by_a_user(host: Host) -> None:
+    admin.set_fault(SPEC, "user", value="1000")
+    error = failed(host)
+    assert isinstance(error, NoPermission)
+    assert error.hint == f"run as root: sudo nvidia-ctk cdi generate --output={NAME}"
+
+
+def test_refresh_that_hangs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin.set_fault(SPEC, "hang", value="nvidia-ctk")
+    monkeypatch.setattr(cdi, "REFRESH_SECONDS", 0.05)
+    assert isinstance(failed(host), TimedOut)
+
+
+def test_refresh_that_fails_says_what_the_program_said(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia_ctk, "_generate", lambda argv, *_: nvidia_ctk._failed(argv, "no space left"))
+    error = failed(host)
+    assert (type(error), error.code) == (OperationFailed, "cdi_not_written")
+    assert "no space left" in error.message
+
+
+def test_success_of_the_program_proves_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia_ctk, "_write", lambda *_: None)
+    error = failed(host)
+    assert error.code == "cdi_still_stale"
+    assert uuids(host)[0] in error.message
+
+
+def test_refresh_leaves_the_file_alone_while_there_is_no_device(host: Host) -> None:
+    admin.set_mig(SPEC, "0", ["1g.10gb:6"])
+    admin.set_mig(SPEC, "1", ["1g.10gb:6"])
+    with open_simulated(SPEC).state_file.changed() as state:
+        for gpu in state.gpus:
+            gpu.mig = []
+    host.nvml.restart()
+    before = cdi.local_path(host, NAME).read_bytes()
+    cdi.refresh(host, cdi.find_specs(host)[0])
+    assert cdi.local_path(host, NAME).read_bytes() == before
+
+
+def test_long_lists_are_cut() -> None:
+    one = cdi.Staleness(path="p", missing=("a", "b", "c", "d"))
+    assert cdi.describe(one) == "lacks a, b and 2 more"
+    assert cdi.describe(replace(one, missing=("a", "b", "c"))) == "lacks a, b, c"
+
+
+def test_a_specification_without_nodes_is_compared_by_its_names() -> None:
+    mig = MigInstance(uuid="MIG-1", gpu_instance_id=1, compute_instance_id=0)
+    gpu = Gpu(index=0, uuid="GPU-1", mig_enabled=True, mig_instances=(mig,))
+    spec = cdi.CdiSpec(path="p", devices=(cdi.CdiDevice(name="0:0"),))
+    assert cdi._compared(spec, [gpu]).missing == ("MIG-1",)

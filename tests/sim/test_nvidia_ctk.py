@@ -1,0 +1,128 @@
+"""The simulated nvidia-ctk: installed by ``sim cdi``, with names, file formats and refusals of the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpushare.cli import main
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.host.program import Completed
+from gpushare.sim import admin, nvidia_ctk, open_simulated
+from gpushare.sim.state import SimulatedHostState
+
+SPEC = "sim:a30,l4"
+GENERATE = ("cdi", "generate")
+
+
+def run(*words: str) -> Completed:
+    """Run nvidia-ctk on the simulated host."""
+    return open_simulated(SPEC).programs.run(["nvidia-ctk", *words])
+
+
+def install() -> None:
+    nvidia_ctk.install(open_simulated(SPEC).state_file)
+
+
+def state() -> SimulatedHostState:
+    found = open_simulated(SPEC).state_file.read()
+    assert found is not None
+    return found
+
+
+def names(text: str) -> list[str]:
+    return [device["name"] for device in yaml.safe_load(text)["devices"]]
+
+
+def test_a_host_has_no_toolkit_until_it_is_installed() -> None:
+    programs = open_simulated(SPEC).programs
+    assert programs.find("nvidia-ctk") is None
+    with pytest.raises(NotSupported):
+        programs.run(["nvidia-ctk", *GENERATE])
+    install()
+    assert programs.find("nvidia-ctk") == "/usr/bin/nvidia-ctk"
+    assert (open_simulated(SPEC).state_file.directory / "var/run/cdi/nvidia.yaml").exists()
+
+
+def test_missing_is_a_fault_of_it_too() -> None:
+    install()
+    admin.set_fault(SPEC, "missing", value="nvidia-ctk")
+    assert open_simulated(SPEC).programs.find("nvidia-ctk") is None
+    admin.clear_faults(SPEC)
+    assert open_simulated(SPEC).programs.find("nvidia-ctk") is not None
+    with pytest.raises(BadUsage, match="needs a program"):
+        admin.set_fault(SPEC, "missing", value="docker")
+
+
+def test_names_by_index_and_uuid() -> None:
+    install()
+    admin.set_mig(SPEC, "0", ["2g.12gb:0", "1g.6gb:2"])
+    a30, l4 = state().gpus
+    done = run(*GENERATE)
+    expected = ["0:0", a30.mig[0].uuid, "0:1", a30.mig[1].uuid, "1", l4.uuid, "all"]
+    assert (done.exit_code, names(done.stdout)) == (0, expected)
+    types = run(*GENERATE, "--device-name-strategy=type-index")
+    assert names(types.stdout) == ["mig0:0", "mig0:1", "gpu1", "all"]
+
+
+def test_a_gpu_that_is_lost_is_not_listed() -> None:
+    install()
+    admin.set_fault(SPEC, "lost", "0")
+    assert names(run(*GENERATE).stdout) == ["1", state().gpus[1].uuid, "all"]
+
+
+def test_the_format_follows_the_file() -> None:
+    install()
+    assert run(*GENERATE, "--output", "/etc/cdi/nvidia.json").exit_code == 0
+    written = json.loads((open_simulated(SPEC).state_file.directory / "etc/cdi/nvidia.json").read_text())
+    assert (written["kind"], [one["name"] for one in written["devices"]][-1]) == ("nvidia.com/gpu", "all")
+    assert {"path": "/dev/nvidiactl"} in written["containerEdits"]["deviceNodes"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("cdi", "list"),
+        (*GENERATE, "--format=xml"),
+        (*GENERATE, "--device-name-strategy=name"),
+        (*GENERATE, "--device-name-strategy"),
+    ],
+)
+def test_what_it_does_not_know(words: tuple[str, ...]) -> None:
+    install()
+    done = run(*words)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "level=error" in done.stderr
+
+
+def test_no_device_is_refused_and_nothing_is_written() -> None:
+    install()
+    file = open_simulated(SPEC).state_file.directory / "var/run/cdi/nvidia.yaml"
+    before = file.read_text()
+    admin.set_fault(SPEC, "lost")
+    done = run(*GENERATE, "--output=/var/run/cdi/nvidia.yaml")
+    assert (done.exit_code, "empty device edits" in done.stderr) == (1, True)
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "said"),
+    [("no-driver", None, "NVML"), ("no-nvml", None, "NVML"), ("user", "1000", "permission denied")],
+)
+def test_refusals(fault: str, value: str | None, said: str) -> None:
+    install()
+    admin.set_fault(SPEC, fault, value=value)
+    done = run(*GENERATE, "--output=/var/run/cdi/nvidia.yaml")
+    assert (done.exit_code, said in done.stderr) == (1, True)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", SPEC, "sim", "cdi"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("/var/run/cdi/nvidia.yaml is ")
+    assert "all" in names(Path(said.split(" is ")[1].strip()).read_text())
+    assert main(["--host", SPEC, "sim", "reset"]) == 0
+    assert open_simulated(SPEC).programs.find("nvidia-ctk") is None
