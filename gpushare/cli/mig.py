@@ -1,4 +1,4 @@
-"""``gpushare mig``: what MIG is, what it could be, and the exact way there. Looks only; nothing is changed."""
+"""``gpushare mig``: what MIG is, what it could be, and the exact way there. The changes are in `mig_change`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpushare.cli import mig_change, mig_env, mig_files, mig_grant, mig_name
 from gpushare.cli.common import GPU_HELP, Command, Group, gpus_of, settings
-from gpushare.errors import BadUsage, InUse, NotSupported
+from gpushare.errors import BadUsage, NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ group = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="MIG: instances, profiles, and exact plans with the fewest changes. Plans are printed, not carried out.",
+    help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions.",
 )
 GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 Model = Annotated[
@@ -39,6 +40,11 @@ Sm = Annotated[int | None, typer.Option("--sm", metavar="N", help="By need: at l
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mig", cls=Group, short_help="Show MIG, and plan layouts exactly.")
+    mig_change.add(group)
+    mig_files.add(group)
+    mig_env.add(group)
+    mig_grant.add(group)
+    mig_name.add(group)
 
 
 @group.command("status", cls=Command, short_help="Show instances, free placements, lost slices.")
@@ -47,6 +53,7 @@ def status(gpu: GpuOption = None) -> Any:
 
     A * marks an instance that somebody is in. With MIG on and no instance, no CUDA program can use the GPU.
     """
+    from gpushare.host.mig_journal import Journal
     from gpushare.mig.fragmentation import fragmentation, lost_slices
     from gpushare.show.mig import layout_text
     from gpushare.show.result import Result
@@ -68,7 +75,9 @@ def status(gpu: GpuOption = None) -> Any:
                 "fragmentation": fragmentation(layout) if layout.profiles else None,
             }
         )
-    notes = [
+    left = Journal(settings.connect()).left()
+    notes = [] if left is None else [f"'{left.title}' was interrupted in the middle: gpushare mig recover"]
+    notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
         for one, layout in zip(gpus, layouts, strict=True)
         if one.mig_enabled and not layout.instances
@@ -104,7 +113,7 @@ def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory
     from gpushare.errors import ExitCode
     from gpushare.mig.plan import Plan, Why
     from gpushare.mig.planner import plan_add
-    from gpushare.show.mig import plan_text, refusal_text
+    from gpushare.show.mig import plan_text
     from gpushare.show.result import Result
 
     asked = wished(wish, memory, sm)
@@ -117,7 +126,7 @@ def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory
     if found.why is Why.NEVER:
         raise NotSupported(found.message, found.hint, code="never_fits")
     data = {"fits": False, "where": [], "would_go": [_gone(index, gone) for index, gone in found.would_go]}
-    text = "no: " + refusal_text(found)
+    text = f"no: {found.message}"
     return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
 
@@ -156,15 +165,11 @@ def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[in
         NotSupported: there is none, and never will be here.
         InUse: something that may not go is in the way.
     """
-    from gpushare.mig.plan import Plan, Why
-    from gpushare.show.mig import commands, plan_text, refusal_text
+    from gpushare.cli.mig_transaction import planned_or_refused
+    from gpushare.show.mig import commands, plan_text
     from gpushare.show.result import Column, Result, Table
 
-    if not isinstance(found, Plan):
-        refused = " ".join(refusal_text(found).split())
-        if found.why is Why.NEVER:
-            raise NotSupported(refused, found.hint, code="never_fits")
-        raise InUse(refused, found.hint, code="no_room")
+    found = planned_or_refused(found)
     rows = tuple({"number": number, **row} for number, row in enumerate(commands(found), 1))
     columns = (
         Column(key="number", title="#", right=True),
@@ -202,7 +207,7 @@ def capable(gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     Raises:
         NotSupported: none of them has.
     """
-    from gpushare.host.mig import MigReader
+    from gpushare.actions.mig_layouts import layouts_of
     from gpushare.selection import select
 
     host = settings.connect()
@@ -215,8 +220,7 @@ def capable(gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
             "try one that has it: gpushare mig profiles --model h100-80gb",
             code="no_mig",
         )
-    reader = MigReader(host.nvml)
-    return gpus, [reader.layout(one) for one in gpus]
+    return gpus, layouts_of(host, gpus)
 
 
 def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:

@@ -10,6 +10,7 @@ from gpushare.mig.board import Kind, board_of
 from gpushare.mig.plan import Destroyed, NoPlan, Plan, Why
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import Request, Wish, resolve
+from gpushare.model import GpuProcess, Holder
 
 # More is not read; all of them are in `NoPlan.would_go`.
 _LISTED: Final = 4
@@ -57,8 +58,10 @@ def blocked(wish: Wish, instead: Plan, *, only_adds: bool = False) -> NoPlan:
     listing = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
     words = " ".join(str(request) for request in wish)
     what = f"{words} does not fit" if wish else "busy instances are in the way"
-    if busy:
-        hint = "end what runs there, or name it with --evict"
+    if busy and only_adds:
+        hint = "end what runs there, then make room: gpushare mig destroy INSTANCE"
+    elif busy:
+        hint = "end what runs there, or let its programs be ended: --evict INSTANCE"
     elif only_adds:
         hint = "it is idle: gpushare mig plan shows the change, gpushare mig destroy makes room"
     else:
@@ -70,5 +73,24 @@ def _named(gpu: int, gone: Destroyed) -> str:
     one = gone.instance
     name = "" if one.name is None else f" '{one.name}'"
     part = "" if gone.whole else "".join(f", compute instance {compute.id}" for compute in gone.compute)
-    who = ", busy" if gone.busy else ", idle"
-    return f"{one.profile.name}:{one.start}{name} (GPU {gpu}, GPU instance {one.id}{part}{who})"
+    return f"{one.profile.name}:{one.start}{name} (GPU {gpu}, GPU instance {one.id}{part}; {who_is_in(gone)})"
+
+
+def who_is_in(gone: Destroyed) -> str:
+    """Return who is in what would have to go."""
+    parts = [gone.instance.holders, *(one.holders for one in gone.compute)]
+    if any(part is None for part in parts):
+        return "busy, by whom is unknown"
+    there = ", ".join(who(part) for part in parts if part)
+    return f"busy: {there}" if there else "idle"
+
+
+def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
+    """Return who is in an instance: ``4194306 python3 (alice)``; who is not in CUDA with what it holds."""
+    if holders is None:
+        return "unknown"
+    words = []
+    for one in holders:
+        name = " ".join(filter(None, [str(one.pid), one.name, one.user and f"({one.user})"]))
+        words.append(f"{name} by {one.what}" if isinstance(one, Holder) else name)
+    return ", ".join(words) or "idle"

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.mig.fragmentation import free_profiles, lost_slices
-from gpushare.mig.plan import Action, Created, GpuPlan, NoPlan, Plan, Step
+from gpushare.mig.plan import GpuPlan, Plan
 from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
+from gpushare.mig.refusal import who
+from gpushare.mig.words import rows
 from gpushare.show.result import Column, Table
 from gpushare.units import format_bytes
 
@@ -105,14 +107,20 @@ def layout_text(layout: Layout, title: str) -> str:
         return "\n".join([*lines, "  the driver lists no MIG profiles"])
     lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
     for one in sorted(layout.instances, key=lambda found: found.start):
+        name = "" if one.name is None else f"  '{one.name}'"
+        name += f" for {', '.join(one.granted)} only" if one.granted else ""
         lines.append(
-            f"  GI {one.id:<3} {one.profile.name:<13} at {one.placement}   {format_bytes(one.profile.memory_bytes)}, {one.profile.multiprocessors} SMs"
+            f"  GI {one.id:<3} {one.profile.name:<13} at {one.placement}   "
+            f"{format_bytes(one.profile.memory_bytes)}, {_sms(one.profile)} SMs{name}"
         )
         for compute in one.compute:
-            who = "unknown" if compute.holders is None else ", ".join(str(p.pid) for p in compute.holders) or "idle"
-            lines.append(f"    CI {compute.id:<3} {compute.profile.name:<11} {compute.uuid or '-'}   {who}")
+            lines.append(
+                f"    CI {compute.id:<3} {compute.profile.name:<4} {compute.uuid or '-'}  {who(compute.holders)}"
+            )
         if not one.compute:
             lines.append("    no compute instance: CUDA cannot use it")
+        if one.holders is None or one.holders:
+            lines.append(f"    held by {who(one.holders)}")
     lost = lost_slices(layout)
     if lost.compute or lost.memory:
         lines.append(f"  lost: {lost.compute} compute and {lost.memory} memory slices that nothing can use")
@@ -123,6 +131,10 @@ def layout_text(layout: Layout, title: str) -> str:
     ]
     lines.append("  still fits: " + ("; ".join(free) or "nothing"))
     return "\n".join(lines)
+
+
+def _sms(profile: Profile) -> str:
+    return "-" if profile.multiprocessors is None else str(profile.multiprocessors)
 
 
 def plan_text(plan: Plan, layouts: Mapping[int, Layout]) -> str:
@@ -142,63 +154,7 @@ def plan_text(plan: Plan, layouts: Mapping[int, Layout]) -> str:
 
 def commands(plan: Plan) -> list[dict[str, str | None]]:
     """Return the steps in words, with the plain ``nvidia-smi`` command of each and its undo."""
-    return [row for gpu in plan.gpus for row in _of_gpu(gpu)]
-
-
-def _of_gpu(gpu: GpuPlan) -> Iterable[dict[str, str | None]]:
-    for step in gpu.steps():
-        if step.action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}:
-            yield _gone(step)
-    for new in gpu.created:
-        yield from _new(gpu.gpu, new)
-
-
-def _gone(step: Step) -> dict[str, str | None]:
-    instance = step.instance.id if step.instance is not None else None
-    where = f"nvidia-smi mig -i {step.gpu}"
-    if step.action is Action.DESTROY_COMPUTE and step.compute is not None:
-        return {
-            "what": f"destroy compute instance {step.compute.id} of GPU instance {instance} on GPU {step.gpu}",
-            "command": f"{where} -dci -gi {instance} -ci {step.compute.id}",
-            "undo": f"{where} -cci {step.compute.profile.id} -gi {instance}",
-        }
-    return {
-        "what": f"destroy GPU instance {instance} ({step.profile.name}) on GPU {step.gpu}",
-        "command": f"{where} -dgi -gi {instance}",
-        "undo": f"{where} -cgi {step.profile.id}:{step.placement.start}",
-    }
-
-
-def _new(gpu: int, new: Created) -> Iterable[dict[str, str | None]]:
-    where = f"nvidia-smi mig -i {gpu}"
-    whole = [part.profile.slices for part in new.compute] == [new.profile.slices]
-    if new.into is None:
-        yield {
-            "what": f"create {new} on GPU {gpu}" + (" with its compute instance" if whole else ""),
-            "command": f"{where} -cgi {new.profile.id}:{new.placement.start}" + (" -C" if whole else ""),
-            "undo": None,
-        }
-    if new.into is None and whole:
-        return
-    instance = str(new.into.id) if new.into is not None else "GI"
-    for part in new.compute:
-        yield {
-            "what": f"create {part.profile.name}.{new.profile.name} in {'it' if new.into is None else f'GPU instance {instance}'}",
-            "command": f"{where} -cci {part.profile.id} -gi {instance}",
-            "undo": None,
-        }
-
-
-def refusal_text(refused: NoPlan) -> str:
-    """Return why a wish cannot be had, and what would have to go."""
-    lines = [refused.message]
-    for gpu, gone in refused.would_go:
-        pids = sorted({process.pid for one in gone.compute for process in one.holders or ()})
-        who = f", busy: {', '.join(map(str, pids))}" if pids else ", busy" if gone.busy else ", idle"
-        lines.append(
-            f"  would have to go: GPU {gpu} GI {gone.instance.id} {gone.instance.profile.name} at {gone.instance.placement}{who}"
-        )
-    return "\n".join(lines)
+    return [{"what": row.what, "command": row.command, "undo": row.undo} for row in rows(plan)]
 
 
 def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -57,7 +57,7 @@ def test_only_adding_destroys_nothing_and_says_what_would_go() -> None:
     assert isinstance(refused, NoPlan)
     assert refused.why is Why.BLOCKED
     assert [(index, one.instance.start) for index, one in refused.would_go] == [(0, 0)]
-    assert "3g.40gb:0 (GPU 0, GPU instance 400, idle)" in refused.message
+    assert "3g.40gb:0 (GPU 0, GPU instance 400; idle)" in refused.message
     assert gone(plan_add([gpu], parse_wish("1g"), may_destroy=True)) == ["0/3g.40gb:0"]
 
 

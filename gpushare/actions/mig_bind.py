@@ -1,0 +1,138 @@
+"""Names of instances within a change: bound when it is done, forgotten with the instance, their grants given again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpushare.actions.mig_grant import plan_reapply
+from gpushare.actions.plan import Step
+from gpushare.errors import BadUsage
+from gpushare.host.mig_names import NamedInstance, check_name, names_changed, names_of
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.plan import Created, GpuPlan
+
+
+def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:
+    """Return the names of what plans create: ``name`` for one instance, ``name-1`` ... for several.
+
+    A name whose instance does not exist any more may be given anew.
+
+    Raises:
+        BadUsage: no name, or one that is given already.
+    """
+    made = [(plan, new) for plan in plans for new in plan.created]
+    words = [name] if len(made) == 1 else [f"{name}-{number}" for number in range(1, len(made) + 1)]
+    check_name(name)
+    there = {(plan.uuid, one.profile.name, one.start) for plan in plans for one in plan.kept}
+    looked_at = {plan.uuid for plan in plans}
+    for word in words:
+        one = names_of(host).get(check_name(word))
+        if one is None:
+            continue
+        if one.gpu_uuid not in looked_at or (one.gpu_uuid, one.profile, one.start) in there:
+            raise name_taken(one)
+    return [_named(word, plan, new) for word, (plan, new) in zip(words, made, strict=True)]
+
+
+def name_taken(one: NamedInstance) -> BadUsage:
+    """Return the error for a name that is given."""
+    return BadUsage(
+        f"the name '{one.name}' is given to {one.profile}:{one.start} of {one.gpu_uuid}",
+        f"choose another, or forget it: gpushare mig name --forget {one.name}",
+        code="name_taken",
+    )
+
+
+def _named(word: str, plan: GpuPlan, new: Created) -> NamedInstance:
+    return NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.placement.start)
+
+
+def bind_step(host: Host, one: NamedInstance) -> Step:
+    """Return the step that binds a name."""
+    before: list[NamedInstance] = []
+
+    def act() -> None:
+        with names_changed(host) as names:
+            before.extend(filter(None, [names.get(one.name)]))
+            names[one.name] = one
+
+    def back() -> None:
+        with names_changed(host) as names:
+            names.pop(one.name, None)
+            names.update({old.name: old for old in before})
+
+    return Step(
+        what=f"call {one.profile}:{one.start} of {one.gpu_uuid} '{one.name}'",
+        command=f"gpushare mig name {one.name} {one.profile}:{one.start}",
+        undo=f"gpushare mig name --forget {one.name}",
+        do=act,
+        revert=back,
+    )
+
+
+def forget_step(host: Host, one: NamedInstance) -> Step:
+    """Return the step that forgets a name."""
+
+    def act() -> None:
+        with names_changed(host) as names:
+            names.pop(one.name, None)
+
+    def back() -> None:
+        with names_changed(host) as names:
+            names.setdefault(one.name, one)
+
+    return Step(
+        what=f"forget the name '{one.name}' ({one.profile}:{one.start})",
+        command=f"gpushare mig name --forget {one.name}",
+        undo=f"gpushare mig name {one.name} {one.profile}:{one.start}",
+        do=act,
+        revert=back,
+    )
+
+
+def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
+    """Return what a change means for the names that exist.
+
+    A name whose instance goes and does not come back is forgotten; one whose instance is made again, perhaps after a
+    reboot, gets its grants again.
+    """
+    steps = []
+    for plan in plans:
+        gone = {(one.instance.profile.name, one.instance.start) for one in plan.destroyed if one.whole}
+        made = {(one.profile.name, one.placement.start) for one in plan.created}
+        for one in names_of(host).values():
+            place = (one.profile, one.start)
+            if one.gpu_uuid != plan.uuid or place not in gone | made:
+                continue
+            if place not in made:
+                steps.append(forget_step(host, one))
+            elif one.users:
+                steps.append(_grant_step(host, one))
+    return steps
+
+
+def _grant_step(host: Host, one: NamedInstance) -> Step:
+    users = ", ".join(one.users)
+    done: list[Step] = []
+
+    def act() -> None:
+        # Only now the instance is there, with nodes of its own.
+        for step in plan_reapply(host, [one]):
+            done.append(step)
+            step.do()
+
+    def back() -> None:
+        for step in reversed(done):
+            if step.revert is not None:
+                step.revert()
+
+    return Step(
+        what=f"grant '{one.name}' to {users} again",
+        command=f"gpushare mig grant {one.name} {users}",
+        undo=None,
+        do=act,
+        revert=back,
+    )

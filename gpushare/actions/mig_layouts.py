@@ -1,0 +1,88 @@
+"""The MIG layouts of GPUs with everything that a change must know: names, and all who hold an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpushare.actions.mig_daemons import idle_daemon_pids
+from gpushare.host.holders import instance_holders, look
+from gpushare.host.mig import MigReader
+from gpushare.host.mig_leases import live_leases
+from gpushare.host.mig_names import NamedInstance, names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpushare.host.host import Host
+    from gpushare.host.open_files import OpenFiles
+    from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
+    from gpushare.model import Gpu, GpuProcess, Holder
+
+
+def layouts_of(host: Host, gpus: Sequence[Gpu]) -> list[Layout]:
+    """Return the layouts of GPUs (with their processes): what NVML tells, names, open files, leases.
+
+    Our own MPS daemons without a client hold nothing that matters: a change stops them first.
+
+    Raises:
+        GpushareError: NVML does not answer.
+    """
+    reader, names, leases = MigReader(host.nvml), names_of(host), live_leases(host)
+    # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
+    blind = host.processes.namespace_is_host() is False
+    found, files = [], None
+    for gpu in gpus:
+        layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
+        if layout.instances:
+            files = files or look(host)
+            seen = _Seen(host, gpu, names, leases, files)
+            layout = replace(layout, instances=tuple(seen.instance(one) for one in layout.instances))
+        found.append(layout)
+    return found
+
+
+class _Seen:
+    """What is known of one GPU beside NVML."""
+
+    def __init__(
+        self,
+        host: Host,
+        gpu: Gpu,
+        names: Mapping[str, NamedInstance],
+        leases: Mapping[str, Holder],
+        files: OpenFiles,
+    ) -> None:
+        self._host, self._gpu, self._leases = host, gpu, leases
+        self._names = {(one.profile, one.start): one for one in names.values() if one.gpu_uuid == gpu.uuid}
+        self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
+
+    def instance(self, one: GpuInstance) -> GpuInstance:
+        named = self._names.get((one.profile.name, one.start))
+        return replace(
+            one,
+            name=None if named is None else named.name,
+            granted=() if named is None else named.users,
+            holders=self._joined(one.holders, self._held.get((one.id, None), ())),
+            compute=tuple(self._compute(one.id, part) for part in one.compute),
+        )
+
+    def _compute(self, instance: int, one: ComputeInstance) -> ComputeInstance:
+        lease = self._leases.get(one.uuid or "")
+        more = (*self._held.get((instance, one.id), ()), *([] if lease is None else [lease]))
+        return replace(one, holders=self._joined(one.holders, more))
+
+    def _joined(
+        self, told: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
+    ) -> tuple[GpuProcess | Holder, ...] | None:
+        if told is None:
+            return None
+        return tuple(self._named(one) for one in (*told, *more) if one.pid not in self._idle)
+
+    def _named(self, one: GpuProcess | Holder) -> GpuProcess | Holder:
+        """NVML tells numbers only."""
+        if one.name is not None:
+            return one
+        info = self._host.processes.describe(one.pid)
+        return one if info is None else replace(one, name=info.name, user=info.user)

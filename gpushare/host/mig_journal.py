@@ -1,0 +1,168 @@
+"""The journal of a MIG change: what was there, what is to be, and the step that was begun. It outlives a crash.
+
+``<run>/mig/journal.json``, beside the lock that every change holds from its plan to its end. A journal whose lock
+nobody holds is that of a change that died in the middle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import OperationFailed
+from gpushare.host.host import make_private_directory
+from gpushare.mig.shape import GpuShape, from_json
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+SCHEMA: Final = 1
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEntry:
+    """One change: shapes by GPU, before and as planned, and the step that was begun last."""
+
+    title: str
+    pid: int
+    # Instances do not survive a reboot: what a journal of before it tells is over.
+    boot_id: str | None
+    before: tuple[GpuShape, ...]
+    after: tuple[GpuShape, ...]
+    step: str | None = None
+    schema: int = SCHEMA
+
+
+class Journal:
+    """The journal of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._directory = host.run_directory / "mig"
+        self._path = self._directory / "journal.json"
+        self._entry: JournalEntry | None = None
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float = 120.0) -> Iterator[None]:
+        """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
+
+        Raises:
+            OperationFailed: another gpushare holds it for longer than ``seconds``.
+            NoPermission: the directory is not this user's.
+        """
+        make_private_directory(self._directory.parent)
+        make_private_directory(self._directory)
+        descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            deadline = time.monotonic() + seconds
+            while not _lock(descriptor):
+                if time.monotonic() > deadline:
+                    raise OperationFailed(
+                        f"another gpushare has been changing MIG for {seconds:g} s",
+                        f"see which: fuser -v {self._directory}/lock",
+                        code="locked",
+                    )
+                time.sleep(0.02)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def running(self) -> bool:
+        """Return whether a change is going on at this moment."""
+        try:
+            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return not _lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def left(self) -> JournalEntry | None:
+        """Return the entry of a change that died in the middle; None: there is none, or one is going on."""
+        entry = self._read()
+        if entry is None or self.running():
+            return None
+        return entry if entry.boot_id == boot_id() else None
+
+    def begun(self) -> JournalEntry | None:
+        """Return the entry that stands there; for who holds the lock."""
+        entry = self._read()
+        return entry if entry is not None and entry.boot_id == boot_id() else None
+
+    def begin(self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape]) -> None:
+        """Write down what is there and what is to be, before the first step."""
+        self._entry = JournalEntry(
+            title=title, pid=os.getpid(), boot_id=boot_id(), before=tuple(before), after=tuple(after)
+        )
+        self._write(self._entry)
+
+    def note(self, step: str) -> None:
+        """Write down the step that is begun now, on the disk before it acts."""
+        if self._entry is not None:
+            self._entry = replace(self._entry, step=step)
+            self._write(self._entry)
+
+    def end(self) -> None:
+        """The change is done, or undone."""
+        self._entry = None
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+            _sync(self._directory)
+
+    def _read(self) -> JournalEntry | None:
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
+                    return None
+                return _entry_of(json.load(file))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def _write(self, entry: JournalEntry) -> None:
+        descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".journal-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(entry), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, self._path)
+        _sync(self._directory)
+
+
+def boot_id() -> str | None:
+    """Return what this boot of the machine is called (``/proc/sys/kernel/random/boot_id``)."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _entry_of(raw: Any) -> JournalEntry:
+    before, after = ([from_json(one) for one in raw[key]] for key in ("before", "after"))
+    known = {key: raw[key] for key in ("title", "pid", "boot_id", "step")}
+    return JournalEntry(**known, before=tuple(before), after=tuple(after))
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

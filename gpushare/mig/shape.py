@@ -1,0 +1,236 @@
+"""What a GPU looks like, in few words: mode, GPU instances at their places, compute instances inside. Pure.
+
+A shape holds what is needed to make it again and nothing that changes by itself: no ids, no processes. The journal of a
+change keeps two of each GPU, and whoever reads back compares.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpushare.mig.outcome import gpu_plan, whole
+from gpushare.mig.plan import Created, Destroyed, GpuPlan, NewCompute
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ComputeShape:
+    """A compute instance: its slices, and its first slice in the GPU instance (None: wherever the driver likes)."""
+
+    slices: int
+    start: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceShape:
+    """A GPU instance: the driver's profile name, its place in memory slices, what is inside."""
+
+    profile: str
+    start: int
+    size: int
+    compute: tuple[ComputeShape, ...] = ()
+    # What its user calls it: for messages.
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.profile}:{self.start}" + (f" '{self.name}'" if self.name else "")
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return what it is told apart by."""
+        return self.profile, self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuShape:
+    """One GPU: mode (None: not looked at) and instances, by place."""
+
+    uuid: str
+    index: int
+    mig_enabled: bool | None
+    instances: tuple[InstanceShape, ...] = ()
+
+
+def shape_of(layout: Layout, *, mig_enabled: bool | None) -> GpuShape:
+    """Return the shape of what exists."""
+    return _shape(layout.uuid, layout.gpu, [_of_instance(one) for one in layout.instances], mig_enabled=mig_enabled)
+
+
+def shape_after(plan: GpuPlan, *, mig_enabled: bool | None) -> GpuShape:
+    """Return the shape that a plan leaves."""
+    partial = {gone.instance.id: gone for gone in plan.destroyed if not gone.whole}
+    into = {new.into.id: new for new in plan.created if new.into is not None}
+    found = [_of_instance(one, partial.get(one.id), into.get(one.id)) for one in plan.kept]
+    found += [
+        InstanceShape(
+            profile=new.profile.name,
+            start=new.placement.start,
+            size=new.placement.size,
+            compute=tuple(sorted((_of_new(part) for part in new.compute), key=_rank)),
+        )
+        for new in plan.created
+        if new.into is None
+    ]
+    return _shape(plan.uuid, plan.gpu, found, mig_enabled=mig_enabled)
+
+
+def _shape(uuid: str | None, index: int, found: Sequence[InstanceShape], *, mig_enabled: bool | None) -> GpuShape:
+    ordered = tuple(sorted(found, key=lambda one: one.start))
+    return GpuShape(uuid=uuid or "", index=index, mig_enabled=mig_enabled, instances=ordered)
+
+
+def _of_instance(one: GpuInstance, gone: Destroyed | None = None, new: Created | None = None) -> InstanceShape:
+    stay = [compute for compute in one.compute if gone is None or compute not in gone.compute]
+    inside = [_of_compute(compute) for compute in stay] + [_of_new(part) for part in (new.compute if new else ())]
+    return InstanceShape(
+        profile=one.profile.name,
+        start=one.placement.start,
+        size=one.placement.size,
+        compute=tuple(sorted(inside, key=_rank)),
+        name=one.name,
+    )
+
+
+def _of_compute(one: ComputeInstance) -> ComputeShape:
+    return ComputeShape(slices=one.profile.slices, start=None if one.placement is None else one.placement.start)
+
+
+def _of_new(part: NewCompute) -> ComputeShape:
+    return ComputeShape(slices=part.profile.slices, start=None if part.placement is None else part.placement.start)
+
+
+def _rank(one: ComputeShape) -> tuple[int, int]:
+    return -1 if one.start is None else one.start, one.slices
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
+    """Return in words what differs from what is wanted; empty: nothing. An unknown start fits any."""
+    found = []
+    if wanted.mig_enabled is not None and now.mig_enabled is not wanted.mig_enabled:
+        found.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
+    here = {one.place: one for one in now.instances}
+    there = {one.place: one for one in wanted.instances}
+    found += [f"{one} is missing" for place, one in there.items() if place not in here]
+    found += [f"{one} is there" for place, one in here.items() if place not in there]
+    found += [
+        f"{one} holds {_words(here[place].compute)} instead of {_words(one.compute)}"
+        for place, one in there.items()
+        if place in here and not _same(here[place].compute, one.compute)
+    ]
+    return tuple(f"GPU {wanted.index}: {one}" for one in found)
+
+
+def _same(now: Sequence[ComputeShape], wanted: Sequence[ComputeShape]) -> bool:
+    exact = Counter(one for one in wanted if one.start is not None)
+    left = Counter(now)
+    left.subtract(exact)
+    if any(count < 0 for count in left.values()):
+        return False
+    anywhere = Counter(one.slices for one in wanted if one.start is None)
+    return Counter(one.slices for one in left.elements()) == anywhere
+
+
+def _words(compute: Sequence[ComputeShape]) -> str:
+    return ", ".join(f"{one.slices}c" for one in compute) or "no compute instance"
+
+
+# -- making it again -------------------------------------------------------------------------------
+
+
+def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPlan, tuple[str, ...]]:
+    """Return the plan from what exists to a shape, and in words what cannot be had.
+
+    ``ours`` is what the change that is undone was about to leave: only its instances are taken away. What
+    somebody else made meanwhile stays, and so does what is busy.
+    """
+    places = {one.place: one for one in wanted.instances}
+    made = {one.place for one in ours.instances}
+    kept: list[GpuInstance] = []
+    destroyed: list[Destroyed] = []
+    created: list[Created] = []
+    lost: list[str] = []
+    for one in layout.instances:
+        place = (one.profile.name, one.start)
+        shape = places.pop(place, None)
+        if shape is not None:
+            kept.append(one)
+            _restore_inside(one, shape, destroyed, created, lost)
+        elif place not in made:
+            kept.append(one)
+        elif one.busy:
+            kept.append(one)
+            lost.append(f"{one.profile.name}:{one.start} is in use and stays")
+        else:
+            destroyed.append(whole(one))
+    profiles = {profile.name: profile for profile in layout.profiles}
+    taken = sum({one.placement.mask for one in kept})
+    for shape in places.values():
+        placement = Placement(shape.start, shape.size)
+        if shape.profile not in profiles or taken & placement.mask:
+            lost.append(f"{shape} has no room")
+            continue
+        profile = profiles[shape.profile]
+        parts = tuple(_part(profile, part, lost) for part in shape.compute)
+        created.append(
+            Created(profile=profile, placement=placement, compute=tuple(part for part in parts if part is not None))
+        )
+    words = tuple(f"GPU {layout.gpu}: {one}" for one in lost)
+    return gpu_plan(layout, kept, destroyed, created), words
+
+
+def _restore_inside(
+    one: GpuInstance, shape: InstanceShape, destroyed: list[Destroyed], created: list[Created], lost: list[str]
+) -> None:
+    missing = list(shape.compute)
+    gone = []
+    for compute in one.compute:
+        here = _of_compute(compute)
+        match = next(
+            (part for part in missing if part == here or (part.start is None and part.slices == here.slices)), None
+        )
+        if match is not None:
+            missing.remove(match)
+        elif compute.busy:
+            lost.append(f"compute instance {compute.id} of {shape} is in use and stays")
+        else:
+            gone.append(compute)
+    if gone:
+        destroyed.append(Destroyed(instance=one, compute=tuple(gone), whole=False))
+    parts = tuple(part for part in (_part(one.profile, part, lost) for part in missing) if part is not None)
+    if parts:
+        created.append(Created(profile=one.profile, placement=one.placement, compute=parts, into=one))
+
+
+def _part(profile: Profile, part: ComputeShape, lost: list[str]) -> NewCompute | None:
+    found = profile.compute_of(part.slices) or (profile.whole if part.slices == profile.slices else None)
+    if found is None or found.id is None:
+        lost.append(f"{part.slices}c.{profile.name} is not offered any more")
+        return None
+    return NewCompute(profile=found, placement=None if part.start is None else Placement(part.start, part.slices))
+
+
+# -- keeping it ------------------------------------------------------------------------------------
+
+
+def to_json(shape: GpuShape) -> dict[str, Any]:
+    """Return what JSON can hold of a shape."""
+    return asdict(shape)
+
+
+def from_json(raw: Mapping[str, Any]) -> GpuShape:
+    """Return the shape that `to_json` kept.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    instances = tuple(
+        InstanceShape(**{**one, "compute": tuple(ComputeShape(**part) for part in one["compute"])})
+        for one in raw["instances"]
+    )
+    return GpuShape(**{**raw, "instances": instances})

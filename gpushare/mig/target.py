@@ -1,0 +1,99 @@
+"""Which instance a user means: its name, MIG UUID, place, or ids. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from gpushare.errors import BadUsage, NotFound
+from gpushare.mig.planner import Target
+from gpushare.mig.profile import Layout
+
+_IDS: Final = re.compile(r"(?:(\d{1,4})/)?(\d{1,4})(?:/(\d{1,4}))?", re.ASCII)
+_PLACE: Final = re.compile(r"(\d+g(?:\.\d+gb)?(?:[+-][a-z.]+)?):(\d{1,3})", re.ASCII)
+FORMS: Final = "its name, MIG UUID, GPU/GI, GPU/GI/CI, or PROFILE:START; with one GPU also GI alone"
+
+
+def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
+    """Return what a word means: a name, a MIG UUID or its prefix, ``GPU/GI[/CI]``, ``GI``, ``3g.40gb:4``, or ``all``.
+
+    A UUID that is the only one of its GPU instance means the GPU instance.
+
+    Raises:
+        NotFound: no such instance.
+        BadUsage: it fits several.
+    """
+    word = text.strip()
+    if word.lower() == "all":
+        return tuple(Target(layout.gpu, one.id) for layout in layouts for one in layout.instances)
+    matches = _by_name(word, layouts) or _by_uuid(word.lower(), layouts) or _by_place(word.lower(), layouts)
+    matches = matches or _by_ids(word, layouts)
+    if len(matches) > 1:
+        places = ", ".join(_title(one) for one in matches)
+        raise BadUsage(f"'{text}' fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
+    if not matches:
+        known = ", ".join(_title(Target(layout.gpu, one.id)) for layout in layouts for one in layout.instances[:8])
+        raise NotFound(
+            f"there is no MIG instance '{text[:60]}' here",
+            f"instances: {known or 'none'}; see: gpushare mig status" if known else "see: gpushare mig status",
+            code="unknown_instance",
+        )
+    return tuple(matches)
+
+
+def _title(target: Target) -> str:
+    return "/".join(str(part) for part in target if part is not None)
+
+
+def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    return [Target(layout.gpu, one.id) for layout in layouts for one in layout.instances if one.name == word]
+
+
+def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    if not word.startswith("mig-") or len(word) < len("mig-0000"):
+        return []
+    found = [
+        (compute.uuid.lower(), Target(layout.gpu, one.id, None if len(one.compute) == 1 else compute.id))
+        for layout in layouts
+        for one in layout.instances
+        for compute in one.compute
+        if compute.uuid is not None and compute.uuid.lower().startswith(word)
+    ]
+    exact = [target for uuid, target in found if uuid == word]
+    return exact or [target for _, target in found]
+
+
+def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    match = _PLACE.fullmatch(word)
+    if match is None:
+        return []
+    profile, start = match.group(1), int(match.group(2))
+    return [
+        Target(layout.gpu, one.id)
+        for layout in layouts
+        for one in layout.instances
+        if one.start == start and (one.profile.name == profile or one.profile.name.startswith(f"{profile}."))
+    ]
+
+
+def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    match = _IDS.fullmatch(word)
+    if match is None:
+        return []
+    gpu, instance, compute = match.groups()
+    if gpu is None and compute is not None:
+        return []
+    found = []
+    for layout in layouts:
+        if gpu is not None and layout.gpu != int(gpu):
+            continue
+        for one in layout.instances:
+            if one.id != int(instance):
+                continue
+            if compute is None:
+                found.append(Target(layout.gpu, one.id))
+            found += [
+                Target(layout.gpu, one.id, c.id) for c in one.compute if compute is not None and c.id == int(compute)
+            ]
+    return found
