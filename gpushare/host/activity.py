@@ -74,15 +74,7 @@ class ActivityMeter:
             self._take(nvml, first)
             time.sleep(_WINDOW_SECONDS)
             self._take(nvml, second)
-            request = nvml.c_nvmlGpmMetricsGet_t()
-            request.version = nvml.NVML_GPM_METRICS_GET_VERSION
-            request.numMetrics = 1
-            request.sample1, request.sample2 = first, second
-            request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
-            nvml.nvmlGpmMetricsGet(request)
-            metric = request.metrics[0]
-            # Two samples of one moment give no number.
-            return float(metric.value) if metric.nvmlReturn == 0 and math.isfinite(metric.value) else None
+            return _sm_percent(nvml, first, second)
 
     @staticmethod
     def _sample(nvml: Any, samples: contextlib.ExitStack) -> Any:
@@ -96,3 +88,59 @@ class ActivityMeter:
             nvml.nvmlGpmSampleGet(handle, sample)
         else:
             nvml.nvmlGpmMigSampleGet(handle, self._instance, sample)
+
+
+class ActivityRecorder(ActivityMeter):
+    """Reads the SM activity of a GPU, or of one GPU instance on it, since the last reading.
+
+    GPM counts between two samples, so that nothing in between is missed, however long it is. Only GPM does that.
+    """
+
+    _last: Any = None
+
+    def since_last(self) -> float | None:
+        """Return percent of the SMs that were busy since the last call (GPM, NVML_GPM_METRIC_SM_UTIL), or None.
+
+        None at the first call, without GPM (before Hopper), and of a lost GPU. Never waits.
+        """
+        if self._gpm is None:
+            self._gpm = self._supported()
+        if not self._gpm:
+            return None
+        try:
+            return self._nvml.ask(self._since_last)
+        except GpushareError:
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """Free the sample that is kept (nvmlGpmSampleFree)."""
+        last, self._last = self._last, None
+        if last is not None:
+            with contextlib.suppress(GpushareError):
+                self._nvml.ask(lambda nvml: nvml.nvmlGpmSampleFree(last))
+
+    def _since_last(self, nvml: Any) -> float | None:
+        with contextlib.ExitStack() as samples:
+            now = self._sample(nvml, samples)
+            self._take(nvml, now)
+            samples.pop_all()
+        last, self._last = self._last, now
+        if last is None:
+            return None
+        try:
+            return _sm_percent(nvml, last, now)
+        finally:
+            nvml.nvmlGpmSampleFree(last)
+
+
+def _sm_percent(nvml: Any, first: Any, second: Any) -> float | None:
+    request = nvml.c_nvmlGpmMetricsGet_t()
+    request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics = 1
+    request.sample1, request.sample2 = first, second
+    request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+    nvml.nvmlGpmMetricsGet(request)
+    metric = request.metrics[0]
+    # Two samples of one moment give no number.
+    return float(metric.value) if metric.nvmlReturn == 0 and math.isfinite(metric.value) else None

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.mig.shape import GpuShape, from_json
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.mig.shape import GpuShape
 
 SCHEMA: Final = 1
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -38,6 +38,8 @@ class JournalEntry:
     boot_id: str | None
     before: tuple[GpuShape, ...]
     after: tuple[GpuShape, ...]
+    # The names that it gives.
+    names: tuple[str, ...] = ()
     step: str | None = None
     schema: int = SCHEMA
 
@@ -82,7 +84,8 @@ class Journal:
         except OSError:
             return False
         try:
-            return not _lock(descriptor)
+            # Shared, so that two who ask do not take each other for a change.
+            return not _lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 
@@ -98,10 +101,17 @@ class Journal:
         entry = self._read()
         return entry if entry is not None and entry.boot_id == boot_id() else None
 
-    def begin(self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape]) -> None:
+    def begin(
+        self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
+    ) -> None:
         """Write down what is there and what is to be, before the first step."""
         self._entry = JournalEntry(
-            title=title, pid=os.getpid(), boot_id=boot_id(), before=tuple(before), after=tuple(after)
+            title=title,
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            before=tuple(before),
+            after=tuple(after),
+            names=tuple(names),
         )
         self._write(self._entry)
 
@@ -129,12 +139,17 @@ class Journal:
 
     def _write(self, entry: JournalEntry) -> None:
         descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".journal-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(entry), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, self._path)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(entry), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
         _sync(self._directory)
 
 
@@ -147,14 +162,18 @@ def boot_id() -> str | None:
 
 
 def _entry_of(raw: Any) -> JournalEntry:
+    # Not at the top: there is hardly ever a journal, and shapes bring the planner's types with them.
+    from gpushare.mig.shape import from_json
+
     before, after = ([from_json(one) for one in raw[key]] for key in ("before", "after"))
     known = {key: raw[key] for key in ("title", "pid", "boot_id", "step")}
-    return JournalEntry(**known, before=tuple(before), after=tuple(after))
+    names = tuple(str(name) for name in raw["names"])
+    return JournalEntry(**known, names=names, before=tuple(before), after=tuple(after))
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

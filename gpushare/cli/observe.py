@@ -1,0 +1,242 @@
+"""``gpushare observe``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, Command, note, settings
+from gpushare.errors import BadUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from gpushare.measure.tally import GpuUse, ProcessUse, Recording
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("observe", cls=Command, short_help="Record how GPUs and processes are used.")(observe)
+
+
+def observe(
+    seconds: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 10m, 8h.")] = "10m",
+    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two samples.")] = "1s",
+    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="FILE", help="The file; a new one. [default: gpushare-DATE-TIME.jsonl in this directory]"
+        ),
+    ] = None,
+    read: Annotated[
+        str | None, typer.Option("--from", metavar="FILE", help="Show an earlier recording instead.")
+    ] = None,
+) -> Any:
+    """Record the use of GPUs and of the processes on them, and say which GPUs are underused.
+
+    SM activity (GPM, Hopper and later) is the share of the SMs that worked. Utilisation is only the time in
+    which some kernel ran, and is taken where there is no GPM. A process's SM activity is known when it was
+    alone on its GPU or MIG instance; beside others, utilisation is the share of the time that it got. Ctrl-C
+    ends the recording early and keeps it: that is a success, exit code 0. The file is JSON Lines, holds no
+    command lines, and is readable also when it is cut off. An existing file is never overwritten.
+    """
+    if read is not None:
+        return _shown(read, given=(to, gpu))
+    from pathlib import Path
+
+    from gpushare.measure.observe import header_for
+    from gpushare.measure.observe import observe as record
+    from gpushare.measure.recording import RecordingFile
+
+    length, step = _times(seconds, interval)
+    host = settings.connect()
+    indexes = None
+    if gpu is not None:
+        from gpushare.selection import select
+
+        devices = select(gpu, host.nvml.identities())
+        indexes = [device.gpu.index for device in devices]
+        for device in devices:
+            if device.mig is not None:
+                note(f"all of GPU {device.gpu.index} is recorded, with its other MIG instances")
+    header = header_for(host, indexes, step)
+    path = Path(to) if to is not None else _default_name()
+    with RecordingFile(path, header) as file:
+        try:
+            with _progress(length, path) as progress:
+                recording = record(host, header, file, seconds=length, progress=progress)
+        except KeyboardInterrupt:
+            # There is no sample yet.
+            file.discard()
+            raise
+    return _result(recording, path)
+
+
+def _times(seconds: str, interval: str) -> tuple[float, float]:
+    from gpushare.cli.status import interval as checked_interval
+    from gpushare.units import parse_seconds
+
+    length, step = parse_seconds(seconds), checked_interval(interval)
+    if length < step:
+        raise BadUsage(
+            f"--for {seconds} is shorter than one interval ({interval})",
+            "record longer, for example: gpushare observe --for 10m --interval 1s",
+            code="bad_duration",
+        )
+    return length, step
+
+
+def _default_name() -> Path:
+    import time
+    from pathlib import Path
+
+    return Path(time.strftime("gpushare-%Y%m%d-%H%M%S.jsonl"))
+
+
+@contextlib.contextmanager
+def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
+    """Yield what is told how far the recording is: a bar on a terminal, nothing off one."""
+    from gpushare.show.observe import duration
+
+    if settings.quiet or not sys.stderr.isatty():
+        note(f"recording for {duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
+        yield lambda _done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("recording; Ctrl-C ends and keeps it"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=length)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _shown(read: str, given: tuple[str | None, ...]) -> Any:
+    from gpushare.measure.recording import read_recording
+
+    if any(one is not None for one in given):
+        raise BadUsage(
+            "--from shows a recording that is there; it takes no --to and no -g",
+            f"see all of it: gpushare observe --from {read}",
+            code="bad_combination",
+        )
+    from pathlib import Path
+
+    return _result(read_recording(read), Path(read))
+
+
+def _result(recording: Recording, path: Path) -> Any:
+    from gpushare.measure.underuse import underused
+    from gpushare.show.observe import observe_result
+
+    header = recording.header
+    data = {
+        "file": str(path),
+        "host": header.host,
+        "driver": header.driver,
+        "started_at": header.started_at,
+        "interval_seconds": header.interval_seconds,
+        "seconds": recording.seconds,
+        "samples": recording.samples,
+        "missed": recording.missed,
+        "reason": recording.reason,
+        "damaged_lines": recording.damaged_lines,
+        "dropped_processes": recording.dropped_processes,
+        "gpus": [_gpu_row(use) for use in recording.gpus],
+        "processes": [_process_row(use) for use in recording.processes],
+        "underused": [
+            {"gpu": one.gpu, "kind": one.kind, "why": one.why, "pids": list(one.pids)} for one in underused(recording)
+        ],
+    }
+    return observe_result(data, _notes(recording, path))
+
+
+def _gpu_row(use: GpuUse) -> dict[str, Any]:
+    from gpushare.show.result import jsonable
+
+    return {
+        "gpu": use.gpu.index,
+        "uuid": use.gpu.uuid,
+        "name": use.gpu.name,
+        "source": use.source,
+        "activity": jsonable(use.activity),
+        "sm": jsonable(use.sm),
+        "utilization": jsonable(use.utilization),
+        "busy_share": use.busy_share,
+        "memory_peak_bytes": use.memory_peak_bytes,
+        "memory_mean_bytes": use.memory_mean_bytes,
+        "memory_total_bytes": use.gpu.memory_total_bytes,
+        "samples": use.samples,
+        "unanswered": use.unanswered,
+        "error": use.error,
+    }
+
+
+def _process_row(use: ProcessUse) -> dict[str, Any]:
+    from gpushare.measure.recording import pattern_of
+    from gpushare.show.result import jsonable
+
+    process = use.process
+    return {
+        "gpu": process.gpu,
+        "pid": process.pid,
+        "name": process.name,
+        "user": process.user,
+        "container": process.container,
+        "mps": process.mps,
+        "graphics": process.graphics,
+        "mig": process.mig,
+        "started_at": process.started_at,
+        "source": use.source,
+        "activity": jsonable(use.activity),
+        "sm": jsonable(use.sm),
+        "utilization": jsonable(use.utilization),
+        "busy_share": use.busy_share,
+        "contended_share": use.contended_share,
+        "pattern": pattern_of(use),
+        "memory_peak_bytes": use.memory_peak_bytes,
+        "samples": use.samples,
+        "seen_from_seconds": use.seen_from,
+        "seen_to_seconds": use.seen_to,
+    }
+
+
+def _notes(recording: Recording, path: Path) -> list[str]:
+    notes = list(recording.header.warnings)
+    if recording.reason == "interrupted":
+        notes.append(f"ended early; what was recorded is kept: {recording.samples} samples")
+    if recording.reason is None:
+        notes.append("the recording has no end: it is still being written, or its program died")
+    if recording.damaged_lines:
+        notes.append(f"{recording.damaged_lines} lines cannot be read and were left out")
+    if recording.missed:
+        notes.append(f"{recording.missed} samples could not be taken in time; a longer --interval helps")
+    if recording.dropped_processes:
+        notes.append(f"{recording.dropped_processes} short processes are not summed up")
+    notes += [
+        f"GPU {use.gpu.index} did not answer {use.unanswered} times: {use.error}"
+        for use in recording.gpus
+        if use.unanswered
+    ]
+    if any(use.source == "utilization" for use in recording.gpus):
+        notes.append("utilisation says only that a kernel ran: a GPU at 100 % may still have room")
+    import shlex
+
+    file = shlex.quote(str(path))
+    notes.append(f"which way of sharing fits: gpushare advise --from {file}")
+    notes.append(f"what it could save: gpushare savings --from {file} --price PRICE")
+    notes.append(
+        "low activity does not say that sharing is free: a small job can suffer beside a large one; measure it"
+    )
+    return notes

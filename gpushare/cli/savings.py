@@ -1,0 +1,222 @@
+"""``gpushare savings``."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from gpushare.cli.common import Command
+from gpushare.errors import BadUsage, NotSupported
+
+if TYPE_CHECKING:
+    from gpushare.advice.savings import Price, Savings, Work
+    from gpushare.measure.tally import GpuUse, Recording
+
+# Ten years; more is a typing error.
+_MOST_HOURS: Final = Decimal(87_840)
+_MOST_PRICE: Final = Decimal(1_000_000)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("savings", cls=Command, short_help="Say what sharing fewer GPUs would save.")(savings)
+
+
+def savings(
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="How many GPUs there are, one an instance.")
+    ] = None,
+    load: Annotated[str | None, typer.Option("--load", metavar="PCT", help="The mean load of each.")] = None,
+    price: Annotated[
+        str | None, typer.Option("--price", metavar="PRICE", help="What one GPU costs an hour, in dollars.")
+    ] = None,
+    hours: Annotated[str, typer.Option("--hours", metavar="HOURS", help="For how many hours; 720 is 30 days.")] = "720",
+    target_load: Annotated[
+        str, typer.Option("--target-load", metavar="PCT", help="The most load that a GPU should have.")
+    ] = "80",
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="What the work of one GPU needs at its peak.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="What one GPU has: 15G, 141G.")
+    ] = None,
+    instance: Annotated[
+        str | None, typer.Option("--instance", metavar="NAME", help="Its name at the cloud: g4dn.2xlarge.")
+    ] = None,
+    read: Annotated[
+        str | None, typer.Option("--from", metavar="FILE", help="Loads and memory from a recording of observe.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="With --from: only these GPUs of it.")
+    ] = None,
+) -> Any:
+    """Say what the work of several GPUs would cost on fewer of them: arithmetic, not a promise.
+
+    Loads and memory add up, and every option needs room for the memory of all. What sharing itself costs is not in it, and the mean load hides peaks: measure
+    before machines are given back. The price is yours, or a published one of an instance that is known.
+    Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
+    """
+    from gpushare.advice.savings import savings as save
+    from gpushare.show.savings import savings_result
+    from gpushare.units import parse_memory_limit
+
+    target = _number("--target-load", target_load, Decimal(100))
+    cost = _price(price, instance, _number("--hours", hours, _MOST_HOURS))
+    capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory)
+    if read is not None:
+        if gpus is not None or load is not None or memory is not None:
+            raise BadUsage(
+                "--from takes number, load and memory from the recording",
+                f"leave out --gpus, --load and --memory: gpushare savings --from {read}",
+                code="bad_combination",
+            )
+        recording, uses = _recorded(read, gpu)
+        work = [_work(use) for use in uses]
+        capacity = capacity if capacity is not None else _capacity(uses)
+        notes = _recording_notes(recording, uses)
+    else:
+        work, notes = _given(gpus, load, memory, gpu), []
+    found = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
+    notes.append("sharing has a cost of its own that is not in these figures: measure before machines are given back")
+    return savings_result(_data(found, work, capacity, instance), notes)
+
+
+def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
+    import re
+
+    match = re.fullmatch(r"\s*\$?(\d{1,12}(?:\.\d{1,12})?|\.\d{1,12})\s*%?\s*", text, re.ASCII)
+    value = Decimal(match.group(1)) if match else None
+    if value is None or value > most or (value == 0 and not zero):
+        low = "0" if zero else "above 0"
+        raise BadUsage(
+            f"{option} {text} is not a number {low} to {most}",
+            "for example: gpushare savings --gpus 4 --load 25 --price 0.752",
+            code="bad_number",
+        )
+    return value
+
+
+def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | None:
+    from gpushare.advice.savings import Price, known_price
+
+    if price is not None:
+        return Price(per_hour=_number("--price", price, _MOST_PRICE), hours=hours, source="given with --price")
+    known = None if instance is None else known_price(instance)
+    if known is None:
+        return None
+    return Price(per_hour=known.per_hour, hours=hours, source=f"{known.source}; check yours, and give it with --price")
+
+
+def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
+    from gpushare.advice.savings import MOST_GPUS, Work
+    from gpushare.units import parse_memory_limit
+
+    if gpus is None or load is None or gpu is not None:
+        raise BadUsage(
+            "-g chooses GPUs of a recording" if gpu is not None else "how many GPUs and what load is not said",
+            "give --gpus 4 --load 25; or a recording: gpushare savings --from FILE",
+            code="bad_combination" if gpu is not None else "no_load",
+        )
+    if not 1 <= gpus <= MOST_GPUS:
+        raise BadUsage(
+            f"--gpus {gpus} is outside 1 to {MOST_GPUS}", "give how many there are: --gpus 4", code="bad_number"
+        )
+    percent = _number("--load", load, Decimal(100), zero=True)
+    held = None if memory is None else parse_memory_limit(memory)
+    return [Work(name=f"work {number}", load=percent, memory_bytes=held) for number in range(1, gpus + 1)]
+
+
+def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
+    from gpushare.measure.recording import read_recording
+    from gpushare.model import Gpu
+    from gpushare.selection import select
+
+    recording = read_recording(read)
+    there = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
+    chosen = {device.gpu.index for device in select(gpu, there)}
+    uses = [use for use in recording.gpus if use.gpu.index in chosen]
+    names = sorted({use.gpu.name or "unknown" for use in uses})
+    if len(names) > 1:
+        raise BadUsage(
+            f"percent of different GPUs do not add up: {', '.join(names)}",
+            "choose GPUs of one kind: -g 0,1",
+            code="different_gpus",
+        )
+    for use in uses:
+        if use.activity is None:
+            raise NotSupported(
+                f"the load of GPU {use.gpu.index} is unknown in this recording: {use.error or 'the driver did not tell'}",
+                "choose others with -g, or say it yourself: --gpus 4 --load 25",
+                gpu=str(use.gpu.index),
+                code="load_unknown",
+            )
+    return recording, uses
+
+
+def _work(use: GpuUse) -> Work:
+    from gpushare.advice.savings import Work
+
+    activity = use.activity
+    return Work(
+        name=f"GPU {use.gpu.index}",
+        load=Decimal(str(activity.mean if activity else 0)),
+        p95=None if activity is None else Decimal(str(activity.p95)),
+        memory_bytes=use.memory_peak_bytes,
+    )
+
+
+def _capacity(uses: list[GpuUse]) -> int | None:
+    sizes = [use.gpu.memory_total_bytes for use in uses]
+    return None if None in sizes else min((size for size in sizes if size is not None), default=None)
+
+
+def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
+    from gpushare.show.observe import duration
+
+    notes = [
+        f"loads are means of {recording.samples} samples in {duration(recording.seconds)}: record a usual time, and long enough"
+    ]
+    if any(use.source == "utilization" for use in uses):
+        notes.append("utilisation says only that a kernel ran: the real load of the SMs is lower, never higher")
+    if len(uses) > 1:
+        notes.append("these GPUs are in one machine: it saves only if GPUs can be given back, or others use them")
+    return notes
+
+
+def _data(found: Savings, work: list[Work], capacity: int | None, instance: str | None) -> dict[str, Any]:
+    price = found.price
+    return {
+        "gpus": found.gpus,
+        "instance": instance,
+        "loads_percent": [float(one.load) for one in work],
+        "total_load_percent": float(found.total_load),
+        "target_load_percent": float(found.target_load),
+        "memory_bytes": [one.memory_bytes for one in work],
+        "gpu_memory_bytes": capacity,
+        "price": None
+        if price is None
+        else {"per_hour": float(price.per_hour), "hours": float(price.hours), "source": price.source},
+        "cost": _float(found.cost),
+        "options": [
+            {
+                "gpus": option.gpus,
+                "cost": _float(option.cost),
+                "saving": _float(option.saving),
+                "saving_percent": float(option.saving_percent),
+                "max_load_percent": float(option.max_load),
+                "max_p95_percent": _float(option.max_p95),
+                "max_memory_bytes": option.max_memory_bytes,
+                "verdict": option.verdict,
+                "recommended": option.recommended,
+                "places": [list(place) for place in option.places],
+            }
+            for option in found.options
+        ],
+        "warnings": list(found.warnings),
+    }
+
+
+def _float(value: Decimal | None) -> float | None:
+    return None if value is None else float(value)

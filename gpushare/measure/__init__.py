@@ -1,0 +1,3 @@
+"""What is measured over time: recordings of GPU and per-process use."""
+
+from __future__ import annotations

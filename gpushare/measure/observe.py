@@ -1,0 +1,310 @@
+"""Look at the GPUs of a host again and again, and record how they and the processes on them are used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpushare.errors import GpushareError, NotFound, OperationFailed
+from gpushare.host.activity import ActivityRecorder
+from gpushare.host.host import Host
+from gpushare.host.nvml_lists import read_utilization
+from gpushare.host.process import SAME_START_SECONDS
+from gpushare.host.snapshot import BLIND
+from gpushare.measure.recording import MPS_SERVER, RecordingFile
+from gpushare.measure.samples import GpuSample, Header, ProcessSample, RecordedGpu, RecordedProcess, Sample
+from gpushare.measure.tally import Recording, Tally
+from gpushare.model import Gpu, GpuProcess
+
+# Of so many processes that are gone it is remembered who they were, in case that they come back.
+_REMEMBERED: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """The time that an observation runs by; tests have their own."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+def header_for(
+    host: Host, indexes: Sequence[int] | None, interval_seconds: float, clock: Clock | None = None
+) -> Header:
+    """Return the header of a recording of some GPUs of a host, or of all of them.
+
+    Raises:
+        NotFound: the host has no GPU.
+        OperationFailed: none of them answers.
+    """
+    gpus = [gpu for gpu in host.nvml.sweep() if indexes is None or gpu.index in indexes]
+    if not gpus:
+        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+    if all(gpu.error is not None for gpu in gpus):
+        raise OperationFailed(
+            f"no GPU answers: {gpus[0].error}", "see what is wrong: gpushare doctor", code="no_gpu_answers"
+        )
+    return Header(
+        host=host.spec,
+        driver=host.nvml.driver_version(),
+        started_at=(clock or Clock()).wall(),
+        interval_seconds=interval_seconds,
+        gpus=tuple(_recorded(gpu) for gpu in gpus),
+        warnings=(BLIND,) if host.processes.namespace_is_host() is False else (),
+    )
+
+
+def _recorded(gpu: Gpu) -> RecordedGpu:
+    return RecordedGpu(
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        memory_total_bytes=gpu.memory_total_bytes,
+        mig_enabled=gpu.mig_enabled,
+    )
+
+
+@dataclass
+class _Known:
+    process: RecordedProcess
+    present: bool = True
+
+
+# Which process it is: GPU, PID, GPU instance and compute instance.
+_Place = tuple[int, int, "int | None", "int | None"]
+
+
+@dataclass
+class Sampler:
+    """Takes samples of some GPUs of a host, and tells who came."""
+
+    host: Host
+    indexes: frozenset[int]
+    interval_seconds: float
+    clock: Clock = field(default_factory=Clock)
+    _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
+    _known: dict[_Place, _Known] = field(default_factory=dict)
+    _next_id: int = 0
+    _looked_at: float | None = None
+
+    def take(self, at: float) -> tuple[Sample, tuple[RecordedProcess, ...]]:
+        """Return one sample, and the processes that are seen for the first time."""
+        wall = self.clock.wall()
+        since = self._looked_at if self._looked_at is not None else wall - self.interval_seconds
+        # A clock that was set back must not ask for samples of the future.
+        since, self._looked_at = min(since, wall), wall
+        try:
+            gpus: Iterable[Gpu] = [gpu for gpu in self.host.nvml.sweep() if gpu.index in self.indexes]
+        except GpushareError as error:
+            # The driver was unloaded, say: what comes later may answer again.
+            gpus = [Gpu(index=index, error=error.message) for index in sorted(self.indexes)]
+        gpu_samples, process_samples, came = [], [], []
+        for known in self._known.values():
+            known.present = False
+        for gpu in gpus:
+            sample, processes, new = self._look(gpu, since)
+            gpu_samples.append(sample)
+            process_samples += processes
+            came += new
+        self._forget()
+        return Sample(at=round(at, 3), gpus=tuple(gpu_samples), processes=tuple(process_samples)), tuple(came)
+
+    def close(self) -> None:
+        """Free what NVML keeps for us."""
+        for meter in self._meters.values():
+            meter.close()
+        self._meters.clear()
+
+    def _look(self, gpu: Gpu, since: float) -> tuple[GpuSample, list[ProcessSample], list[RecordedProcess]]:
+        if gpu.error is not None:
+            return GpuSample(index=gpu.index, error=gpu.error), [], []
+        used = self._utilization(gpu.index, since)
+        processes = list(gpu.processes or ())
+        listed = {process.pid for process in processes}
+        # Gone again before we looked: only its work tells of it. Under MPS that is the server's.
+        processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((used or {}).keys() - listed)]
+        sample = GpuSample(
+            index=gpu.index,
+            utilization_percent=gpu.utilization_percent,
+            sm_percent=_rounded(self._meter(gpu.index, None).since_last()),
+            memory_used_bytes=gpu.memory_used_bytes,
+        )
+        instances = {
+            number: _rounded(self._meter(gpu.index, number).since_last())
+            for number in {mig.gpu_instance_id for mig in gpu.mig_instances}
+            if number is not None
+        }
+        met = [self._meet(gpu, process) for process in processes]
+        alone = _alone(processes, [recorded for recorded, _ in met])
+        rows = []
+        for process, (recorded, _) in zip(processes, met, strict=True):
+            utilization = _own_utilization(process, used)
+            sm: float | None = None
+            if (process.gpu_instance_id, process.pid) in alone:
+                sm = sample.sm_percent if process.gpu_instance_id is None else instances.get(process.gpu_instance_id)
+                if utilization is None and process.gpu_instance_id is None:
+                    # Alone under MPS: the server's work is its own.
+                    utilization = gpu.utilization_percent
+            rows.append(
+                ProcessSample(
+                    id=recorded.id,
+                    utilization_percent=utilization,
+                    sm_percent=sm,
+                    memory_used_bytes=process.memory_used_bytes,
+                )
+            )
+        return sample, rows, [recorded for recorded, new in met if new]
+
+    def _meter(self, index: int, instance: int | None) -> ActivityRecorder:
+        if (index, instance) not in self._meters:
+            self._meters[index, instance] = ActivityRecorder(self.host.nvml, index, instance)
+        return self._meters[index, instance]
+
+    def _utilization(self, index: int, since: float) -> dict[int, float] | None:
+        """Return the mean SM % by PID since then; None is unknown (MIG, old GPUs)."""
+        nvml = self.host.nvml
+        try:
+            handle = nvml.handle(index)
+            rows = nvml.ask(lambda api: read_utilization(api, handle, int(since * 1e6)), str(index))
+        except NotFound:
+            return {}
+        except GpushareError:
+            return None
+        if rows is None:
+            return None
+        of_pid: dict[int, list[int]] = {}
+        for pid, _, percent in rows:
+            of_pid.setdefault(pid, []).append(percent)
+        return {pid: round(sum(values) / len(values), 2) for pid, values in of_pid.items()}
+
+    def _meet(self, gpu: Gpu, process: GpuProcess) -> tuple[RecordedProcess, bool]:
+        """Return who a process is, and whether it is seen for the first time."""
+        place = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
+        info = self.host.processes.describe(process.pid)
+        started_at = None if info is None else info.started_at
+        known = self._known.get(place)
+        if known is not None and _same(known.process.started_at, started_at):
+            known.present = True
+            return known.process, False
+        recorded = RecordedProcess(
+            id=self._next_id,
+            gpu=gpu.index,
+            pid=process.pid,
+            started_at=started_at,
+            name=None if info is None else info.name,
+            user=None if info is None else info.user,
+            container=None if info is None else info.container,
+            mps=process.mps,
+            graphics=process.graphics and not process.compute,
+            mig=_instance_uuid(gpu, process),
+        )
+        self._next_id += 1
+        # Moved to the end: the oldest ones are forgotten first.
+        self._known.pop(place, None)
+        self._known[place] = _Known(recorded)
+        return recorded, True
+
+    def _forget(self) -> None:
+        gone = [place for place, known in self._known.items() if not known.present]
+        for place in gone[: max(0, len(gone) - _REMEMBERED)]:
+            del self._known[place]
+
+
+def _same(before: float | None, now: float | None) -> bool:
+    # Of a process that just ended nothing can be read.
+    return before is None or now is None or abs(before - now) < SAME_START_SECONDS
+
+
+def _own_utilization(process: GpuProcess, used: Mapping[int, float] | None) -> float | None:
+    # Without a sample it was idle; a client's work is booked on its server.
+    return None if used is None or process.mps else used.get(process.pid, 0.0)
+
+
+def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:
+    """Return who has a GPU, or a GPU instance, for itself (instance, PID): its activity is theirs."""
+    on: dict[int | None, set[int]] = {}
+    for process, who in zip(processes, recorded, strict=True):
+        if who.name != MPS_SERVER:
+            on.setdefault(process.gpu_instance_id, set()).add(process.pid)
+    return {(instance, next(iter(pids))) for instance, pids in on.items() if len(pids) == 1}
+
+
+def _instance_uuid(gpu: Gpu, process: GpuProcess) -> str | None:
+    here = (process.gpu_instance_id, process.compute_instance_id)
+    return next((mig.uuid for mig in gpu.mig_instances if (mig.gpu_instance_id, mig.compute_instance_id) == here), None)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def observe(
+    host: Host,
+    header: Header,
+    file: RecordingFile,
+    *,
+    seconds: float,
+    clock: Clock | None = None,
+    progress: Callable[[float], Any] = lambda _seconds: None,
+) -> Recording:
+    """Record for so many seconds, and return the recording summed up.
+
+    A sample every interval of the header, counted from the start: a slow look delays no later one, and those that
+    could not be taken in time are counted as missed. Ctrl-C, SIGTERM and SIGHUP (KeyboardInterrupt) end it with what
+    was recorded. A GPU that is lost, and processes that come and go, do not.
+
+    Raises:
+        KeyboardInterrupt: before the first sample.
+        NoPermission, OperationFailed: the file cannot be written any more; what is in it stays.
+    """
+    clock = clock or Clock()
+    run = _Run(host, header, file, clock, seconds)
+    try:
+        run.go(progress)
+    except KeyboardInterrupt:
+        if not run.tally.samples:
+            raise
+        run.reason = "interrupted"
+    finally:
+        run.sampler.close()
+    file.end(run.tally.seconds, run.reason, run.missed)
+    return run.tally.recording(missed=run.missed, reason=run.reason)
+
+
+class _Run:
+    def __init__(self, host: Host, header: Header, file: RecordingFile, clock: Clock, seconds: float) -> None:
+        self.tally = Tally(header)
+        indexes = frozenset(gpu.index for gpu in header.gpus)
+        self.sampler = Sampler(host, indexes, header.interval_seconds, clock)
+        self.missed, self.reason = 0, "finished"
+        self._file, self._clock, self._seconds = file, clock, seconds
+        self._interval = header.interval_seconds
+
+    def go(self, progress: Callable[[float], Any]) -> None:
+        start = self._clock.monotonic()
+        # GPM counts from here: the first sample is at the end of the first interval.
+        self._meet(self.sampler.take(0.0)[1])
+        turn, last = 1, max(1, round(self._seconds / self._interval))
+        while turn <= last:
+            due = start + turn * self._interval
+            self._clock.sleep(max(0.0, due - self._clock.monotonic()))
+            self._sample(self._clock.monotonic() - start)
+            progress(min(turn * self._interval, self._seconds))
+            late = int((self._clock.monotonic() - start) / self._interval)
+            upcoming = max(turn + 1, late + 1)
+            self.missed += min(upcoming, last + 1) - turn - 1
+            turn = upcoming
+
+    def _sample(self, at: float) -> None:
+        sample, came = self.sampler.take(at)
+        self._meet(came)
+        self._file.sample(sample)
+        self.tally.add(sample)
+
+    def _meet(self, came: Iterable[RecordedProcess]) -> None:
+        for process in came:
+            self._file.process(process)
+            self.tally.meet(process)
