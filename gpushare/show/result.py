@@ -68,7 +68,8 @@ class Column:
 class Table:
     """Rows of raw values under columns. ``empty`` is what to say when there are no rows.
 
-    ``lines``, if given, are what a terminal shows in place of the columns: text and Rich style.
+    ``lines``, if given, are what a terminal shows in place of the columns: text and Rich style;
+    ``draw``, if given, returns them as Rich texts for a width (columns).
     """
 
     name: str
@@ -77,6 +78,7 @@ class Table:
     title: str | None = None
     empty: str | None = None
     lines: tuple[tuple[str, str | None], ...] | None = None
+    draw: Callable[[int], list[Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -101,6 +101,8 @@ def table_lines(table: Table, width: int) -> tuple[list[Text], tuple[Column, ...
     from rich.text import Text
 
     title = [Text(table.title, style="bold")] if table.title else []
+    if table.draw is not None:
+        return title + table.draw(width), ()
     if table.lines is not None:
         return title + [Text(visible(text), style=style or "") for text, style in table.lines], ()
     if not table.rows:

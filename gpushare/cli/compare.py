@@ -1,0 +1,269 @@
+"""``gpushare compare``."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, Command, settings
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpushare.advice.facts import HostFacts
+    from gpushare.advice.table import Mechanism, Row, Table
+    from gpushare.show.compare import ComparedRow
+
+
+class View(str, Enum):
+    """Which words of the table are shown."""
+
+    PUBLISHED = "published"
+    TODAY = "today"
+    HOST = "host"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("compare", cls=Command, short_help="Compare the ways of sharing; every cell has its source.")(compare)
+
+
+def compare(
+    mechanisms: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MECHANISM]...", help="streams, mps, time-slicing, mig, vgpu. [default: all]"),
+    ] = None,
+    view: Annotated[
+        str | None,
+        typer.Option(
+            "--view",
+            metavar="VIEW",
+            help="published (NVIDIA's table of 2022), today (what changed since), or host. [default: host where one answers, else today]",
+        ),
+    ] = None,
+    why: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--why", metavar="ROW MECHANISM", help="Explain one cell: all views, sources, contradictions."),
+    ] = None,
+    driver: Annotated[
+        str | None,
+        typer.Option("--driver", metavar="VERSION", help="Today on this driver, like 580. [default: the newest]"),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+) -> Any:
+    """Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU.
+
+    The view published is NVIDIA's table of 2022, today is what has changed since by driver, and host is
+    what that comes to on this host. A cell with a star is one where sources disagree: --why tells.
+    """
+    from gpushare.advice.names import mechanism_named
+    from gpushare.advice.table import Mechanism, load_table
+
+    table = load_table()
+    asked_view = _view_of(view)
+    _check_driver(driver, asked_view, gpu)
+    if why is not None:
+        return _why(table, why, mechanisms, driver, gpu)
+    chosen = list(dict.fromkeys(mechanism_named(text) for text in mechanisms or ())) or list(Mechanism)
+    return _compared(table, chosen, asked_view, driver, gpu)
+
+
+def _view_of(text: str | None) -> View | None:
+    if text is None:
+        return None
+    found = [view for view in View if view.value.startswith(text.lower())] if text else []
+    if len(found) != 1:
+        raise BadUsage(f"'{text}' is not a view of the table", "give --view published, today or host", code="bad_view")
+    return found[0]
+
+
+def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> None:
+    from gpushare.advice.table import driver_branch
+
+    if driver is not None and driver_branch(driver) is None:
+        raise BadUsage(f"'{driver}' is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
+    if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
+        raise BadUsage(
+            "--driver is for the view today", "a host has the driver it has: leave --driver away", code="two_views"
+        )
+    if gpu is not None and view not in {None, View.HOST}:
+        raise BadUsage("-g is for the view host", "leave --view or -g away", code="two_views")
+
+
+def _facts(gpu: str | None) -> HostFacts:
+    """Return the facts of the host, of the chosen GPUs only.
+
+    Raises:
+        GpushareError: it does not answer, or none of the GPUs does.
+    """
+    from dataclasses import replace
+
+    from gpushare.advice.comparison import answering
+    from gpushare.cli.facts import gather
+    from gpushare.selection import select
+
+    host = settings.connect()
+    facts = gather(host)
+    if gpu is not None:
+        chosen = {device.gpu.index for device in select(gpu, host.nvml.identities())}
+        facts = replace(facts, gpus=tuple(one for one in facts.gpus if one.index in chosen))
+    if not facts.gpus:
+        raise NotFound("this host has no NVIDIA GPU", "the table itself: gpushare compare --view today", code="no_gpu")
+    if not answering(facts):
+        raise GpuLost("no GPU answers", "see what is wrong: gpushare doctor", gpu=str(facts.gpus[0].index))
+    return facts
+
+
+def _facts_or_why(gpu: str | None) -> tuple[HostFacts | None, str | None]:
+    """Return the facts of the host, or why there are none; a GPU or a host that is named wrongly is an error."""
+    try:
+        return _facts(gpu), None
+    except GpushareError as error:
+        if isinstance(error, BadUsage) or gpu is not None:
+            raise
+        return None, error.message
+
+
+def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driver: str | None, gpu: str | None) -> Any:
+    from gpushare.advice.comparison import record
+    from gpushare.show.compare import compare_table, csv_table
+    from gpushare.show.result import Result
+
+    facts, why_not = None, None
+    if view is View.HOST:
+        facts = _facts(gpu)
+    elif view is None and driver is None:
+        facts, why_not = _facts_or_why(gpu)
+    view = view or (View.TODAY if facts is None else View.HOST)
+    driver = driver if facts is None else facts.driver
+    records = [record(table, one, row.key, driver, facts) for row in table.rows for one in chosen]
+    return Result(
+        command="compare",
+        data=_data(view, chosen, records, driver, facts),
+        tables=(
+            compare_table(
+                _title(view, driver, facts),
+                [table.titles[one] for one in chosen],
+                _rows(table, chosen, view, driver, facts),
+            ),
+        ),
+        csv=csv_table(records),
+        notes=_notes(facts, why_not),
+    )
+
+
+def _rows(
+    table: Table, chosen: Sequence[Mechanism], view: View, driver: str | None, facts: HostFacts | None
+) -> list[ComparedRow]:
+    from gpushare.advice.comparison import answering, availability_text, text_here, today_text
+    from gpushare.show.compare import ComparedCell, ComparedRow
+
+    def said(one: Mechanism, key: str) -> ComparedCell:
+        cell = table.cell(one, key, driver)
+        text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
+        if facts is not None:
+            text = text_here(table, one, key, facts, answering(facts))
+        return ComparedCell(text=text, disputed=cell.contradiction is not None)
+
+    rows = [
+        ComparedRow(title=row.title, question=row.question, cells=tuple(said(one, row.key) for one in chosen))
+        for row in table.rows
+    ]
+    if facts is None:
+        return rows
+    here = tuple(ComparedCell(text=availability_text(one, facts, answering(facts))) for one in chosen)
+    return [ComparedRow(title="on this host", question="Can it be had?", cells=here), *rows]
+
+
+def _data(
+    view: View,
+    chosen: Sequence[Mechanism],
+    records: Sequence[dict[str, Any]],
+    driver: str | None,
+    facts: HostFacts | None,
+) -> dict[str, Any]:
+    from itertools import product
+
+    from gpushare.advice.comparison import answering
+    from gpushare.advice.here import availability
+
+    found: list[dict[str, Any]] = []
+    if facts is not None:
+        for one, gpu in product(chosen, answering(facts)):
+            here = availability(one, facts, gpu)
+            found.append({"mechanism": one.value, "gpu": gpu.index, "usable": here.usable, "why": here.why})
+    return {
+        "view": view.value,
+        "host": None if facts is None else facts.host,
+        "driver": driver,
+        "root": None if facts is None else facts.root,
+        "availability": found,
+        "cells": list(records),
+    }
+
+
+def _title(view: View, driver: str | None, facts: HostFacts | None) -> str:
+    if facts is not None:
+        return f"Ways to share a GPU, on {facts.host}: {_names(facts)}, driver {facts.driver or 'unknown'}"
+    if view is View.PUBLISHED:
+        return "Ways to share a GPU, as published by NVIDIA in 2022"
+    return f"Ways to share a GPU, today, {'newest drivers' if driver is None else f'driver {driver}'}"
+
+
+def _names(facts: HostFacts) -> str:
+    from collections import Counter
+
+    counted = Counter(gpu.name or "unknown GPU" for gpu in facts.gpus if gpu.error is None)
+    if len(counted) > 2:
+        return f"{sum(counted.values())} GPUs"
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counted.items())
+
+
+def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
+    if facts is None:
+        return (f"shown is the view today; no view of this host: {why_not}",) if why_not else ()
+    return tuple(f"GPU {gpu.index} is left out: {gpu.error}" for gpu in facts.gpus if gpu.error is not None)
+
+
+def _why(
+    table: Table, words: tuple[str, str], mechanisms: Sequence[str] | None, driver: str | None, gpu: str | None
+) -> Any:
+    """Explain one cell; the two words may come in either order."""
+    from gpushare.advice.comparison import explanation, record
+    from gpushare.show.compare import csv_table, why_table
+    from gpushare.show.result import Result
+
+    if mechanisms:
+        raise BadUsage(
+            "--why names its mechanism itself",
+            f"for example: gpushare compare --why error-isolation {mechanisms[0]}",
+            code="two_names",
+        )
+    row, mechanism = _cell_named(table, *words)
+    facts, why_not = (None, None) if driver is not None else _facts_or_why(gpu)
+    driver = driver if facts is None else facts.driver
+    entries = explanation(table, mechanism, row.key, driver, facts, why_not)
+    one = record(table, mechanism, row.key, driver, facts)
+    return Result(
+        command="compare",
+        data={"host": None if facts is None else facts.host, "driver": driver, "cells": [one]},
+        tables=(why_table(f"{row.title}, {table.titles[mechanism]}", entries),),
+        csv=csv_table([one]),
+    )
+
+
+def _cell_named(table: Table, first: str, second: str) -> tuple[Row, Mechanism]:
+    from gpushare.advice.names import mechanism_named, row_named
+
+    try:
+        mechanism = mechanism_named(second)
+    except BadUsage as error:
+        try:
+            mechanism = mechanism_named(first)
+        except BadUsage:
+            raise error from None
+        return row_named(table, second), mechanism
+    return row_named(table, first), mechanism

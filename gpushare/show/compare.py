@@ -1,0 +1,174 @@
+"""The comparison of mechanisms: a grid of wrapped cells where it fits, one below the other where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.show.result import Column, Table
+from gpushare.show.text import visible
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+NOT_HERE: Final = "not here"
+GAP: Final = 2
+# A cell narrower than this is a column of single words.
+NARROWEST: Final = 22
+WIDEST: Final = 44
+_INDENT: Final = 2
+_PARTS: Final = frozenset({"level", "sources disagree", "note", "source"})
+_NO_BREAK: Final = "\xa0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedCell:
+    """One cell as it is drawn; ``text`` None: the mechanism cannot be had here."""
+
+    text: str | None
+    # Sources disagree on it.
+    disputed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRow:
+    """One row: a cell per mechanism."""
+
+    title: str
+    question: str
+    cells: tuple[ComparedCell, ...]
+
+
+def grid(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
+    """Return the lines of the comparison for a width in columns."""
+    first = max((len(word) for row in rows for word in row.title.split()), default=0)
+    first = max(first, min(16, max((len(row.title) for row in rows), default=0)))
+    each = min(WIDEST, (width - first) // max(len(titles), 1) - GAP)
+    if each < NARROWEST and len(titles) > 1:
+        return _stacked(titles, rows, width)
+    return _grid(titles, rows, first, max(each, 1))
+
+
+def _grid(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: int) -> list[Text]:
+    from rich.text import Text
+
+    widths = [first, *[each] * len(titles)]
+    total = sum(widths) + GAP * len(titles)
+    head = _line([Text(""), *[Text(title, style="bold") for title in titles]], widths)
+    lines = [head, Text("─" * total, style="dim")]
+    for place, row in enumerate(rows):
+        if place:
+            lines.append(Text(""))
+        columns = [_wrapped(row.title, first, "dim"), *[_cell(cell, each) for cell in row.cells]]
+        for at in range(max(len(column) for column in columns)):
+            lines.append(_line([column[at] if at < len(column) else Text("") for column in columns], widths))
+    return lines
+
+
+def _stacked(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
+    from rich.text import Text
+
+    name = max(len(title) for title in titles)
+    left = _INDENT + name + GAP
+    lines: list[Text] = []
+    for row in rows:
+        if lines:
+            lines.append(Text(""))
+        head = Text(row.title, style="bold")
+        if len(row.title) + GAP + len(row.question) <= width:
+            head.append(f"{' ' * GAP}{row.question}", style="not bold dim")
+        lines.append(head)
+        for title, cell in zip(titles, row.cells, strict=True):
+            for at, part in enumerate(_cell(cell, max(width - left, 10))):
+                lead = " " * _INDENT + (title if at == 0 else "").ljust(name) + " " * GAP
+                lines.append(Text.assemble((lead, "dim"), part))
+    return lines
+
+
+def _cell(cell: ComparedCell, width: int) -> list[Text]:
+    if cell.text is None:
+        return _wrapped(NOT_HERE, width, "dim")
+    # The star stays with the last word.
+    lines = _wrapped(cell.text + (f"{_NO_BREAK}*" if cell.disputed else ""), width, "")
+    if cell.disputed:
+        lines[-1].stylize("yellow", len(lines[-1]) - 1)
+    return lines
+
+
+def _wrapped(text: str, width: int, style: str, *, whole: bool = False) -> list[Text]:
+    """Return text in lines of a width; with ``whole`` a word that is longer (an address) stays in one piece."""
+    import textwrap
+
+    from rich.text import Text
+
+    lines = textwrap.wrap(visible(text), width, break_on_hyphens=False, break_long_words=not whole)
+    return [Text(line.replace(_NO_BREAK, " "), style=style) for line in lines] or [Text("")]
+
+
+def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
+    from rich.text import Text
+
+    for cell, width in zip(cells, widths, strict=True):
+        cell.pad_right(max(width - cell.cell_len, 0))
+    line = Text(" " * GAP).join(cells)
+    line.rstrip()
+    return line
+
+
+def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow]) -> Table:
+    """Return the table of a comparison: drawn on a terminal, one record per cell off one."""
+    columns = (
+        Column(key="row", title="row", whole=True),
+        Column(key="mechanism", title="mechanism", whole=True),
+        Column(key="says", title="says"),
+    )
+    records = tuple(
+        {"row": row.title, "mechanism": name, "says": NOT_HERE if cell.text is None else cell.text}
+        for row in rows
+        for name, cell in zip(titles, row.cells, strict=True)
+    )
+    return Table(
+        name="mechanisms", title=title, columns=columns, rows=records, draw=lambda width: _drawn(titles, rows, width)
+    )
+
+
+def _drawn(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
+    from rich.text import Text
+
+    lines = grid(titles, rows, width)
+    if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
+        lines += [Text(""), *_wrapped("* sources disagree: gpushare compare --why ROW MECHANISM", width, "dim")]
+    return [Text(""), *lines]
+
+
+def csv_table(records: Sequence[dict[str, Any]]) -> Table:
+    """Return one record per cell with all of its views; sources by their keys."""
+    keys = ("row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
+    columns = (*(Column(key=key, title=key) for key in keys), Column(key="sources", title="sources"))
+    rows = [{**record, "sources": " ".join(one["key"] for one in record["sources"])} for record in records]
+    return Table(name="mechanisms", columns=columns, rows=tuple(rows))
+
+
+def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
+    """Return what is known of one cell: a heading and a text each, wrapped beside it on a terminal."""
+    columns = (Column(key="what", title="what", whole=True), Column(key="says", title="says"))
+    rows = tuple({"what": what, "says": says} for what, says in entries)
+    return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _entries(entries, width))
+
+
+def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
+    from rich.text import Text
+
+    name = max(len(what) for what, _ in entries)
+    lines: list[Text] = []
+    above = None
+    for what, says in entries:
+        # The eye rests between views, remarks and sources.
+        if what != above and what in _PARTS:
+            lines.append(Text(""))
+        for at, part in enumerate(_wrapped(says, min(max(width - name - GAP, 20), 100), "", whole=True)):
+            lead = what if at == 0 and what != above else ""
+            lines.append(Text.assemble((lead.ljust(name) + " " * GAP, "dim"), part))
+        above = what
+    return lines

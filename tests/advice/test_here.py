@@ -1,0 +1,332 @@
+"""The table on one host: each cell that the host decides, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.advice.comparison import availability_text, explanation, record, text_here
+from gpushare.advice.facts import GpuFacts, HostFacts
+from gpushare.advice.here import availability, cell_here, mps_clients
+from gpushare.advice.names import mechanism_named, row_named
+from gpushare.advice.table import Mechanism, load_table
+from gpushare.errors import BadUsage
+from gpushare.mig.profile import Layout, Placement, Profile
+from gpushare.model import ComputeMode
+from gpushare.units import GIB
+
+TABLE = load_table()
+PROFILES = (
+    Profile(
+        name="1g.18gb", id=19, nvml_profile=0, slices=1, memory_bytes=16 * GIB, multiprocessors=16, instances=7,
+        placements=tuple(Placement(start, 1) for start in range(7)),
+    ),
+    Profile(
+        name="1g.18gb+me", id=20, nvml_profile=7, slices=1, memory_bytes=16 * GIB, multiprocessors=16, instances=1,
+        placements=(Placement(0, 1),),
+    ),
+    Profile(
+        name="7g.141gb", id=0, nvml_profile=4, slices=7, memory_bytes=140 * GIB, multiprocessors=132, instances=1,
+        placements=(Placement(0, 8),),
+    ),
+)  # fmt: skip
+H200 = GpuFacts(
+    index=0,
+    name="NVIDIA H200",
+    memory_total_bytes=140 * GIB,
+    memory_used_bytes=20 * GIB,
+    multiprocessors=132,
+    compute_capability=(9, 0),
+    mig_capable=True,
+    mig_enabled=False,
+    layout=Layout(gpu=0, profiles=PROFILES),
+    compute_mode=ComputeMode.DEFAULT,
+    processes=0,
+    time_slice_settable=True,
+)
+T4 = GpuFacts(
+    index=1,
+    name="Tesla T4",
+    multiprocessors=40,
+    compute_capability=(7, 5),
+    mig_capable=False,
+    mig_enabled=None,
+    compute_mode=ComputeMode.DEFAULT,
+    time_slice_settable=True,
+)
+HOST = HostFacts(
+    host="here", driver="580.159.04", driver_major=580, root=True, gpus=(H200,), mps_program=True, mps_version=13000
+)
+NEW = replace(HOST, driver="615.71.09", driver_major=615, mps_version=13040, mps_version_3=True)
+
+
+def said(mechanism: Mechanism, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
+    return cell_here(TABLE, mechanism, row, host, gpu)
+
+
+@pytest.mark.parametrize(
+    ("host", "gpu", "clients"),
+    [
+        (HOST, H200, 48),
+        (NEW, H200, 60),
+        # The program counts: an older one in a container, a newer one than the driver's name says.
+        (replace(NEW, mps_version=13000), H200, 48),
+        (replace(HOST, mps_version=13010), H200, 60),
+        (replace(HOST, mps_version=None), H200, 48),
+        (replace(NEW, mps_version=None), H200, 60),
+        (replace(HOST, driver=None, driver_major=None, mps_version=None), H200, 48),
+        (NEW, replace(H200, compute_capability=(6, 1)), 16),
+    ],
+)
+def test_mps_clients_by_version_and_generation(host, gpu, clients):
+    assert mps_clients(TABLE, host, gpu) == clients
+    assert said(Mechanism.MPS, "max_partitions", host, gpu).startswith(f"{clients} clients")
+
+
+def test_clients_in_a_mig_instance_are_a_share():
+    assert "a share of it in each MIG instance" in said(
+        Mechanism.MPS, "max_partitions", HOST, replace(H200, mig_enabled=True)
+    )
+
+
+def test_static_partitions_need_a_new_program_and_ampere():
+    assert "static partitions" in said(Mechanism.MPS, "sm_isolation", NEW).replace("no static partitions", "")
+    assert "no static partitions" in said(Mechanism.MPS, "sm_isolation")
+    assert "no static partitions" in said(Mechanism.MPS, "sm_isolation", NEW, T4)
+    assert "partial with static partitions" in said(Mechanism.MPS, "error_isolation", NEW)
+    assert said(Mechanism.MPS, "error_isolation", NEW, T4) == "No: a fatal fault ends all clients of the GPU"
+    assert "of 132 SMs" in said(Mechanism.MPS, "sm_isolation")
+    assert "SMs" not in said(Mechanism.MPS, "sm_isolation", HOST, replace(H200, multiprocessors=None))
+
+
+def test_mps_before_volta_has_one_address_space():
+    assert said(Mechanism.MPS, "memory_protection", HOST, replace(T4, compute_capability=(6, 0))).startswith("No")
+    assert said(Mechanism.MPS, "memory_protection", HOST, T4).startswith("Yes")
+
+
+def test_mig_cells_come_from_the_live_profiles():
+    assert said(Mechanism.MIG, "max_partitions") == "7 of 1g.18gb"
+    assert said(Mechanism.MIG, "sm_isolation") == "Yes: 16 to 132 SMs of its own"
+    assert said(Mechanism.MIG, "memory_protection") == "Yes: 16.0 GiB to 140.0 GiB of its own"
+
+
+def test_the_sms_that_mig_mode_costs_are_told():
+    assert "132 of the GPU's 144 in MIG mode" in said(
+        Mechanism.MIG, "sm_isolation", HOST, replace(H200, multiprocessors=144)
+    )
+
+
+def test_profiles_that_the_driver_does_not_list_are_unknown():
+    blind = replace(H200, layout=None)
+    assert "does not list the profiles" in said(Mechanism.MIG, "max_partitions", HOST, blind)
+    on = replace(blind, mig_enabled=True)
+    assert said(Mechanism.MIG, "max_partitions", HOST, on) == TABLE.cell(Mechanism.MIG, "max_partitions").today
+    assert said(Mechanism.MIG, "sm_isolation", HOST, blind) == TABLE.cell(Mechanism.MIG, "sm_isolation").today
+    assert blind.largest_instance_count is None
+
+
+@pytest.mark.parametrize("row", [row.key for row in TABLE.rows])
+def test_without_mig_no_mig_cell_says_anything(row):
+    assert said(Mechanism.MIG, row, HOST, T4) is None
+
+
+@pytest.mark.parametrize(
+    ("root", "gpu", "words"),
+    [
+        (True, H200, ("When idle", "you are root", "no reset", "idle now")),
+        (False, H200, ("needs root",)),
+        (True, replace(H200, compute_capability=(8, 0), processes=2), ("with a reset", "2 processes now")),
+        (True, replace(H200, processes=1), ("1 process now",)),
+        (False, replace(H200, mig_enabled=True), ("Idle instances at any time", "needs root")),
+    ],
+)
+def test_when_mig_can_be_changed(root, gpu, words):
+    text = said(Mechanism.MIG, "reconfigure", replace(HOST, root=root), gpu)
+    assert [word for word in words if word not in text] == []
+
+
+def test_the_unknown_is_left_out():
+    unknown = replace(H200, compute_capability=None, processes=None)
+    assert said(Mechanism.MIG, "reconfigure", HOST, unknown) == TABLE.cell(Mechanism.MIG, "reconfigure").today
+    assert "now" not in said(Mechanism.MIG, "reconfigure", HOST, replace(H200, processes=None))
+
+
+@pytest.mark.parametrize(
+    ("root", "settable", "words"),
+    [
+        (True, True, "Live, you are root: default, short, medium, long"),
+        (False, True, "Live, needs root"),
+        (True, False, "No: this GPU has no time-slice levels"),
+        (True, None, "Live, by root: four levels"),
+    ],
+)
+def test_time_slice_levels(root, settable, words):
+    text = said(
+        Mechanism.TIMESLICE, "reconfigure", replace(HOST, root=root), replace(H200, time_slice_settable=settable)
+    )
+    assert text.startswith(words)
+
+
+def test_time_slicing_is_bounded_by_free_memory():
+    assert "120.0 GiB of 140.0 GiB free" in said(Mechanism.TIMESLICE, "max_partitions")
+    unknown = replace(H200, memory_used_bytes=None)
+    assert said(Mechanism.TIMESLICE, "max_partitions", HOST, unknown) == "Unlimited; memory is the bound"
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "host", "gpu", "usable", "why"),
+    [
+        (Mechanism.STREAMS, HOST, T4, True, "inside each program"),
+        (Mechanism.MPS, HOST, T4, True, "without root"),
+        (Mechanism.MPS, HOST, replace(T4, mps_daemons=1), True, "1 running"),
+        (Mechanism.MPS, HOST, replace(H200, mig_enabled=True), True, "per MIG instance"),
+        (Mechanism.MPS, replace(HOST, mps_program=False), T4, False, "not installed"),
+        (Mechanism.MPS, HOST, replace(T4, compute_mode=ComputeMode.PROHIBITED), False, "prohibited"),
+        (Mechanism.TIMESLICE, HOST, T4, True, "the default"),
+        (Mechanism.TIMESLICE, HOST, replace(H200, mig_enabled=True), True, "inside each MIG instance"),
+        (Mechanism.TIMESLICE, HOST, replace(T4, compute_mode=ComputeMode.EXCLUSIVE_PROCESS), False, "exclusive-process"),
+        (Mechanism.MIG, HOST, T4, False, "Tesla T4 has no MIG"),
+        (Mechanism.MIG, HOST, replace(T4, mig_capable=None), None, "unknown"),
+        (Mechanism.MIG, HOST, H200, True, "off now"),
+        (Mechanism.MIG, replace(HOST, root=False), H200, True, "turning it on needs root"),
+        (Mechanism.MIG, replace(HOST, root=False), replace(H200, mig_enabled=True), True, "on, 0 instances; changing it needs root"),
+        (Mechanism.VGPU, HOST, T4, None, "NVIDIA's vGPU driver"),
+        (Mechanism.VGPU, HOST, replace(T4, vgpu_capable=True), True, "vGPU host driver runs"),
+        (Mechanism.VGPU, HOST, replace(T4, vgpu_capable=False), False, "vGPU guest"),
+        (Mechanism.MIG, HOST, replace(H200, error="it fell off the bus"), None, "fell off the bus"),
+    ],
+)  # fmt: skip
+def test_whether_a_mechanism_can_be_had(mechanism, host, gpu, usable, why):
+    found = availability(mechanism, host, gpu)
+    assert found.usable is usable
+    assert why in found.why
+    if usable is False:
+        assert cell_here(TABLE, mechanism, "telemetry", host, gpu) is None
+
+
+def test_gpus_that_agree_are_said_once_and_others_apart():
+    three = (H200, T4, replace(T4, index=2))
+    assert text_here(TABLE, Mechanism.MIG, "max_partitions", HOST, three) == "GPU 0: 7 of 1g.18gb. GPU 1,2: not here"
+    assert text_here(TABLE, Mechanism.MIG, "max_partitions", HOST, three[1:]) is None
+    assert text_here(TABLE, Mechanism.MPS, "max_partitions", HOST, three) == "48 clients (MPS 13000)"
+    assert availability_text(Mechanism.TIMESLICE, HOST, three) == "yes, it is the default"
+    assert availability_text(Mechanism.STREAMS, HOST, ()) == "not here"
+
+
+def test_a_record_has_every_view():
+    one = record(TABLE, Mechanism.MPS, "max_partitions", "580.1", HOST)
+    assert (one["published"], one["host"], one["limit"]) == ("48", "48 clients (MPS 13000)", 48)
+    assert record(TABLE, Mechanism.MPS, "max_partitions", None, None)["host"] is None
+
+
+def test_an_explanation_has_views_disagreement_and_sources():
+    lines = explanation(TABLE, Mechanism.TIMESLICE, "error_isolation", HOST.driver, HOST, None)
+    heads = [head for head, _ in lines]
+    assert heads[:4] == ["question", "published 2022", "today", "this host"]
+    assert heads.count("source") == 4
+    assert "they all do" in dict(lines)["sources disagree"]
+    text = dict(explanation(TABLE, Mechanism.MPS, "sm_isolation", "580", None, "no driver"))
+    assert text["this host"] == "not known: no driver"
+    assert text["option"].startswith("static, driver 590 on (not this driver):")
+    assert "no: " not in dict(explanation(TABLE, Mechanism.MIG, "telemetry", None, HOST, None))["this host"]
+
+
+def test_today_is_told_by_driver():
+    heads = [head for head, _ in explanation(TABLE, Mechanism.MPS, "memory_protection", None, None, None)]
+    assert heads[2:5] == ["before driver 495", "driver 495 on", "driver 615 on"]
+
+
+# -- names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "mechanism"),
+    [
+        ("streams", Mechanism.STREAMS), ("CUDA streams", Mechanism.STREAMS), ("MPS", Mechanism.MPS),
+        ("time-slicing", Mechanism.TIMESLICE), ("timeslicing", Mechanism.TIMESLICE), ("ts", Mechanism.TIMESLICE),
+        ("Time Slice", Mechanism.TIMESLICE), ("time", Mechanism.TIMESLICE), ("mig", Mechanism.MIG), ("vGPU", Mechanism.VGPU),
+    ],
+)  # fmt: skip
+def test_a_mechanism_by_its_names(text, mechanism):
+    assert mechanism_named(text) is mechanism
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("error-isolation", "error_isolation"), ("Error isolation", "error_isolation"), ("errors", "error_isolation"),
+        ("err", "error_isolation"), ("qos", "memory_bandwidth_qos"), ("sm", "sm_isolation"), ("ipc", "interop"),
+        ("GPU Management (telemetry)", "telemetry"), ("use", "target_use"), ("memory protection", "memory_protection"),
+    ],
+)  # fmt: skip
+def test_a_row_by_its_names(text, row):
+    assert row_named(TABLE, text).key == row
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("timeslcing", "did you mean timeslice?"), ("mgi", "name streams"), ("", "name streams"), ("s", "name streams")]
+)  # fmt: skip
+def test_an_unknown_mechanism_is_refused(text, hint):
+    with pytest.raises(BadUsage) as caught:
+        mechanism_named(text)
+    assert (caught.value.code, hint in caught.value.hint) == ("no_mechanism", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        (
+            "memory",
+            "may be memory protection or memory bandwidth QoS",
+            "name one: memory_protection, memory_bandwidth_qos",
+        ),
+        ("eror isolation", "is no row", "did you mean error_isolation?"),
+        ("colour", "is no row", "its rows: partition_type"),
+    ],
+)
+def test_an_unknown_or_ambiguous_row_is_refused(text, message, hint):
+    with pytest.raises(BadUsage) as caught:
+        row_named(TABLE, text)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+FACTS = st.builds(
+    GpuFacts,
+    index=st.integers(0, 3),
+    name=st.none() | st.just("GPU"),
+    memory_total_bytes=st.none() | st.just(16 * GIB),
+    memory_used_bytes=st.none() | st.just(GIB),
+    multiprocessors=st.none() | st.integers(1, 200),
+    compute_capability=st.none() | st.sampled_from([(6, 0), (7, 5), (8, 0), (12, 0)]),
+    mig_capable=st.none() | st.booleans(),
+    mig_enabled=st.none() | st.booleans(),
+    layout=st.none() | st.sampled_from([Layout(gpu=0, profiles=()), Layout(gpu=0, profiles=PROFILES)]),
+    compute_mode=st.none() | st.sampled_from(ComputeMode),
+    mps_daemons=st.integers(0, 2),
+    processes=st.none() | st.integers(0, 3),
+    time_slice_settable=st.none() | st.booleans(),
+    vgpu_capable=st.none() | st.booleans(),
+)
+
+
+@given(
+    gpu=FACTS,
+    driver=st.none() | st.sampled_from(["", "470.1", "580.159.04", "615"]),
+    root=st.booleans(),
+    version=st.none() | st.just(13040),
+)
+def test_no_unknown_fact_breaks_a_cell(gpu, driver, root, version):
+    from gpushare.advice.table import driver_branch
+
+    host = HostFacts(
+        host="h", driver=driver, driver_major=driver_branch(driver), root=root, mps_program=True, mps_version=version
+    )
+    for mechanism in Mechanism:
+        for row in TABLE.rows:
+            text = cell_here(TABLE, mechanism, row.key, host, gpu)
+            assert (text is None) == (availability(mechanism, host, gpu).usable is False)
+            assert text is None or "None" not in text
