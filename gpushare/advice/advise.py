@@ -1,0 +1,241 @@
+"""Advice as a whole: the winner with its recipe, how sure it is, and what would change it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.advice.engine import Verdict, verdicts, winner
+from gpushare.advice.recipe import limits_sum, recipe
+from gpushare.advice.recipe_line import Recipe
+from gpushare.advice.rule import Kind
+from gpushare.advice.situation import Situation
+from gpushare.advice.table import Mechanism
+from gpushare.advice.ways import Way
+from gpushare.advice.workload import Case, Isolation, Pattern
+from gpushare.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.advice.memory import Budget
+
+
+class Confidence(str, Enum):
+    """How sure the advice is."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another answer to one question: ``field`` and ``value`` of the workloads, and how people say it."""
+
+    field: str
+    value: Any
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What another answer would lead to. ``open``: the question was not answered."""
+
+    field: str
+    text: str
+    way: Way | None
+    open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What is said of one case on one GPU. ``best`` is None when nothing fits."""
+
+    situation: Situation
+    best: Verdict | None
+    verdicts: tuple[Verdict, ...]
+    recipe: Recipe | None
+    budget: Budget
+    # What the memory limits of the recipe come to.
+    limits_bytes: int | None
+    confidence: Confidence
+    confidence_why: str
+    changes: tuple[Change, ...]
+    # What the winner does not protect from.
+    gaps: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def of(self, way: Way) -> Verdict:
+        """Return the verdict of a way."""
+        return next(one for one in self.verdicts if one.way is way)
+
+
+# Another answer to each question, in the order in which they decide.
+ALTERNATIVES: Final = (
+    Alternative(field="same_user", value=True, text="all belong to the same user"),
+    Alternative(field="same_user", value=False, text="they belong to different users"),
+    Alternative(field="isolation", value=frozenset(), text="no isolation is needed"),
+    Alternative(field="isolation", value=frozenset({Isolation.QUOTA}), text="a memory quota is needed"),
+    Alternative(field="isolation", value=frozenset({Isolation.FAULT}), text="a fault of one must not end the others"),
+    Alternative(field="latency", value=True, text="there is a latency target"),
+    Alternative(field="saturating", value=True, text="one process fills the GPU"),
+    Alternative(field="saturating", value=False, text="no process fills the GPU"),
+    Alternative(field="pattern", value=Pattern.INTERACTIVE, text="it is interactive work"),
+    Alternative(field="pattern", value=Pattern.STEADY, text="it is steady work"),
+    Alternative(field="trusted", value=False, text="they do not trust each other"),
+    Alternative(field="bandwidth_qos", value=True, text="memory bandwidth must be guaranteed"),
+    Alternative(field="code", value=True, text="the code can be changed"),
+    Alternative(field="cuda_graphs", value=True, text="they launch CUDA graphs"),
+    Alternative(field="running", value=True, text="they run already"),
+    Alternative(field="running", value=False, text="they can be started anew"),
+    Alternative(field="vms", value=True, text="they are virtual machines"),
+    Alternative(field="io_bound", value=True, text="the GPU waits for input"),
+    Alternative(field="bandwidth_bound", value=True, text="the opportunistic job fills the memory bandwidth"),
+    Alternative(field="root", value=True, text="root is to be had"),
+    Alternative(field="root", value=False, text="root is not to be had"),
+)
+# Questions whose missing answer makes the advice less sure; the others are taken as "no" until said otherwise.
+DECIDING: Final = ("same_user", "isolation", "saturating", "latency", "pattern")
+
+# Those of them that decide most often.
+_FIRST: Final = frozenset({"same_user", "saturating"})
+
+
+def advise(situation: Situation) -> Advice:
+    """Return the advice for a case on a GPU."""
+    found = verdicts(situation)
+    best = winner(found)
+    changes = tuple(_changes(situation, None if best is None else best.way))
+    confidence, why = _confidence(situation, best, changes)
+    return Advice(
+        situation=situation,
+        best=best,
+        verdicts=found,
+        recipe=None if best is None else recipe(situation, best.way),
+        budget=situation.plain if best is None else situation.budget_of(best.way),
+        limits_bytes=None if best is None else limits_sum(situation, best.way),
+        confidence=confidence,
+        confidence_why=why,
+        changes=changes,
+        gaps=() if best is None else _gaps(situation, best.way),
+        notes=_notes(situation),
+    )
+
+
+def with_answer(situation: Situation, field: str, value: Any) -> Situation:
+    """Return the situation with another answer to one question."""
+    case = situation.case
+    if field == "root":
+        return replace(situation, case=replace(case, root=value))
+    if field == "same_user":
+        # Names that were given would say otherwise.
+        return replace(
+            situation,
+            case=Case(
+                workloads=tuple(replace(one, same_user=value, user=None) for one in case.workloads), root=case.root
+            ),
+        )
+    if field == "bandwidth_bound" and not situation.pair:
+        return situation
+    ones = tuple(replace(one, **{field: value}) for one in case.workloads)
+    return replace(situation, case=replace(case, workloads=ones))
+
+
+def answer_of(situation: Situation, field: str) -> Any:
+    """Return what was said to a question; None when nobody said."""
+    case = situation.case
+    if field == "root":
+        return situation.may_be_root
+    if field == "same_user":
+        return case.same_user
+    if field == "isolation":
+        return case.wanted_isolation
+    if field == "pattern":
+        return case.pattern
+    return case.any(field)
+
+
+def _changes(situation: Situation, way: Way | None) -> list[Change]:
+    found = []
+    for other in ALTERNATIVES:
+        now = answer_of(situation, other.field)
+        if now == other.value or (now is None and other.value is False and other.field == "running"):
+            continue
+        if situation.case.processes == 1 and other.field in {"same_user", "trusted"}:
+            continue
+        best = winner(verdicts(with_answer(situation, other.field, other.value)))
+        then = None if best is None else best.way
+        if then is not way:
+            found.append(Change(field=other.field, text=other.text, way=then, open=now is None))
+    return found
+
+
+def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Change, ...]) -> tuple[Confidence, str]:
+    if best is None:
+        return Confidence.HIGH, "arithmetic and hard limits"
+    open_fields = list(dict.fromkeys(one.field for one in changes if one.open and one.field in DECIDING))
+    first = [field for field in open_fields if field in _FIRST]
+    if best.way is Way.MEASURE:
+        return Confidence.LOW, "the studies contradict each other for this: only your own program can tell"
+    if open_fields:
+        level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
+        return level, f"open questions that would change it: {_named(open_fields)}"
+    if best.way is Way.MPS_PRIORITY and "H200" not in (situation.gpu.name or ""):
+        return Confidence.MEDIUM, "its cap was measured on an H200: this GPU may need another"
+    if any(one.contradiction for one in best.reasons):
+        return Confidence.MEDIUM, "its sources disagree on a point that was asked for"
+    if not best.of(Kind.FOR):
+        return Confidence.MEDIUM, "it is what is left, nothing speaks for it in particular"
+    if any(one.open for one in best.of(Kind.CONDITION)):
+        return Confidence.MEDIUM, "its conditions were not confirmed"
+    return Confidence.HIGH, "all that decides was said"
+
+
+QUESTION_TITLES: Final = {
+    "same_user": "same user",
+    "isolation": "isolation",
+    "saturating": "saturating",
+    "latency": "latency target",
+    "pattern": "pattern",
+}
+
+
+def _named(fields: list[str]) -> str:
+    return ", ".join(QUESTION_TITLES.get(field, field) for field in fields)
+
+
+_GAPS: Final = {
+    "error_isolation": ("full", "faults"),
+    "memory_bandwidth_qos": ("partition", "memory bandwidth"),
+    "memory_protection": ("quota", "memory use"),
+    "sm_isolation": ("percentage", "SM time"),
+}
+
+
+def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
+    """Return what the winner leaves shared, from the table."""
+    if way.outer in {None, Mechanism.STREAMS} or not situation.several:
+        return ()
+    table, driver = situation.table, situation.host.driver
+    found = []
+    for row, (wanted, name) in _GAPS.items():
+        level = table.level(way.outer, row, driver, option=way.table_option if way is Way.MPS_STATIC else None)
+        if not table.at_least(row, level, wanted):
+            found.append(name)
+    return tuple(found)
+
+
+def _notes(situation: Situation) -> tuple[str, ...]:
+    notes = []
+    idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None]
+    processes = situation.case.processes
+    if processes is not None and 1 < processes <= len(idle):
+        notes.append(
+            f"{len(idle)} GPUs of this host are idle: each of the {processes} processes can have one to itself"
+        )
+    if situation.gpu.mps_daemons:
+        notes.append(f"an MPS daemon serves GPU {situation.gpu.index} already; see: gpushare mps status")
+    used = situation.gpu.memory_used_bytes
+    if used is not None and situation.gpu.processes and used > GIB:
+        notes.append(f"{format_bytes(used)} of the GPU are in use now; the sum counts it as empty")
+    return tuple(notes)

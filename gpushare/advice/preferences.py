@@ -1,0 +1,338 @@
+"""What speaks for a way, and against it, among those that are not refused. Pure.
+
+A weight says how much; the reasons are shown, the numbers are not.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gpushare.advice.rule import Kind, Rule, When
+from gpushare.advice.situation import Situation
+from gpushare.advice.ways import CONCURRENT, Way
+from gpushare.advice.workload import Isolation, Pattern, Role
+
+# What speaks for a way when nothing else does: what needs least comes first.
+BASE: Final = {
+    Way.WHOLE: 5,
+    Way.STREAMS: 2,
+    Way.TIMESLICE: 10,
+    Way.MPS: 8,
+    Way.MPS_PRIORITY: -20,
+    Way.MPS_STATIC: -10,
+    Way.MIG: 6,
+    Way.VGPU: -100,
+    Way.MIG_MPS: 3,
+    Way.MIG_TIMESLICE: 2,
+    Way.MPS_STREAMS: 1,
+    Way.MEASURE: -1,
+    Way.FIX: -50,
+}
+
+
+def _for(name: str, ways: dict[Way, int], text: str, source: str, when: When) -> list[Rule]:
+    return [
+        Rule(id=name, kind=Kind.FOR, ways=(way,), text=text, source=source, when=when, weight=weight)
+        for way, weight in ways.items()
+    ]
+
+
+def _against(name: str, ways: dict[Way, int], text: str, source: str, when: When) -> list[Rule]:
+    return [
+        Rule(id=name, kind=Kind.AGAINST, ways=(way,), text=text, source=source, when=when, weight=weight)
+        for way, weight in ways.items()
+    ]
+
+
+def _one_process(s: Situation) -> bool:
+    processes = s.case.processes
+    return processes == 1 or (processes is None and bool(s.case.any("one_application")))
+
+
+def _own_code(s: Situation) -> bool:
+    return _one_process(s) and bool(s.case.any("code"))
+
+
+def _small(s: Situation) -> bool:
+    return s.several and s.saturating is False
+
+
+def _farm(s: Situation) -> bool:
+    return _small(s) and s.case.same_user is True and not s.idle_often and not s.pair
+
+
+def _cooperating(s: Situation) -> bool:
+    together = s.case.any("cooperating") or (s.several and s.case.any("one_application") and s.case.processes)
+    return bool(together) and s.case.same_user is not False and s.saturating is not True
+
+
+def _groups(s: Situation) -> bool:
+    return (s.case.groups or 0) > 1 and bool(s.grouped) and s.apart
+
+
+def _older(s: Situation) -> bool:
+    more = s.case.parties is not None and s.instances is not None and s.case.parties > s.instances
+    return s.several and s.trusted and (s.gpu.mig_capable is False or more) and s.case.same_user is False
+
+
+def _half(s: Situation) -> bool:
+    memory, total = s.plain.largest_bytes, s.plain.total_bytes
+    return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
+
+
+def _free_to_measure(s: Situation) -> bool:
+    hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
+    return s.several and not s.pair and not hard and s.trusted and not s.case.any("vms")
+
+
+def _production(s: Situation) -> bool:
+    return Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY})
+
+
+PREFERENCES: Final = (
+    *_for(
+        "one-process",
+        {Way.WHOLE: 40},
+        "there is one process: nobody to share with",
+        "NVIDIA table 2022",
+        _one_process,
+    ),
+    *_for(
+        "one-process-own-code",
+        {Way.STREAMS: 75},
+        "one process, and its code can be changed: streams overlap its work",
+        'NVIDIA table 2022; CIP203 ("limited to a single process")',
+        _own_code,
+    ),
+    *_for(
+        "small-same-user",
+        {Way.MPS: 40, Way.MPS_STREAMS: 20},
+        "several small programs of one user: MPS runs their kernels at the same time",
+        "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
+        _farm,
+    ),
+    *_for(
+        "cooperating",
+        {Way.MPS: 30},
+        "cooperating processes (MPI ranks) are what MPS was made for",
+        "NVIDIA MPS guide; CSC; PIConGPU",
+        _cooperating,
+    ),
+    *_for(
+        "small-batch",
+        {Way.MPS: 15},
+        "small batch jobs: throughput counts",
+        "GKE",
+        lambda s: _small(s) and s.case.pattern is Pattern.STEADY and s.case.same_user is not False,
+    ),
+    *_for(
+        "latency-own-part",
+        {Way.MIG: 45, Way.WHOLE: 5},
+        "latency or QoS of several services: each has its own SMs and memory",
+        "NVIDIA table 2022; GKE; Rafay; CERN",
+        lambda s: s.several and bool(s.case.any("latency")) and not s.pair,
+    ),
+    *_against(
+        "latency-jitter",
+        {Way.TIMESLICE: 20, Way.MIG_TIMESLICE: 20},
+        "time-slicing adds jitter: p99 2 to 3 times, also 5 times, that of a job alone",
+        "NVIDIA table 2022; Tally-bench; measured on an H200",
+        lambda s: bool(s.case.any("latency")),
+    ),
+    *_for(
+        "bandwidth",
+        {Way.MIG: 45},
+        "only MIG divides the memory bandwidth",
+        "NVIDIA table 2022",
+        lambda s: s.several and bool(s.case.any("bandwidth_qos")),
+    ),
+    *_for(
+        "other-users-production",
+        {Way.MIG: 40},
+        "different users in production: each has an instance",
+        "CIP203; EKS; Red Hat",
+        lambda s: s.several and s.case.same_user is False and _production(s) and s.saturating is not True,
+    ),
+    *_for(
+        "bursty",
+        {Way.TIMESLICE: 40},
+        "bursts and idle times (people, notebooks, CI): who works has the whole GPU meanwhile",
+        "GKE; NVIDIA; CIP203; CERN; EKS (Red Hat does not recommend it in general)",
+        lambda s: s.several and s.idle_often,
+    ),
+    *_for(
+        "older-or-many",
+        {Way.TIMESLICE: 25},
+        "no MIG here for so many users",
+        "NVIDIA GPU Operator",
+        _older,
+    ),
+    *_for(
+        "groups-together",
+        {Way.MIG_MPS: 125},
+        "groups kept apart, small work inside each: an instance per group, MPS inside",
+        "NVIDIA blog 2022; GKE; CIP203",
+        lambda s: _groups(s) and not s.idle_often and s.saturating is not True,
+    ),
+    *_for(
+        "groups-interactive",
+        {Way.MIG_TIMESLICE: 140},
+        "groups kept apart, interactive inside each: an instance per group, time-sliced inside",
+        "NVIDIA blog 2022; GKE; CIP203; nos",
+        lambda s: _groups(s) and s.idle_often,
+    ),
+    *_for(
+        "half-a-gpu",
+        {Way.MIG: 15},
+        "each needs less than half of the GPU and of its memory: an instance, tested, does",
+        "CIP203",
+        lambda s: s.several and _half(s),
+    ),
+    *_for(
+        "half-a-gpu-alone",
+        {Way.MIG: 80},
+        "one job that needs less than half of the GPU and of its memory: an instance, tested, leaves the rest to others",
+        "CIP203",
+        lambda s: _one_process(s) and _half(s) and not s.case.any("code"),
+    ),
+    *_for(
+        "saturating",
+        {Way.WHOLE: 60},
+        "one process fills the GPU: sharing gains nothing (0.97 to 1.05 of one after the other), and MIG mode costs SMs",
+        "CERN; CIP203; ParvaGPU",
+        lambda s: s.saturating is True and not s.pair,
+    ),
+    *_for(
+        "production-pair",
+        {Way.MPS_PRIORITY: 92},
+        "production beside an opportunistic job: on an H200 a cap of 60 % and low priority for the latter kept production's p99 (0.98)",
+        "measured on an H200; man nvidia-cuda-mps-control",
+        lambda s: s.pair and s.case.same_user is not False,
+    ),
+    *_against(
+        "production-plain-mps",
+        {Way.MPS: 60, Way.MPS_STREAMS: 60},
+        "MPS alone is the worst neighbour: on an H200 production kept 0.11 of its rate, p99 10.5 times",
+        "measured on an H200",
+        lambda s: s.pair,
+    ),
+    *_for(
+        "production-apart",
+        {Way.MIG: 30},
+        "an instance for production keeps its throughput and its p99",
+        "NVIDIA table 2022",
+        lambda s: s.pair,
+    ),
+    *_for(
+        "production-first",
+        {Way.WHOLE: 20},
+        "the other can wait, or be paused, while production works",
+        "measured on an H200 (only a full pause protects the tail outside MPS)",
+        lambda s: s.pair,
+    ),
+    *_against(
+        "production-time",
+        {Way.TIMESLICE: 15},
+        "time-slicing gives both the same time: on an H200 production kept 0.51 of its rate",
+        "measured on an H200; NVIDIA GPU Operator",
+        lambda s: s.pair,
+    ),
+    *_for(
+        "production-bandwidth",
+        {Way.MIG: 60, Way.WHOLE: 70},
+        "the other fills the memory bandwidth: give production an instance, or pause the other",
+        "measured on an H200",
+        lambda s: s.pair and bool(s.case.any("bandwidth_bound")),
+    ),
+    *_against(
+        "production-bandwidth-cap",
+        {Way.MPS_PRIORITY: 60},
+        "half of the SMs draw all of the memory bandwidth: a cap does not help",
+        "measured on an H200",
+        lambda s: s.pair and bool(s.case.any("bandwidth_bound")),
+    ),
+    *_for(
+        "kept-in-share",
+        {Way.MPS_STATIC: 90, Way.MIG: 35, Way.MPS: 15},
+        "known needs, and each is to stay in its share",
+        "NVIDIA CUDA 13.1",
+        lambda s: s.several and bool(s.case.any("containment")),
+    ),
+    *_for(
+        "cuda-graphs",
+        {Way.MEASURE: 100},
+        "engines with CUDA graphs turn the order round (H200: time-slicing 99.7 %, MPS 94.4 %, MIG 20 % of alone)",
+        "H200 co-location study (2026)",
+        lambda s: _free_to_measure(s) and bool(s.case.any("cuda_graphs")),
+    ),
+    *_for(
+        "waits-for-input",
+        {Way.FIX: 200},
+        "the GPU waits for input: sharing hides that, more workers or larger batches cure it",
+        "CIP203",
+        lambda s: bool(s.case.any("io_bound")),
+    ),
+    *_for(
+        "virtual-machines",
+        {Way.VGPU: 200},
+        "the parties are virtual machines",
+        "NVIDIA table 2022",
+        lambda s: bool(s.case.any("vms")),
+    ),
+    *_for(
+        "not-trusted",
+        {Way.MIG: 70, Way.WHOLE: 45},
+        "the parties do not trust each other: each has its own part, or its own time",
+        "NVIDIA table 2022; EKS",
+        lambda s: s.several and not s.trusted,
+    ),
+    *_against(
+        "not-trusted-time",
+        {Way.TIMESLICE: 40},
+        "who shares the memory of a GPU can use it up, and a reset hits all",
+        "NVIDIA GPU Operator",
+        lambda s: s.several and not s.trusted,
+    ),
+    *_for(
+        "isolated",
+        {Way.MIG: 60},
+        "isolation in hardware",
+        "NVIDIA table 2022",
+        lambda s: s.several and bool(s.isolation & {Isolation.FAULT, Isolation.FULL}) and s.saturating is not True,
+    ),
+    *_for(
+        "quota",
+        {Way.MPS: 10, Way.MIG: 5},
+        "a limit that holds for each process",
+        "NVIDIA MPS guide",
+        lambda s: s.several and Isolation.QUOTA in s.isolation,
+    ),
+    *_for(
+        "needs-peers",
+        {Way.WHOLE: 60},
+        "work across GPUs wants them whole",
+        "NVIDIA MIG User Guide",
+        lambda s: bool(s.case.any("nccl")) or bool(s.case.any("p2p")),
+    ),
+    *_for(
+        "runs-already",
+        {Way.TIMESLICE: 40},
+        "a program that runs is time-sliced as it is, and can be paused; nothing else can take it in",
+        "NVIDIA MPS guide",
+        lambda s: bool(s.case.any("running")),
+    ),
+    *_against(
+        "queue-of-people",
+        {Way.WHOLE: 15},
+        "people would wait for each other",
+        "CIP203",
+        lambda s: s.several and s.case.pattern is Pattern.INTERACTIVE,
+    ),
+    *_against(
+        "one-process-shares",
+        dict.fromkeys(tuple(way for way in CONCURRENT if way not in {Way.STREAMS, Way.VGPU}), 30),
+        "there is nobody to share with",
+        "NVIDIA table 2022",
+        _one_process,
+    ),
+)

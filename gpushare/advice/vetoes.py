@@ -1,0 +1,261 @@
+"""Hard limits that are not a row of the table: the host, the GPU, the numbers. Pure.
+
+Each comes from a document or a measurement, named beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gpushare.advice.rule import Kind, Rule, When, Words
+from gpushare.advice.situation import AMPERE, Situation
+from gpushare.advice.three import all_of, any_of, negated
+from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, Way
+from gpushare.model import ComputeMode
+from gpushare.units import format_bytes
+
+_MIG_GUIDE: Final = "NVIDIA MIG User Guide"
+_MPS_GUIDE: Final = "NVIDIA MPS guide"
+_STATIC_DRIVER: Final = 590
+
+
+def _veto(name: str, ways: tuple[Way, ...], text: str, source: str, when: When, **more: Any) -> Rule:
+    return Rule(id=name, kind=Kind.VETO, ways=ways, text=text, source=source, when=when, **more)
+
+
+def _older_than(s: Situation, capability: tuple[int, int]) -> bool | None:
+    return None if s.gpu.compute_capability is None else s.gpu.compute_capability < capability
+
+
+def _mig_off(s: Situation) -> bool | None:
+    return negated(s.gpu.mig_enabled)
+
+
+def _not_root(s: Situation) -> bool | None:
+    return negated(s.may_be_root)
+
+
+def _needs_change(s: Situation) -> bool:
+    """Return whether instances have to be made: MIG is off, or those that idle do not serve."""
+    return not s.gpu.mig_enabled or s.free_now(Way.MIG) is None
+
+
+def _too_many(s: Situation) -> bool | None:
+    if s.mps_clients is None or s.case.processes is None:
+        return None
+    return s.case.processes > s.mps_clients
+
+
+def _memory_words(way: Way) -> Words:
+    def words(s: Situation) -> dict[str, object]:
+        found = s.budget_of(way)
+        largest = found.largest_bytes or 0
+        return {
+            "total": format_bytes(found.total_bytes),
+            "needed": format_bytes(found.needed_bytes),
+            "short": format_bytes(-(found.left_bytes or 0)),
+            "most": found.most or 0,
+            "largest": format_bytes(largest),
+            "over": format_bytes(max(largest - (found.usable_bytes or 0), 0)),
+        }
+
+    return words
+
+
+def _sum_too_large(way: Way) -> When:
+    def when(s: Situation) -> bool | None:
+        return s.several and s.budget_of(way).may_fit is False
+
+    return when
+
+
+def _too_small(way: Way) -> When:
+    def when(s: Situation) -> bool | None:
+        found = s.slices(way)
+        return None if found is None else found.why_not is not None
+
+    return when
+
+
+def _why_not(way: Way) -> Words:
+    def words(s: Situation) -> dict[str, object]:
+        found = s.slices(way)
+        return {"why": "" if found is None else found.why_not}
+
+    return words
+
+
+def _no_graphics(s: Situation) -> bool | None:
+    wanted = s.case.any("graphics")
+    offers = s.gpu.layout is not None and any(profile.graphics for profile in s.gpu.layout.profiles)
+    return False if offers else wanted
+
+
+VETOES: Final = (
+    # -- MIG ---------------------------------------------------------------------------------------
+    _veto(
+        "mig-not-there",
+        ALL_MIG,
+        "{name} has no MIG",
+        "NVIDIA MIG User Guide, supported GPUs; AWS EKS",
+        lambda s: negated(s.gpu.mig_capable),
+        unknown="only if the GPU has MIG; the driver does not say",
+        words=lambda s: {"name": s.gpu.name or "this GPU"},
+    ),
+    _veto(
+        "mig-needs-root",
+        ALL_MIG,
+        "MIG instances are made by root, and that is not to be had",
+        f"{_MIG_GUIDE} (CAP_SYS_ADMIN)",
+        lambda s: all_of([_needs_change(s), _not_root(s)]),
+        unknown="root has to make the instances (the lines with sudo)",
+    ),
+    _veto(
+        "nccl",
+        ALL_MIG,
+        "NCCL and peer-to-peer across GPUs do not work on MIG instances",
+        f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"',
+        lambda s: any_of([s.case.any("nccl"), s.case.any("p2p")]),
+    ),
+    _veto(
+        "graphics",
+        ALL_MIG,
+        "graphics APIs do not run on MIG instances of this GPU",
+        f"{_MIG_GUIDE} (only RTX PRO 6000 Blackwell has +gfx profiles)",
+        _no_graphics,
+    ),
+    _veto(
+        "profiler",
+        (*ALL_MIG, *ALL_MPS),
+        "a profiler or debugger needs what is shared here",
+        "NVIDIA MIG and MPS guides",
+        lambda s: s.case.any("profiler"),
+    ),
+    *(
+        _veto(
+            "mig-too-small",
+            (way,),
+            "{why}",
+            f"{_MIG_GUIDE}, profiles; CIP203",
+            _too_small(way),
+            words=_why_not(way),
+        )
+        for way in ALL_MIG
+    ),
+    # -- MPS ---------------------------------------------------------------------------------------
+    _veto(
+        "mps-other-users",
+        ALL_MPS,
+        "an MPS server takes one user's programs, others wait until the last has ended (its multi-user mode drops isolation)",
+        _MPS_GUIDE,
+        lambda s: negated(s.case.same_user),
+        unknown="only if all belong to the same user",
+    ),
+    _veto(
+        "mps-other-users-inside",
+        (Way.MIG_MPS,),
+        "the processes of one party belong to different users, and an MPS server takes one user's",
+        _MPS_GUIDE,
+        lambda s: negated(s.case.same_user_inside),
+        unknown="only if those in one instance belong to the same user",
+    ),
+    _veto(
+        "mps-clients",
+        ALL_MPS,
+        "{processes} processes, and MPS takes {most} clients on this GPU",
+        "NVIDIA MPS guide (48; 60 from release 590; 16 before Volta)",
+        _too_many,
+        words=lambda s: {"processes": s.case.processes, "most": s.mps_clients},
+    ),
+    _veto(
+        "mps-not-installed",
+        (*ALL_MPS, Way.MIG_MPS),
+        "nvidia-cuda-mps-control is not installed on this host",
+        f"{_MPS_GUIDE} (Linux, part of the driver)",
+        lambda s: not s.host.mps_program,
+    ),
+    _veto(
+        "mps-dynamic-parallelism",
+        (*ALL_MPS, Way.MIG_MPS),
+        "MPS does not take programs that launch kernels from kernels",
+        "NVIDIA MPS guide (error 811)",
+        lambda s: s.case.any("dynamic_parallelism"),
+    ),
+    _veto(
+        "mps-limits-before-volta",
+        (Way.MPS_PRIORITY, Way.MPS_STATIC),
+        "MPS has no limits before Volta",
+        _MPS_GUIDE,
+        lambda s: s.before_volta,
+    ),
+    _veto(
+        "mps-static-old",
+        (Way.MPS_STATIC,),
+        "static partitions need Ampere and driver 590 (CUDA 13.1); here is {driver}",
+        "NVIDIA CUDA 13.1; nvidia-cuda-mps-control 595",
+        lambda s: any_of(
+            [_older_than(s, AMPERE), None if s.host.driver_major is None else s.host.driver_major < _STATIC_DRIVER]
+        ),
+        unknown="only from Ampere and driver 590 (CUDA 13.1) on",
+        words=lambda s: {"driver": s.host.driver},
+    ),
+    # -- streams -----------------------------------------------------------------------------------
+    _veto(
+        "streams-need-code",
+        (Way.STREAMS, Way.MPS_STREAMS),
+        "the program would have to be changed, and cannot be",
+        "NVIDIA table 2022; CIP203",
+        lambda s: negated(s.case.any("code")),
+        unknown="only if the program can be changed to use streams",
+    ),
+    _veto(
+        "streams-running",
+        (Way.STREAMS,),
+        "the program runs already; it would have to be changed and started anew",
+        "NVIDIA table 2022",
+        lambda s: s.case.any("running"),
+    ),
+    # -- vGPU --------------------------------------------------------------------------------------
+    _veto(
+        "vgpu-not-there",
+        (Way.VGPU,),
+        "this GPU or driver has no vGPU",
+        "NVML vGPU capability",
+        lambda s: negated(s.gpu.vgpu_capable),
+    ),
+    _veto(
+        "vgpu-no-vms",
+        (Way.VGPU,),
+        "there are no virtual machines",
+        "NVIDIA table 2022",
+        lambda s: negated(s.case.any("vms")),
+        unknown="only for virtual machines, with NVIDIA's licence",
+    ),
+    # -- memory and the GPU itself -----------------------------------------------------------------
+    *(
+        _veto(
+            "memory-sum",
+            ways,
+            "together {needed} of {total}: {short} too much; {most} fit at the same time",
+            "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
+            _sum_too_large(ways[0]),
+            words=_memory_words(ways[0]),
+        )
+        for ways in (ALL_MPS, tuple(way for way in CONCURRENT if way not in {*ALL_MPS, Way.MIG_MPS}), (Way.MIG_MPS,))
+    ),
+    _veto(
+        "memory-one",
+        (Way.WHOLE, *CONCURRENT),
+        "one process alone needs {largest} of {total}: {over} too much",
+        "arithmetic",
+        lambda s: negated(s.plain.one_fits) if s.plain.one_fits is not None else False,
+        words=_memory_words(Way.WHOLE),
+    ),
+    _veto(
+        "prohibited",
+        CONCURRENT,
+        "the GPU is in compute mode prohibited: no program may use it",
+        "NVML compute mode",
+        lambda s: s.gpu.compute_mode is ComputeMode.PROHIBITED and not s.may_be_root,
+    ),
+)

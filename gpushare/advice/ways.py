@@ -1,0 +1,123 @@
+"""The ways of using one GPU that advice chooses among. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from enum import Enum
+from typing import Final
+
+from gpushare.advice.table import Mechanism
+from gpushare.errors import BadUsage
+
+
+class Way(str, Enum):
+    """One way; the order is that of the answer's table, from the simplest to the most particular."""
+
+    WHOLE = "whole-gpu"
+    STREAMS = "streams"
+    TIMESLICE = "timeslice"
+    MPS = "mps"
+    MPS_PRIORITY = "mps-priority"
+    MPS_STATIC = "mps-static"
+    MIG = "mig"
+    VGPU = "vgpu"
+    MIG_MPS = "mig+mps"
+    MIG_TIMESLICE = "mig+timeslice"
+    MPS_STREAMS = "mps+streams"
+    MEASURE = "measure"
+    FIX = "fix-app"
+
+    @property
+    def label(self) -> str:
+        """Return the name for people."""
+        return _TITLES[self]
+
+    @property
+    def outer(self) -> Mechanism | None:
+        """Return the mechanism of the table that stands between the parties; None: nobody shares."""
+        return _OUTER.get(self)
+
+    @property
+    def inner(self) -> Mechanism | None:
+        """Return the mechanism inside one party's part; None: there is one level only."""
+        return _INNER.get(self)
+
+    @property
+    def table_option(self) -> str | None:
+        """Return the key of the option in the table that this way is, or may be: static partitions, MIG-backed vGPU."""
+        return _OPTIONS.get(self)
+
+
+_TITLES: Final = {
+    Way.WHOLE: "whole GPU, or a queue",
+    Way.STREAMS: "CUDA streams",
+    Way.TIMESLICE: "time-slicing",
+    Way.MPS: "MPS",
+    Way.MPS_PRIORITY: "MPS with priority and a cap",
+    Way.MPS_STATIC: "MPS static partitions",
+    Way.MIG: "MIG",
+    Way.VGPU: "vGPU",
+    Way.MIG_MPS: "MIG with MPS inside",
+    Way.MIG_TIMESLICE: "MIG with time-slicing inside",
+    Way.MPS_STREAMS: "MPS, with streams inside",
+    Way.MEASURE: "measure it",
+    Way.FIX: "fix the application first",
+}
+_OUTER: Final = {
+    Way.STREAMS: Mechanism.STREAMS,
+    Way.TIMESLICE: Mechanism.TIMESLICE,
+    Way.MPS: Mechanism.MPS,
+    Way.MPS_PRIORITY: Mechanism.MPS,
+    Way.MPS_STATIC: Mechanism.MPS,
+    Way.MIG: Mechanism.MIG,
+    Way.VGPU: Mechanism.VGPU,
+    Way.MIG_MPS: Mechanism.MIG,
+    Way.MIG_TIMESLICE: Mechanism.MIG,
+    Way.MPS_STREAMS: Mechanism.MPS,
+}
+_INNER: Final = {
+    Way.MIG_MPS: Mechanism.MPS,
+    Way.MIG_TIMESLICE: Mechanism.TIMESLICE,
+    Way.MPS_STREAMS: Mechanism.STREAMS,
+}
+_OPTIONS: Final = {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed"}
+# Words that people use for them.
+_ALIASES: Final = {
+    "exclusive": Way.WHOLE,
+    "whole": Way.WHOLE,
+    "queue": Way.WHOLE,
+    "stream": Way.STREAMS,
+    "time-slicing": Way.TIMESLICE,
+    "timeslicing": Way.TIMESLICE,
+    "time-slice": Way.TIMESLICE,
+    "priority": Way.MPS_PRIORITY,
+    "static": Way.MPS_STATIC,
+    "mig+time-slicing": Way.MIG_TIMESLICE,
+    "fix": Way.FIX,
+}
+
+ALL_MPS: Final = (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS)
+ALL_MIG: Final = (Way.MIG, Way.MIG_MPS, Way.MIG_TIMESLICE)
+# Several programs on one device at the same time.
+CONCURRENT: Final = (Way.STREAMS, Way.TIMESLICE, *ALL_MPS, *ALL_MIG, Way.VGPU)
+# What shares a GPU, or leaves it alone; without the two answers that are advice of another kind.
+SHARING: Final = (Way.WHOLE, *CONCURRENT)
+
+
+def way_of(text: str) -> Way:
+    """Return the way that a user names.
+
+    Raises:
+        BadUsage: none of them; the hint names those that are close.
+    """
+    wanted = text.strip().lower()
+    try:
+        return Way(wanted)
+    except ValueError:
+        pass
+    if wanted in _ALIASES:
+        return _ALIASES[wanted]
+    close = difflib.get_close_matches(wanted, [*(way.value for way in Way), *_ALIASES], n=2, cutoff=0.5)
+    known = ", ".join(way.value for way in Way)
+    hint = f"did you mean {' or '.join(close)}? All: {known}" if close else f"give one of: {known}"
+    raise BadUsage(f"'{text[:40]}' is not a way of sharing", hint, code="bad_mechanism")

@@ -1,0 +1,253 @@
+"""What a user wants to run: workloads, and the case that they make together. Frozen, pure; unknown is None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, Final
+
+from gpushare.advice.three import any_of
+from gpushare.errors import BadUsage
+from gpushare.units import parse_memory_limit, parse_seconds
+
+
+class Isolation(str, Enum):
+    """What must hold between the parties; several may be wanted."""
+
+    QUOTA = "quota"
+    FAULT = "fault"
+    FULL = "full"
+
+
+class Pattern(str, Enum):
+    """How the work comes."""
+
+    INTERACTIVE = "interactive"
+    BURSTY = "bursty"
+    STEADY = "steady"
+
+
+class Role(str, Enum):
+    """Which of two jobs gives way."""
+
+    PRODUCTION = "production"
+    OPPORTUNISTIC = "opportunistic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Equal processes of one kind. None: nobody said."""
+
+    name: str | None = None
+    command: str | None = None
+    processes: int | None = None
+    # Per process, at its peak, without the CUDA context.
+    memory: int | None = None
+    # Per process; for a MIG instance.
+    sms: int | None = None
+    # One process alone fills the GPU.
+    saturating: bool | None = None
+    user: str | None = None
+    same_user: bool | None = None
+    trusted: bool | None = None
+    isolation: frozenset[Isolation] | None = None
+    bandwidth_qos: bool | None = None
+    # Unequal shares of time are wanted.
+    weights: bool | None = None
+    # There is a target for the latency of single requests; ``latency_seconds`` is it, where it is known.
+    latency: bool | None = None
+    latency_seconds: float | None = None
+    pattern: Pattern | None = None
+    one_application: bool | None = None
+    cooperating: bool | None = None
+    code: bool | None = None
+    vms: bool | None = None
+    nccl: bool | None = None
+    p2p: bool | None = None
+    ipc: bool | None = None
+    graphics: bool | None = None
+    profiler: bool | None = None
+    dynamic_parallelism: bool | None = None
+    running: bool | None = None
+    role: Role | None = None
+    cuda_graphs: bool | None = None
+    bandwidth_bound: bool | None = None
+    io_bound: bool | None = None
+    # The needs are known, and keeping each in its share matters more than lending idle SMs.
+    containment: bool | None = None
+    # Parties among the processes that must be kept from each other.
+    groups: int | None = None
+    containers: bool | None = None
+    kubernetes: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Workloads that shall share. ``root``: whether the user may become root; None: nobody said."""
+
+    workloads: tuple[Workload, ...]
+    root: bool | None = None
+
+    def any(self, field: str) -> bool | None:
+        """Return whether one of the workloads has a property; None when nobody said for some and none has it."""
+        return any_of(getattr(one, field) for one in self.workloads)
+
+    @property
+    def processes(self) -> int | None:
+        """Return how many processes there are; a workload in a list of several is one unless it says more."""
+        if len(self.workloads) == 1:
+            return self.workloads[0].processes
+        return sum(one.processes or 1 for one in self.workloads)
+
+    @property
+    def wanted_isolation(self) -> frozenset[Isolation] | None:
+        """Return what must hold between the parties; None when nobody said."""
+        said = [one.isolation for one in self.workloads if one.isolation is not None]
+        return frozenset().union(*said) if said else None
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """Return how the work comes when it is the same for all that said it."""
+        said = {one.pattern for one in self.workloads if one.pattern is not None}
+        return said.pop() if len(said) == 1 else None
+
+    @property
+    def groups(self) -> int | None:
+        """Return how many parties are to be kept apart: as said, or one per workload of a list."""
+        if len(self.workloads) > 1 or self.workloads[0].groups is not None:
+            return sum(one.groups or 1 for one in self.workloads)
+        return None
+
+    @property
+    def parties(self) -> int | None:
+        """Return how many shares are needed when each party has its own: groups, else processes."""
+        return self.groups if self.groups is not None else self.processes
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """Return the roles that the workloads have."""
+        return frozenset(one.role for one in self.workloads if one.role is not None)
+
+    @property
+    def same_user(self) -> bool | None:
+        """Return whether all processes belong to one user."""
+        if any(one.same_user is False for one in self.workloads):
+            return False
+        names = {one.user for one in self.workloads if one.user is not None}
+        if len(names) > 1:
+            return False
+        if len(names) == 1 and all(one.user is not None for one in self.workloads):
+            return True
+        if all(one.same_user for one in self.workloads):
+            return True
+        return True if self.processes == 1 else None
+
+    @property
+    def same_user_inside(self) -> bool | None:
+        """Return whether the processes of each party belong to one user."""
+        if self.same_user or self.groups is None:
+            return self.same_user
+        # Several parties: it is between them that the users differ, unless one of a list says otherwise.
+        if len(self.workloads) == 1:
+            return None
+        if any(one.same_user is False for one in self.workloads):
+            return False
+        return True if all(one.same_user or one.user or (one.processes or 1) == 1 for one in self.workloads) else None
+
+
+# -- from words ------------------------------------------------------------------------------------
+
+_CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
+_COUNTS: Final = ("processes", "sms", "groups")
+_TEXTS: Final = ("name", "command", "user")
+_YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+# What a file and the command line call a workload's properties.
+KEYS: Final = tuple(
+    "users" if field.name == "same_user" else field.name
+    for field in fields(Workload)
+    if field.name != "latency_seconds"
+)
+_MOST_PROCESSES: Final = 100_000
+
+
+def workload_of(words: Mapping[str, Any]) -> Workload:
+    """Return the workload of plain values, as a file or the command line gives them; None means: not said.
+
+    Raises:
+        BadUsage: an unknown key (`unknown_key`) or a value that is none.
+    """
+    values: dict[str, Any] = {}
+    for key, value in words.items():
+        if key not in KEYS:
+            raise BadUsage(f"'{key}' is not a property of a workload", _close(key), code="unknown_key")
+        if value is not None:
+            values.update(_value(key, value))
+    return Workload(**values)
+
+
+def _close(key: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, KEYS, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"its properties: {', '.join(KEYS)}"
+
+
+def _value(key: str, value: Any) -> dict[str, Any]:
+    if key in _TEXTS:
+        return {key: str(value)}
+    if key in _COUNTS:
+        return {key: _count(key, value)}
+    if key in _CHOICES:
+        return {key: _choice(key, value, [one.value for one in _CHOICES[key]], _CHOICES[key])}
+    if key == "users":
+        return {"same_user": _choice(key, value, ["same", "different"], str) == "same"}
+    if key == "memory":
+        return {"memory": value if isinstance(value, int) and value > 1024 else parse_memory_limit(str(value))}
+    if key == "isolation":
+        return {"isolation": _isolation(value)}
+    if key == "latency":
+        return _latency(value)
+    return {key: _yes_or_no(key, value)}
+
+
+def _count(key: str, value: Any) -> int:
+    text = str(value).strip()
+    # Judged as text: int() refuses numbers of thousands of digits.
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if isinstance(value, bool) or not 0 < number <= _MOST_PROCESSES:
+        raise BadUsage(f"'{text[:40]}' is not a number of {key}", f"give 1 to {_MOST_PROCESSES}", code="bad_count")
+    return number
+
+
+def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
+    text = str(value).strip().lower()
+    if text not in known:
+        raise BadUsage(f"'{text[:40]}' is not a value of {key}", f"give one of: {', '.join(known)}", code="bad_value")
+    return kind(text)
+
+
+def _yes_or_no(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = _YES.get(str(value).strip().lower())
+    if known is None:
+        raise BadUsage(f"'{str(value)[:40]}' is not a value of {key}", "give yes or no", code="bad_value")
+    return known
+
+
+def _isolation(value: Any) -> frozenset[Isolation]:
+    words = value if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
+    texts = [str(word).strip().lower() for word in words]
+    if texts == ["none"]:
+        return frozenset()
+    return frozenset(_choice("isolation", text, [one.value for one in Isolation], Isolation) for text in texts)
+
+
+def _latency(value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"latency": value}
+    text = str(value).strip().lower()
+    if text == "none" or text in _YES:
+        return {"latency": _YES.get(text, False)}
+    return {"latency": True, "latency_seconds": parse_seconds(text)}

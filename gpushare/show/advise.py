@@ -1,0 +1,206 @@
+"""Advice on the screen: the answer in one line, what to type, how to go back, then every way with its verdict."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.show.result import Column, Table
+from gpushare.show.text import visible
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_WIDEST: Final = 110
+_MOST_CHANGES: Final = 6
+_STYLES: Final = {"fits": "green", "fits with a condition": "yellow", "refused": "dim"}
+_SHORT: Final = {"fits": "fits", "fits with a condition": "if", "refused": "no"}
+
+
+def answer_table(data: Mapping[str, Any], *, whole: bool = False) -> Table:
+    """Return the answer: rows of item and text off a terminal, a screen on one.
+
+    Without ``whole`` the screen has only the first of what would change it.
+    """
+    rows = tuple({"item": item, "text": text} for item, text in _items(data))
+    columns = (Column(key="item", title="item"), Column(key="text", title="text", whole=True))
+    return Table(
+        name="answer", columns=columns, rows=rows, draw=lambda width: _screen(data, min(width, _WIDEST), whole=whole)
+    )
+
+
+def verdicts_table(data: Mapping[str, Any]) -> Table:
+    """Return every way with its verdict and the reason that counts most."""
+    rows = tuple({"way": one["way"], "verdict": one["outcome"], "why": _why(one)} for one in data["verdicts"])
+    columns = (
+        Column(key="way", title="way"),
+        Column(key="verdict", title="verdict"),
+        Column(key="why", title="why", whole=True),
+    )
+    return Table(
+        name="verdicts",
+        columns=columns,
+        rows=rows,
+        draw=lambda width: _verdict_lines(data["verdicts"], min(width, _WIDEST)),
+    )
+
+
+def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Return every reason of some ways, with its rule and its source."""
+    rows = tuple(
+        {"way": one["way"], **{key: reason[key] for key in ("kind", "rule", "text", "source")}}
+        for one in verdicts
+        for reason in one["reasons"]
+    )
+    columns = (
+        Column(key="way", title="way", group=True),
+        Column(key="kind", title="kind"),
+        Column(key="rule", title="rule"),
+        Column(key="text", title="text", whole=True),
+        Column(key="source", title="source", whole=True),
+    )
+    return Table(
+        name="reasons",
+        title=title,
+        columns=columns,
+        rows=rows,
+        empty="no rule says anything of it",
+        draw=lambda width: _reason_lines(verdicts, min(width, _WIDEST)),
+    )
+
+
+# -- what the items are ----------------------------------------------------------------------------
+
+
+def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "answer", data["answer"]
+    for text in data["why"]:
+        yield "why", text
+    yield "confidence", f"{data['confidence']}: {data['confidence_why']}"
+    if data["memory"]["sentence"]:
+        yield "memory", data["memory"]["sentence"]
+    if data["not_protected"]:
+        yield "shared", ", ".join(data["not_protected"])
+    for item, lines in (("do", data["commands"]), ("undo", data["undo"])):
+        for line in lines:
+            yield item, line["command"] or line["what"]
+    for text in data["measure"]:
+        yield "measure", text
+    for change in data["changes"]:
+        yield "change", _change(change)
+
+
+def _change(change: Mapping[str, Any]) -> str:
+    return f"if {change['if']}: {change['then_title']}"
+
+
+def _changes(changes: Sequence[Mapping[str, Any]], *, whole: bool) -> list[str]:
+    """Return what would change it, the open questions first, in their order."""
+    ordered = [*(one for one in changes if one["open"]), *(one for one in changes if not one["open"])]
+    texts = [_change(one) for one in ordered]
+    if whole or len(texts) <= _MOST_CHANGES + 1:
+        return texts
+    return [*texts[:_MOST_CHANGES], f"and {len(texts) - _MOST_CHANGES} more with -v"]
+
+
+def _why(verdict: Mapping[str, Any]) -> str:
+    """Return the reason that counts most: why not, on what condition, what speaks for it, or against it."""
+    for kinds in (("veto",), ("condition",), ("for",), ("against",)):
+        for reason in verdict["reasons"]:
+            if reason["kind"] in kinds:
+                return str(reason["text"])
+    return "nothing against it, nothing for it"
+
+
+# -- the screen ------------------------------------------------------------------------------------
+
+
+def _screen(data: Mapping[str, Any], width: int, *, whole: bool) -> list[Text]:
+    from rich.text import Text
+
+    lines = [
+        Text.assemble(
+            (data["answer"], "bold green" if data["winner"] else "bold red"), (f"  on {data['gpu_title']}", "dim")
+        )
+    ]
+    for text in data["why"]:
+        lines += _wrapped(text, width, "  ")
+    lines += _wrapped(f"{data['confidence']} confidence: {data['confidence_why']}", width, "  ", style="dim")
+    if data["memory"]["sentence"]:
+        lines += _wrapped(f"memory: {data['memory']['sentence']}", width, "  ", style="dim")
+    if data["not_protected"]:
+        lines += _wrapped(f"still shared: {', '.join(data['not_protected'])}", width, "  ", style="dim")
+    lines += _typed(data, width)
+    for title, texts in (
+        ("measure", data["measure"]),
+        ("what would change it", _changes(data["changes"], whole=whole)),
+    ):
+        if texts:
+            lines += [Text(""), Text(title, style="bold")]
+            for text in texts:
+                lines += _wrapped(text, width, "  - ", "    ")
+    return lines
+
+
+def _typed(data: Mapping[str, Any], width: int) -> list[Text]:
+    from rich.text import Text
+
+    lines: list[Text] = []
+    for title, entries in (("do", data["commands"]), ("undo", data["undo"])):
+        if entries:
+            lines += [Text(""), Text(title, style="bold")]
+        for entry in entries:
+            lines += _wrapped(entry["what"], width, "  ", style="" if entry["command"] is None else "dim")
+            if entry["command"] is not None:
+                # Never wrapped: it is there to be copied.
+                lines.append(Text(f"    {visible(entry['command'])}", style="bold"))
+    return lines
+
+
+def _verdict_lines(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    from rich.text import Text
+
+    first = max(len(one["way"]) for one in verdicts)
+    lines = [Text("all ways", style="bold")]
+    for one in verdicts:
+        head = f"{one['way']:<{first}}  {_SHORT[one['outcome']]:<4}  "
+        room = max(width - len(head) - 2, 20)
+        parts = textwrap.wrap(visible(_why(one)), room) or [""]
+        style = _STYLES[one["outcome"]]
+        lines.append(Text.assemble("  ", (head, style), (parts[0], "dim" if style == "dim" else "")))
+        lines += [Text(" " * (len(head) + 2) + part, style="dim" if style == "dim" else "") for part in parts[1:]]
+    return lines
+
+
+def _reason_lines(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    from rich.text import Text
+
+    lines: list[Text] = []
+    for one in verdicts:
+        lines += [
+            Text(""),
+            Text.assemble((one["title"], "bold"), f"  {one['way']}: ", (one["outcome"], _STYLES[one["outcome"]])),
+        ]
+        for reason in one["reasons"]:
+            lines += _wrapped(f"{reason['kind']}: {reason['text']}", width, "  ", "    ")
+            lines += _wrapped(f"[{reason['rule']}] {reason['source']}", width, "      ", style="dim")
+            if reason["contradiction"]:
+                lines += _wrapped(f"sources disagree: {reason['contradiction']}", width, "      ", style="yellow")
+        if not one["reasons"]:
+            lines.append(Text("  no rule says anything of it", style="dim"))
+    return lines
+
+
+def _wrapped(text: str, width: int, first: str, rest: str | None = None, *, style: str = "") -> list[Text]:
+    from rich.text import Text
+
+    found = textwrap.wrap(
+        visible(text),
+        max(width, 30),
+        initial_indent=first,
+        subsequent_indent=rest if rest is not None else first,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [Text(line, style=style) for line in found]

@@ -1,0 +1,209 @@
+"""Each rule both ways: a situation in which it speaks, and one in which it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from gpushare.advice.conditions import CONDITIONS
+from gpushare.advice.engine import Outcome, Verdict, verdicts
+from gpushare.advice.preferences import PREFERENCES
+from gpushare.advice.requirements import REQUIREMENTS
+from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.vetoes import VETOES
+from gpushare.advice.ways import Way
+from gpushare.model import ComputeMode
+from tests.advice.conftest import situation_of
+
+FOUR = {"processes": 4, "users": "same", "saturating": False}
+PAIR = ({"role": "production"}, {"role": "opportunistic"})
+
+
+@dataclass(frozen=True)
+class Example:
+    """One situation: workloads, host, and what is different there."""
+
+    workloads: tuple[dict[str, Any], ...]
+    host: str = "a100-80gb"
+    facts: dict[str, Any] = field(default_factory=dict)
+    root: bool | None = None
+
+
+def of(*workloads: dict[str, Any], **named: Any) -> Example:
+    return Example(workloads or (FOUR,), **named)
+
+
+def four(**more: Any) -> Example:
+    return Example(({**FOUR, **more},))
+
+
+def one(**more: Any) -> Example:
+    return Example(({"processes": 1, **more},))
+
+
+OLD = {"compute_capability": (6, 0)}
+ON = {"mig_enabled": True}
+GRAPHICS = "rtx-pro-6000-blackwell"
+
+# rule: the way that it speaks of, where it speaks, where it does not.
+EXAMPLES: dict[str, tuple[str, Example, Example]] = {
+    # vetoes
+    "mig-not-there": ("mig", of(host="t4"), of()),
+    "mig-needs-root": ("mig", of(facts={"root": False}, root=False), of(facts={"root": True})),
+    "nccl": ("mig", four(nccl=True), four(nccl=False)),
+    "graphics": ("mig", four(graphics=True), four()),
+    "profiler": ("mps", four(profiler=True), four(profiler=False)),
+    "mig-too-small": ("mig", of({"processes": 8}), of({"processes": 7})),
+    "mps-other-users": ("mps", four(users="different"), four()),
+    "mps-other-users-inside": ("mig+mps", four(users="different"), four(users="different", groups=2)),
+    "mps-clients": ("mps", of({**FOUR, "processes": 49}), of({**FOUR, "processes": 48})),
+    "mps-not-installed": ("mps", of(facts={"mps_program": False}), of()),
+    "mps-dynamic-parallelism": ("mps", four(dynamic_parallelism=True), four()),
+    "mps-limits-before-volta": ("mps-priority", of(host="t4", facts=OLD), of(host="t4")),
+    "mps-static-old": ("mps-static", of(), of(facts={"driver": "595.45.04", "driver_major": 595})),
+    "streams-need-code": ("streams", one(code=False), one(code=True)),
+    "streams-running": ("streams", one(running=True), one(running=False)),
+    "vgpu-not-there": ("vgpu", of({"vms": True}, facts={"vgpu_capable": False}), of({"vms": True})),
+    "vgpu-no-vms": ("vgpu", four(vms=False), four(vms=True)),
+    "memory-sum": ("timeslice", four(memory="20G"), four(memory="19G")),
+    "memory-one": ("whole-gpu", one(memory="79G"), one(memory="77G")),
+    "prohibited": ("mps", of(facts={"root": False, "compute_mode": ComputeMode.PROHIBITED}), of()),
+    # conditions
+    "mig-busy": ("mig", of(facts={"processes": 1}), of(facts={"processes": 0})),
+    "mig-profiles-unknown": ("mig", of(facts={"layout": None}), of()),
+    "mig-is-on": ("mps", of(facts=ON), of()),
+    "timeslice-compute-mode": ("timeslice", of(facts={"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}), of()),
+    "memory-tight": ("timeslice", of({**FOUR, "memory": "19700M"}), four(memory="19G")),
+    "mps-memory-tight": ("mps", four(memory="19G"), four(memory="18G")),
+    "mig-ipc": ("mig+mps", four(ipc=True), four(ipc=False)),
+    "mps-without-limits": ("mps", of(host="t4", facts=OLD), of(host="t4")),
+    "mps-containers": ("mps", four(containers=True), four()),
+    "kubernetes-mps-mig": ("mig+mps", four(kubernetes=True), four(containers=True)),
+    "priority-needs-pair": ("mps-priority", four(), of(*PAIR)),
+    "priority-bandwidth": ("mps-priority", four(bandwidth_bound=True), four()),
+    "nccl-sharing": ("mps", four(nccl=True), four()),
+    "inside-needs-groups": ("mig+mps", four(), four(groups=2)),
+    "measure-needs-program": ("measure", four(), four(cuda_graphs=True)),
+    "fix-only-io": ("fix-app", four(io_bound=False), four(io_bound=True)),
+    # requirements of the table
+    "several-processes": ("streams", four(), one()),
+    "fault-isolation": ("mps", four(isolation="fault"), four(isolation="quota")),
+    "memory-quota": ("timeslice", four(isolation="quota"), four(isolation="none")),
+    "full-isolation-memory": ("timeslice", four(isolation="full"), four(isolation="fault")),
+    "full-isolation-faults": ("mps", four(isolation="full"), four(isolation="quota")),
+    "full-isolation-sm": ("mps", four(isolation="full"), four(isolation="fault")),
+    "bandwidth-qos": ("mps", four(bandwidth_qos=True), four(bandwidth_qos=False)),
+    "untrusted": ("mps", four(trusted=False), four(trusted=True)),
+    "weights": ("timeslice", four(weights=True), four()),
+    "vms": ("mps", four(vms=True), four()),
+    "ipc": ("mig", four(ipc=True), four()),
+    "running": ("mps", four(running=True), four(running=False)),
+    "latency": ("mps", four(latency="20ms"), four(latency="none")),
+    "containment": ("timeslice", four(containment=True), four()),
+    # preferences
+    "one-process": ("whole-gpu", one(), four()),
+    "one-process-own-code": ("streams", one(code=True), one()),
+    "small-same-user": ("mps", four(), four(saturating=True)),
+    "cooperating": ("mps", four(cooperating=True), four()),
+    "small-batch": ("mps", four(pattern="steady"), four(pattern="bursty")),
+    "latency-own-part": ("mig", four(latency="20ms"), four(latency="no")),
+    "latency-jitter": ("timeslice", four(latency="yes"), four()),
+    "bandwidth": ("mig", four(bandwidth_qos=True), four()),
+    "other-users-production": ("mig", four(users="different"), four()),
+    "bursty": ("timeslice", four(pattern="interactive"), four(pattern="steady")),
+    "older-or-many": ("timeslice", of({"processes": 4, "users": "different"}, host="t4"), four(users="different")),
+    "groups-together": ("mig+mps", four(groups=2), four()),
+    "groups-interactive": ("mig+timeslice", four(groups=2, pattern="interactive"), four(groups=2)),
+    "half-a-gpu": ("mig", four(memory="20G"), four(memory="40G")),
+    "half-a-gpu-alone": ("mig", one(saturating=False, memory="8G"), one(saturating=False, memory="60G")),
+    "saturating": ("whole-gpu", four(saturating=True), four()),
+    "production-pair": ("mps-priority", of(*PAIR), four()),
+    "production-plain-mps": ("mps", of(*PAIR), four()),
+    "production-apart": ("mig", of(*PAIR), four()),
+    "production-first": ("whole-gpu", of(*PAIR), four()),
+    "production-time": ("timeslice", of(*PAIR), four()),
+    "production-bandwidth": ("mig", of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), of(*PAIR)),
+    "production-bandwidth-cap": ("mps-priority", of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), of(*PAIR)),
+    "kept-in-share": ("mps-static", four(containment=True), four()),
+    "cuda-graphs": ("measure", four(cuda_graphs=True), four(cuda_graphs=True, isolation="fault")),
+    "waits-for-input": ("fix-app", four(io_bound=True), four()),
+    "virtual-machines": ("vgpu", four(vms=True), four()),
+    "not-trusted": ("mig", four(trusted=False), four()),
+    "not-trusted-time": ("timeslice", four(trusted=False), four()),
+    "isolated": ("mig", four(isolation="fault"), four(isolation="quota")),
+    "quota": ("mps", four(isolation="quota"), four()),
+    "needs-peers": ("whole-gpu", four(p2p=True), four()),
+    "runs-already": ("timeslice", four(running=True), four()),
+    "queue-of-people": ("whole-gpu", four(pattern="interactive"), four()),
+    "one-process-shares": ("mps", one(), four()),
+    # of the engine itself
+    "nothing-decides": ("measure", of({"processes": 2}), four()),
+    "nothing-to-compare": ("measure", four(memory="30G"), four()),
+}
+RULES = (*VETOES, *CONDITIONS, *REQUIREMENTS, *PREFERENCES)
+IDS = sorted({rule.id for rule in RULES} | {"nothing-decides", "nothing-to-compare"})
+
+
+def verdict(example: Example, way: str) -> Verdict:
+    made = situation_of(*example.workloads, host=example.host, facts=example.facts, root=example.root)
+    return next(found for found in verdicts(made) if found.way is Way(way))
+
+
+def spoken(found: Verdict, rule: str) -> list[Reason]:
+    return [reason for reason in found.reasons if reason.rule == rule and not reason.open]
+
+
+def test_every_rule_has_its_examples() -> None:
+    assert sorted(EXAMPLES) == IDS
+
+
+@pytest.mark.parametrize("rule", IDS)
+def test_a_rule_speaks(rule: str) -> None:
+    way, example, _ = EXAMPLES[rule]
+    found = verdict(example, way)
+    (reason,) = spoken(found, rule)
+    assert reason.text
+    assert "{" not in reason.text
+    assert reason.source
+    if reason.kind is Kind.VETO:
+        assert found.outcome is Outcome.REFUSED
+    elif reason.kind is Kind.CONDITION:
+        assert found.outcome is not Outcome.FITS
+
+
+@pytest.mark.parametrize("rule", IDS)
+def test_a_rule_is_silent(rule: str) -> None:
+    way, _, example = EXAMPLES[rule]
+    assert spoken(verdict(example, way), rule) == []
+
+
+def test_rules_have_ids_of_their_own() -> None:
+    """One id means one thing: a veto is not a preference elsewhere."""
+    kinds: dict[str, set[str]] = {}
+    for rule in RULES:
+        kinds.setdefault(rule.id, set()).add(getattr(rule, "kind", Kind.VETO).value)
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "way"),
+    [
+        ("mps-other-users", "mps"),
+        ("fault-isolation", "mps"),
+        ("streams-need-code", "streams"),
+        ("vgpu-no-vms", "vgpu"),
+        ("fix-only-io", "fix-app"),
+    ],
+)
+def test_an_open_question_is_a_condition(rule: str, way: str) -> None:
+    found = verdict(of({"processes": 1 if way == "streams" else 2}), way)
+    if way == "mps":
+        assert found.outcome is Outcome.CONDITION
+    assert rule in {reason.rule for reason in found.reasons if reason.open and reason.kind is Kind.CONDITION}
+
+
+def test_a_gpu_with_graphics_profiles_takes_graphics() -> None:
+    example = of({"processes": 2, "graphics": True}, host=GRAPHICS)
+    assert "graphics" not in {reason.rule for reason in verdict(example, "mig").reasons}
