@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_grant import plan_reapply
 from gpushare.actions.plan import Step
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, GpushareError, NoPermission
 from gpushare.host.mig_names import NamedInstance, check_name, names_changed, names_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def forget_step(host: Host, one: NamedInstance) -> Step:
 
     def act() -> None:
         with names_changed(host) as names:
-            names.pop(one.name, None)
+            if names.pop(one.name, None) is None and one.name in names_of(host):
+                raise NoPermission(f"the name '{one.name}' was given by root", "run it as root: sudo gpushare ...")
 
     def back() -> None:
         with names_changed(host) as names:
@@ -112,6 +113,28 @@ def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
             elif one.users:
                 steps.append(_grant_step(host, one))
     return steps
+
+
+def regrant(host: Host, gpu_uuid: str) -> list[str]:
+    """Give what is named on a GPU to the users that it is granted to, where that is lost; return what failed."""
+    failed = []
+    for one in names_of(host).values():
+        if one.gpu_uuid != gpu_uuid or not one.users:
+            continue
+        try:
+            for step in plan_reapply(host, [one]):
+                step.do()
+        except GpushareError as error:
+            failed.append(f"the grant of '{one.name}': {error.message}")
+    return failed
+
+
+def forget(host: Host, names: Collection[str]) -> None:
+    """Forget names, those that there are."""
+    if names:
+        with names_changed(host) as known:
+            for name in names:
+                known.pop(name, None)
 
 
 def _grant_step(host: Host, one: NamedInstance) -> Step:

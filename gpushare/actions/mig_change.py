@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_after import daemon_steps_after, daemon_steps_before
+from gpushare.actions.mig_bind import regrant
 from gpushare.actions.mig_evict import evict_step, holders_of
 from gpushare.actions.mig_layouts import layouts_of
 from gpushare.actions.mig_mode import check_mode_change, mode_step
-from gpushare.actions.plan import Plan, Step, carry_out
-from gpushare.errors import GpushareError, InUse, OperationFailed
+from gpushare.actions.plan import Plan, Step
+from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.mig import MigReader
 from gpushare.host.mig_changes import MigChanges
-from gpushare.host.mig_leases import take_lease
-from gpushare.mig.plan import Action, GpuPlan
+from gpushare.mig.plan import Action, Destroyed, GpuPlan
 from gpushare.mig.plan import Step as MigStep
 from gpushare.mig.shape import GpuShape, InstanceShape, differences, restoration, shape_after, shape_of
 from gpushare.mig.words import Row, rows_of
@@ -61,6 +60,8 @@ class MigChange:
     gpus: tuple[GpuChange, ...]
     plan: Plan
     notes: tuple[str, ...] = field(default=())
+    # The names that it gives.
+    names: tuple[str, ...] = field(default=())
 
 
 def plan_change(
@@ -88,9 +89,15 @@ def plan_change(
         if not change.changes:
             continue
         if change.enable is not None:
-            notes += check_mode_change(host, change.gpu, enable=change.enable, bare=not change.plan.created)
+            ending = [pid for gone in _evicted(change, evict) for pid in holders_of(gone)]
+            bare = not change.plan.created
+            notes += check_mode_change(host, change.gpu, enable=change.enable, bare=bare, ending=ending)
         steps += _steps(host, change, journal, evict)
     return MigChange(gpus=tuple(changes), plan=Plan(title=title, steps=(*first, *steps, *after)), notes=tuple(notes))
+
+
+def _evicted(change: GpuChange, evict: Collection[tuple[int, int]]) -> list[Destroyed]:
+    return [gone for gone in change.plan.destroyed if (change.gpu.index, gone.instance.id) in evict]
 
 
 def _steps(host: Host, change: GpuChange, journal: Journal, evict: Collection[tuple[int, int]]) -> list[Step]:
@@ -99,31 +106,17 @@ def _steps(host: Host, change: GpuChange, journal: Journal, evict: Collection[tu
     if change.enable and gpu.uuid:
         # MIG takes the whole GPU away from a daemon that serves it.
         going.add(gpu.uuid)
-    evicted = {
-        part.uuid
-        for gone in change.plan.destroyed
-        for part in gone.compute
-        if part.uuid and (gpu.index, gone.instance.id) in evict
-    }
-    steps = list(daemon_steps_before(host, gpu, going, evicted=evicted))
-    steps += [
-        evict_step(host, gpu, gone.instance)
-        for gone in change.plan.destroyed
-        if holders_of(gone.instance) and (gpu.index, gone.instance.id) in evict
-    ]
+    evicted = _evicted(change, evict)
+    forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
+    steps = list(daemon_steps_before(host, gpu, going, evicted=forced))
+    steps += [evict_step(host, gpu, gone) for gone in evicted if holders_of(gone)]
     if change.enable:
         steps.append(mode_step(host, gpu, journal, enable=True))
     steps += _instance_steps(host, change, journal)
     if change.enable is False:
         steps.append(mode_step(host, gpu, journal, enable=False))
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
-    back = {
-        part.uuid
-        for new in change.plan.created
-        for gone in change.plan.destroyed
-        for part in gone.compute
-        if part.uuid and (gone.instance.profile.name, gone.instance.start) == (new.profile.name, new.placement.start)
-    }
+    back = set(_coming_back(change.plan))
     steps += daemon_steps_after(
         host,
         {uuid: device for uuid, device in devices.items() if uuid in back},
@@ -131,6 +124,28 @@ def _steps(host: Host, change: GpuChange, journal: Journal, evict: Collection[tu
         stayed=[device for uuid, device in devices.items() if uuid not in going],
     )
     return steps
+
+
+def _coming_back(plan: GpuPlan) -> Iterator[str]:
+    """Yield the UUIDs of the MIG devices that go and are made again: of the same size, in the same place."""
+    made = [(new.profile.name, new.placement.start, part) for new in plan.created for part in new.compute]
+    for gone in plan.destroyed:
+        place = gone.instance.profile.name, gone.instance.start
+        for part in gone.compute:
+            # Without a placement the driver chooses, and may choose the same.
+            again = next(
+                (
+                    one
+                    for one in made
+                    if one[:2] == place
+                    and one[2].profile.slices == part.profile.slices
+                    and one[2].placement in {None, part.placement}
+                ),
+                None,
+            )
+            if part.uuid and again is not None:
+                made.remove(again)
+                yield part.uuid
 
 
 def _instance_steps(host: Host, change: GpuChange, journal: Journal) -> list[Step]:
@@ -241,6 +256,8 @@ def restore(host: Host, before: GpuShape, after: GpuShape) -> None:
                 perform(changes, step, made)
         except (GpushareError, KeyError) as error:
             trouble.append(f"{row.what}: {error}")
+    # What was made again is open to everybody, until its grants are back.
+    trouble += regrant(host, before.uuid)
     left = differences(look(host, before.index), _instances_only(before))
     if left:
         raise OperationFailed(
@@ -270,73 +287,6 @@ def _words(one: InstanceShape) -> str:
     if parts in ([], [slices]):
         return f"{one.profile}:{one.start}"
     return " ".join(f"{part}c.{one.profile}:{one.start}" for part in parts)
-
-
-def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
-    """Carry a change out under the journal, whose lock is held.
-
-    Raises:
-        InUse: a `gpushare run` took an instance that goes, since the plan was made.
-        GpushareError: of the step that failed; everything is as before, or the error names what is not.
-    """
-    if not change.plan.steps:
-        return
-    with contextlib.ExitStack() as leases:
-        _take_leases(host, change, leases)
-        _carry_out(journal, change, on_step)
-
-
-def _take_leases(host: Host, change: MigChange, leases: contextlib.ExitStack) -> None:
-    """Hold what goes, so that no `gpushare run` starts in it meanwhile; who is evicted holds his own until then."""
-    for one in change.gpus:
-        for gone in one.plan.destroyed:
-            for part in gone.compute:
-                if not part.uuid or part.busy or gone.instance.busy:
-                    continue
-                lease = take_lease(host, part.uuid)
-                if lease is None:
-                    raise InUse(
-                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance.profile.name}:{gone.instance.start}",
-                        f"see who: gpushare mig status -g {one.gpu.index}",
-                        gpu=str(one.gpu.index),
-                    )
-                leases.callback(lease.release)
-
-
-def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
-    touched = [one for one in change.gpus if one.changes]
-    journal.begin(change.plan.title, [one.before for one in touched], [one.after for one in touched])
-    step = _Watched(on_step)
-    try:
-        carry_out(change.plan, step)
-    except GpushareError as error:
-        if error.code != "not_restored" and step.last is not None and "could not be undone" not in error.message:
-            raise _undone(error, step.last) from error
-        raise
-    finally:
-        # Killed in between, the journal stays; at every other end all is done or undone.
-        journal.end()
-
-
-class _Watched:
-    """Remembers the step that was begun last."""
-
-    def __init__(self, on_step: Callable[[Step], None] | None) -> None:
-        self.last: Step | None = None
-        self._on_step = on_step
-
-    def __call__(self, step: Step) -> None:
-        self.last = step
-        if self._on_step is not None:
-            self._on_step(step)
-
-
-def _undone(error: GpushareError, step: Step) -> GpushareError:
-    said = type(error)(
-        f"could not {step.what}: {error.message}; everything is as before", error.hint, gpu=error.gpu, code=error.code
-    )
-    said.exit_code = error.exit_code
-    return said
 
 
 def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.plan import Step
@@ -14,30 +15,35 @@ from gpushare.model import Holder
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.profile import GpuInstance
+    from gpushare.mig.plan import Destroyed
     from gpushare.model import Gpu
 
 GRACE_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 5.0
 
 
-def holders_of(instance: GpuInstance) -> list[int]:
-    """Return the PIDs of all who hold a GPU instance or are in it."""
-    parts = (instance.holders or (), *(one.holders or () for one in instance.compute))
+@dataclass(frozen=True, kw_only=True)
+class Ending(Step):
+    """A step that ends programs: nothing brings them back."""
+
+
+def holders_of(gone: Destroyed) -> list[int]:
+    """Return the PIDs of all who are in what goes, or hold its GPU instance; not those in a part that stays."""
+    parts = (gone.instance.holders or (), *(one.holders or () for one in gone.compute))
     return sorted({one.pid for part in parts for one in part})
 
 
-def evict_step(host: Host, gpu: Gpu, instance: GpuInstance) -> Step:
-    """Return the step that ends everybody in an instance: SIGTERM, ten seconds, SIGKILL. There is no way back.
+def evict_step(host: Host, gpu: Gpu, gone: Destroyed) -> Ending:
+    """Return the step that ends everybody in what goes: SIGTERM, ten seconds, SIGKILL. There is no way back.
 
     Without MPS a process in a MIG instance takes nobody with it; MPS daemons are stopped by their own step.
 
     Raises:
         InUse: a service holds it (DCGM, persistence daemon): that is no program to be killed.
     """
-    pids = holders_of(instance)
-    title = f"{instance.profile.name}:{instance.start}"
-    _refuse_services(gpu, instance, title)
+    pids = holders_of(gone)
+    title = f"{gone.instance.profile.name}:{gone.instance.start}"
+    _refuse_services(gpu, gone, title)
 
     def act() -> None:
         left = _signalled(host, pids, signal.SIGTERM, GRACE_SECONDS)
@@ -49,7 +55,7 @@ def evict_step(host: Host, gpu: Gpu, instance: GpuInstance) -> Step:
                 gpu=str(gpu.index),
             )
 
-    return Step(
+    return Ending(
         what=f"end {len(pids)} {'process' if len(pids) == 1 else 'processes'} in {title} on GPU {gpu.index}",
         command=f"kill {' '.join(map(str, pids))}",
         undo=None,
@@ -57,8 +63,8 @@ def evict_step(host: Host, gpu: Gpu, instance: GpuInstance) -> Step:
     )
 
 
-def _refuse_services(gpu: Gpu, instance: GpuInstance, title: str) -> None:
-    parts = (instance.holders or (), *(one.holders or () for one in instance.compute))
+def _refuse_services(gpu: Gpu, gone: Destroyed, title: str) -> None:
+    parts = (gone.instance.holders or (), *(one.holders or () for one in gone.compute))
     held = [one for part in parts for one in part if isinstance(one, Holder) and one.what != "lease"]
     known = remedy(held)
     if known is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,7 +30,9 @@ def layouts_of(host: Host, gpus: Sequence[Gpu]) -> list[Layout]:
     Raises:
         GpushareError: NVML does not answer.
     """
-    reader, names, leases = MigReader(host.nvml), names_of(host), live_leases(host)
+    reader, names = MigReader(host.nvml), names_of(host)
+    # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
+    leases = {uuid: one for uuid, one in live_leases(host).items() if one.pid != os.getpid()}
     # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
     blind = host.processes.namespace_is_host() is False
     found, files = [], None

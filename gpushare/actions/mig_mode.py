@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_daemons import idle_daemon_pids
@@ -17,14 +18,14 @@ _AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.mig_journal import Journal
-    from gpushare.model import Gpu
+    from gpushare.model import Gpu, GpuProcess
 
 
-def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool) -> list[str]:
+def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
     """Return what a mode change brings with it, or raise because it would fail, at once or at the first instance.
 
     From Hopper on the mode changes on a busy GPU, and only the first instance fails: so everybody must be off before.
-    ``bare``: the change makes no instance.
+    ``bare``: the change makes no instance. ``ending``: PIDs that it ends before.
 
     Raises:
         NotSupported: no MIG here.
@@ -37,8 +38,11 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool) -> list
             gpu=str(gpu.index),
             code="no_mig",
         )
+    if enable == bool(gpu.mig_enabled):
+        # Only a mode that is pending is taken back: nothing is reset for it.
+        return []
     resetless = MigChanges(host.nvml).resetless(gpu.index)
-    _check_nobody(host, gpu, needs_reset=not resetless)
+    _check_nobody(host, gpu, ending, needs_reset=not resetless)
     notes = []
     if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
         notes.append(f"GPU {gpu.index}: its compute mode becomes default; with MIG there is no other")
@@ -60,7 +64,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool) -> list
     return notes
 
 
-def _check_nobody(host: Host, gpu: Gpu, *, needs_reset: bool) -> None:
+def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset: bool) -> None:
     blind = host.processes.namespace_is_host() is False and not gpu.processes
     if gpu.processes is None or blind:
         raise InUse(
@@ -69,10 +73,10 @@ def _check_nobody(host: Host, gpu: Gpu, *, needs_reset: bool) -> None:
             gpu=str(gpu.index),
             code="unknown_holders",
         )
-    idle = idle_daemon_pids(host, gpu)
+    idle = idle_daemon_pids(host, gpu).union(ending)
     there = [process for process in gpu.processes if process.pid not in idle]
     if there:
-        names = ", ".join(f"{one.name or 'process'} ({one.pid}, {one.user or 'unknown user'})" for one in there[:4])
+        names = ", ".join(_who(host, one) for one in there[:4])
         more = f" and {len(there) - 4} more" if len(there) > 4 else ""
         raise InUse(
             f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
@@ -87,6 +91,13 @@ def _check_nobody(host: Host, gpu: Gpu, *, needs_reset: bool) -> None:
             remedy(held) or f"end it, then run this again: sudo kill {held[0].pid}",
             gpu=str(gpu.index),
         )
+
+
+def _who(host: Host, process: GpuProcess) -> str:
+    # NVML tells only the PID.
+    info = host.processes.describe(process.pid)
+    name, user = (None, None) if info is None else (info.name, info.user)
+    return f"{process.name or name or 'process'} ({process.pid}, {process.user or user or 'unknown user'})"
 
 
 def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:

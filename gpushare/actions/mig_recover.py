@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_after import recover_daemons
-from gpushare.actions.mig_change import look, restore
+from gpushare.actions.mig_bind import forget, regrant
+from gpushare.actions.mig_change import as_command, look, restore
 from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.mig_changes import MigChanges
+from gpushare.host.mig_names import names_of
 from gpushare.mig.shape import differences
 
 if TYPE_CHECKING:
@@ -28,17 +31,53 @@ def recover(host: Host, journal: Journal) -> tuple[str, ...]:
     entry = journal.begun()
     if entry is None:
         return ()
+    entry = _found_again(host, journal, entry)
     if _is_done(host, entry):
         said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
     else:
         said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
         _undo(host, journal, entry)
+    _forget_lost(host, entry)
     journal.end()
     for shape in entry.before:
+        said += regrant(host, shape.uuid)
         gpu = host.nvml.gpu(shape.index)
         if gpu.error is None:
             said += recover_daemons(host, gpu)
     return tuple(said)
+
+
+def _found_again(host: Host, journal: Journal, entry: JournalEntry) -> JournalEntry:
+    """Return the entry with the indexes that its GPUs have now: one that fell off the bus renumbers the others."""
+    now = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
+    missing = [shape for shape in entry.before if shape.uuid not in now]
+    if missing:
+        journal.end()
+        names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in missing)
+        raise OperationFailed(
+            f"'{entry.title}' was interrupted, and {names} is not there to be looked at; nothing was undone",
+            "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in entry.before)]),
+            gpu=str(missing[0].index),
+            code="not_restored",
+        )
+    before, after = ([replace(one, index=now[one.uuid]) for one in shapes] for shapes in (entry.before, entry.after))
+    return replace(entry, before=tuple(before), after=tuple(after))
+
+
+def _forget_lost(host: Host, entry: JournalEntry) -> None:
+    """Forget names that the change gave in vain, or whose instance it took away."""
+    now = {shape.uuid: look(host, shape.index) for shape in entry.before}
+    there = {(uuid, *one.place) for uuid, shape in now.items() for one in shape.instances}
+    gone = {(shape.uuid, *one.place) for shape in entry.before for one in shape.instances} - there
+    places = {one.name: (one.gpu_uuid, one.profile, one.start) for one in names_of(host).values()}
+    forget(
+        host,
+        [
+            name
+            for name, place in places.items()
+            if place in gone or (name in entry.names and place[0] in now and place not in there)
+        ],
+    )
 
 
 def _is_done(host: Host, entry: JournalEntry) -> bool:

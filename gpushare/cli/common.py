@@ -37,12 +37,15 @@ class Settings:
     yes: bool = False
     # The command is one that changes something.
     changes: bool = False
+    connected: Host | None = None
 
     def connect(self) -> Host:
-        """Return the host: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
-        from gpushare.host.connect import connect
+        """Return the host, always the same: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
+        if self.connected is None:
+            from gpushare.host.connect import connect
 
-        return connect(self.spec)
+            self.connected = connect(self.spec)
+        return self.connected
 
     @property
     def output(self) -> OutputFormat:

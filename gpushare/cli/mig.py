@@ -58,7 +58,8 @@ def status(gpu: GpuOption = None) -> Any:
     from gpushare.show.mig import layout_text
     from gpushare.show.result import Result
 
-    gpus, layouts = capable(gpu)
+    silent: list[Gpu] = []
+    gpus, layouts = capable(gpu, silent)
     texts, rows = [], []
     for one, layout in zip(gpus, layouts, strict=True):
         texts.append(layout_text(layout, f"GPU {one.index}  {one.name}   MIG {_mode(one)}"))
@@ -77,6 +78,7 @@ def status(gpu: GpuOption = None) -> Any:
         )
     left = Journal(settings.connect()).left()
     notes = [] if left is None else [f"'{left.title}' was interrupted in the middle: gpushare mig recover"]
+    notes += [f"GPU {one.index}: {one.error}" for one in silent]
     notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
         for one, layout in zip(gpus, layouts, strict=True)
@@ -201,8 +203,8 @@ def _plan_notes(found: Plan, off: Sequence[int], *, made_ids: bool) -> tuple[str
     return tuple(notes)
 
 
-def capable(gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the chosen GPUs that have MIG, with their layouts.
+def capable(gpu: str | None, silent: list[Gpu] | None = None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+    """Return the chosen GPUs that have MIG, with their layouts; ``silent`` gets those that do not answer.
 
     Raises:
         NotSupported: none of them has.
@@ -212,6 +214,8 @@ def capable(gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
 
     host = settings.connect()
     chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
+    if silent is not None:
+        silent += [one for one in chosen.values() if one.error is not None]
     gpus = [one for one in chosen.values() if one.mig_capable and one.error is None]
     if not gpus:
         names = ", ".join(sorted({one.name or "unknown" for one in chosen.values()})) or "no GPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -135,6 +136,7 @@ def apply(
 
     def make(host: Host, journal: Journal) -> MigChange:
         gpus, layouts, demands = _demanded(host, gpu, wish or [], named)
+        _need_profiles(gpus, layouts, demands)
         may_go = evicted(evict, layouts)
         plan = planned_or_refused(plan_exact(layouts, _wishes(layouts, demands, from_file=bool(file)), evict=may_go))
         modes = {n: one.mig_enabled for n, one in demands.items()}
@@ -184,9 +186,10 @@ def _switched(
         there = [one for layout in layouts for one in layout.instances]
         if not enable and there and not destroy:
             names = ", ".join(f"{one.profile.name}:{one.start}" for one in there[:7])
+            which = ",".join(str(one.index) for one in gpus)
             raise InUse(
                 f"MIG cannot be switched off beside instances: {names}",
-                "destroy them too: gpushare mig disable --destroy; see them: gpushare mig status",
+                f"destroy them too: gpushare mig disable -g {which} --destroy; see them: gpushare mig status",
                 code="instances_exist",
             )
         wishes = {} if enable else {layout.gpu: () for layout in layouts}
@@ -219,7 +222,8 @@ def _change(
     names = [] if name is None else named(host, name, plan.gpus)
     first, after = [bind_step(host, one) for one in names], name_steps(host, plan.gpus)
     may_go = {(target[0], target[1]) for target in evict}
-    return plan_change(host, changes, journal, title=title, evict=may_go, first=first, after=after)
+    change = plan_change(host, changes, journal, title=title, evict=may_go, first=first, after=after)
+    return replace(change, names=tuple(one.name for one in names))
 
 
 def _gpu_change(gpu: Gpu, layout: Layout, plan: Any, mode: bool | None) -> GpuChange:
@@ -281,6 +285,17 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
             gpu=str(off[0].index),
             code="mig_off",
         )
+
+
+def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapping[int, Demand]) -> None:
+    for one, layout in zip(gpus, layouts, strict=True):
+        if demands[one.index].wish and not layout.profiles and not one.mig_enabled:
+            raise NotSupported(
+                f"GPU {one.index}: this driver tells the MIG profiles only while MIG is on, and it is off",
+                f"switch it on, then run this again: gpushare mig enable -g {one.index}",
+                gpu=str(one.index),
+                code="mig_off",
+            )
 
 
 def _tells_gpu(word: str) -> bool:

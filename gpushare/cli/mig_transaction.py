@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpushare.cli.common import gpus_of, settings
-from gpushare.errors import InUse, NotSupported
+from gpushare.errors import GpushareError, InUse, NotSupported
 
 if TYPE_CHECKING:
-    from gpushare.actions.mig_change import MigChange
+    from gpushare.actions.mig_change import GpuChange, MigChange
     from gpushare.host.host import Host
     from gpushare.host.mig_journal import Journal
     from gpushare.mig.plan import NoPlan, Plan
@@ -40,11 +40,12 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
     else:
         devices = select_for_change(gpu, found)
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
+    able = ",".join(str(one.index) for one in gpus if one.mig_capable)
     for one in gpus:
         if not one.mig_capable:
             raise NotSupported(
                 f"GPU {one.index} ({one.name or 'unknown model'}) has no MIG",
-                "see the ways of sharing that it has: gpushare compare",
+                f"name those that have it: -g {able}" if able else "see what it has: gpushare compare",
                 gpu=str(one.index),
                 code="no_mig",
             )
@@ -89,7 +90,7 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
     Raises:
         GpushareError: of the look, of the plan, or of the step that failed and was rolled back.
     """
-    from gpushare.actions.mig_change import transact
+    from gpushare.actions.mig_transact import transact
     from gpushare.host.mig_journal import Journal
 
     host = settings.connect()
@@ -102,7 +103,7 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         )
         return _shown(host, command, change, notes, dry_run=True)
     # Once before the lock: what is refused anyway changes nothing, also not what was interrupted.
-    make(host, journal)
+    _looked(host, journal, make)
     _need_root(host)
     with journal.locked():
         from gpushare.actions.mig_recover import recover
@@ -111,6 +112,19 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
         transact(host, journal, change, _say if settings.verbose else None)
         return _shown(host, command, change, notes, dry_run=False)
+
+
+def _looked(host: Host, journal: Journal, make: Callable[[Host, Journal], MigChange]) -> None:
+    try:
+        make(host, journal)
+    except GpushareError as error:
+        left = journal.left()
+        if left is None:
+            raise
+        hint = f"'{left.title}' was interrupted, which may be why: gpushare mig recover; else {error.hint}"
+        said = type(error)(error.message, hint, gpu=error.gpu, code=error.code)
+        said.exit_code = error.exit_code
+        raise said from error
 
 
 def recovered() -> Result:
@@ -164,16 +178,18 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
 
     said = [*notes, *change.notes, *change.plan.notes]
     made: list[dict[str, Any]] = []
+    undo = None
     if change.plan.steps and not dry_run:
         made = _made(host, change)
         said += _after(host, change)
-        said.append(f"undo: {_undo(change)}")
+        undo = _undo(change)
+        said.append(f"undo: {undo}")
     result = plan_result(command, change.plan.steps, dry_run=dry_run, notes=list(dict.fromkeys(said)))
     plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
     picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
     lines = [f"{one['profile']}:{one['start']} on GPU {one['gpu']}: {', '.join(one['uuids'])}" for one in made]
     text = "\n".join(filter(None, [picture, *lines])) or None
-    return replace(result, data={**result.data, "created": made}, text=text)
+    return replace(result, data={**result.data, "created": made, "undo": undo}, text=text)
 
 
 def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
@@ -209,9 +225,18 @@ def _after(host: Host, change: MigChange) -> list[str]:
 
 
 def _undo(change: MigChange) -> str:
+    return "; ".join(command for one in change.gpus if one.changes for command in _undo_of(one))
+
+
+def _undo_of(change: GpuChange) -> list[str]:
     from gpushare.actions.mig_change import as_command
 
-    return "; ".join(as_command(one.before) for one in change.gpus if one.changes)
+    before, gpu = change.before, change.gpu.index
+    if before.mig_enabled and change.enable is False and not before.instances:
+        return [f"gpushare mig enable -g {gpu}"]
+    here = {one.place for one in change.after.instances}
+    lost = [one for one in before.instances if one.name and one.place not in here]
+    return [as_command(before), *(f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}" for one in lost)]
 
 
 def _say(step: Any) -> None:

@@ -104,7 +104,11 @@ class Journal:
     def begin(
         self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
     ) -> None:
-        """Write down what is there and what is to be, before the first step."""
+        """Write down what is there and what is to be, before the first step.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
         self._entry = JournalEntry(
             title=title,
             pid=os.getpid(),
@@ -116,7 +120,11 @@ class Journal:
         self._write(self._entry)
 
     def note(self, step: str) -> None:
-        """Write down the step that is begun now, on the disk before it acts."""
+        """Write down the step that is begun now, on the disk before it acts.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
         if self._entry is not None:
             self._entry = replace(self._entry, step=step)
             self._write(self._entry)
@@ -138,6 +146,16 @@ class Journal:
             return None
 
     def _write(self, entry: JournalEntry) -> None:
+        try:
+            self._replace(entry)
+        except OSError as error:
+            raise OperationFailed(
+                f"the journal {self._path} cannot be written: {error.strerror}",
+                f"make room: df -h {self._directory}",
+                code="journal_unwritable",
+            ) from error
+
+    def _replace(self, entry: JournalEntry) -> None:
         descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".journal-")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -58,11 +58,11 @@ def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> 
 
 
 def removal(
-    layout: Layout, targets: Collection[tuple[int, int | None]], evict: Collection[int]
+    layout: Layout, targets: Collection[tuple[int, int | None]], evict: Collection[tuple[int, int | None]]
 ) -> tuple[GpuPlan, bool]:
     """Return the plan that destroys these (GPU instance id, compute instance id or None for all), and if it is blocked.
 
-    It is blocked when somebody is in one of them that ``evict`` does not name.
+    It is blocked when somebody is in one of them that ``evict`` (the same pairs) does not name.
     """
     destroyed, kept, blocked = [], [], False
     for one in layout.instances:
@@ -73,8 +73,17 @@ def removal(
         if all_of_it or parts:
             gone = whole(one) if all_of_it else Destroyed(instance=one, compute=parts, whole=False)
             destroyed.append(gone)
-            blocked = blocked or (cost_of(gone).busy_destroyed > 0 and one.id not in evict)
+            blocked = blocked or (gone.busy and not may_end(gone, evict))
     return gpu_plan(layout, kept, destroyed, []), blocked
+
+
+def may_end(gone: Destroyed, named: Collection[tuple[int, int | None]]) -> bool:
+    """Return whether all who are in what goes are named (GPU instance id, compute instance id or None for all)."""
+    one = gone.instance
+    if (one.id, None) in named:
+        return True
+    held = one.holders is None or bool(one.holders)
+    return not held and all((one.id, part.id) in named for part in gone.compute if part.busy)
 
 
 def cost_of(gone: Destroyed) -> Cost:

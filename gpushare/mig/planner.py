@@ -18,7 +18,7 @@ from gpushare.errors import GpushareError, NotFound, NotSupported
 from gpushare.mig.assign import Codes, Group, assign, codes_for
 from gpushare.mig.board import Board, Kind, board_of
 from gpushare.mig.exact import exact_change
-from gpushare.mig.outcome import addition, plan_of, removal, untouched
+from gpushare.mig.outcome import addition, may_end, plan_of, removal, untouched, whole
 from gpushare.mig.plan import NoPlan, Plan
 from gpushare.mig.profile import Layout
 from gpushare.mig.refusal import blocked, never
@@ -97,8 +97,7 @@ def plan_destroy(
     _check_targets(layouts, wanted)
     plans, in_the_way = [], False
     for layout in layouts:
-        mine = {(target.instance, target.compute) for target in wanted if target.gpu == layout.gpu}
-        plan, busy = removal(layout, mine, _on(layout, chosen))
+        plan, busy = removal(layout, _places(layout, wanted), _places(layout, chosen))
         plans.append(plan)
         in_the_way = in_the_way or busy
     result = plan_of(layouts, plans)
@@ -197,7 +196,14 @@ def _ways(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Way]:
 
 
 def _on(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
-    return frozenset(target.instance for target in targets if target.gpu == layout.gpu)
+    """Return the GPU instances that may be evicted: all who are in them are named, by the whole or by their part."""
+    places = _places(layout, targets)
+    ids = {instance for instance, _ in places}
+    return frozenset(one.id for one in layout.instances if one.id in ids and may_end(whole(one), places))
+
+
+def _places(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, int | None]]:
+    return frozenset((target.instance, target.compute) for target in targets if target.gpu == layout.gpu)
 
 
 def _everybody(layouts: Sequence[Layout]) -> frozenset[Target]:

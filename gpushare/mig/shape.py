@@ -150,7 +150,7 @@ def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPl
     somebody else made meanwhile stays, and so does what is busy.
     """
     places = {one.place: one for one in wanted.instances}
-    made = {one.place for one in ours.instances}
+    made = {one.place: one for one in ours.instances}
     kept: list[GpuInstance] = []
     destroyed: list[Destroyed] = []
     created: list[Created] = []
@@ -160,7 +160,7 @@ def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPl
         shape = places.pop(place, None)
         if shape is not None:
             kept.append(one)
-            _restore_inside(one, shape, destroyed, created, lost)
+            _restore_inside(one, shape, made.get(place), destroyed, created, lost)
         elif place not in made:
             kept.append(one)
         elif one.busy:
@@ -185,26 +185,44 @@ def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPl
 
 
 def _restore_inside(
-    one: GpuInstance, shape: InstanceShape, destroyed: list[Destroyed], created: list[Created], lost: list[str]
+    one: GpuInstance,
+    shape: InstanceShape,
+    ours: InstanceShape | None,
+    destroyed: list[Destroyed],
+    created: list[Created],
+    lost: list[str],
 ) -> None:
-    missing = list(shape.compute)
-    gone = []
+    missing, made, gone = list(shape.compute), list(ours.compute) if ours is not None else [], []
     for compute in one.compute:
-        here = _of_compute(compute)
-        match = next(
-            (part for part in missing if part == here or (part.start is None and part.slices == here.slices)), None
-        )
-        if match is not None:
-            missing.remove(match)
-        elif compute.busy:
+        # Each counts once: what stands for this one here stands for no other.
+        wanted, meant = _taken(missing, compute), _taken(made, compute)
+        if wanted or not meant:
+            continue
+        if compute.busy:
             lost.append(f"compute instance {compute.id} of {shape} is in use and stays")
         else:
             gone.append(compute)
     if gone:
         destroyed.append(Destroyed(instance=one, compute=tuple(gone), whole=False))
+    taken = sum({part.placement.mask for part in one.compute if part.placement is not None and part not in gone})
+    for part in [
+        part for part in missing if part.start is not None and taken & Placement(part.start, part.slices).mask
+    ]:
+        missing.remove(part)
+        lost.append(f"{part.slices}c of {shape} has no room")
     parts = tuple(part for part in (_part(one.profile, part, lost) for part in missing) if part is not None)
     if parts:
         created.append(Created(profile=one.profile, placement=one.placement, compute=parts, into=one))
+
+
+def _taken(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
+    """Take the shape that an existing compute instance has out of ``parts``; return whether there was one."""
+    here = _of_compute(compute)
+    match = here if here in parts else ComputeShape(slices=here.slices)
+    if match not in parts:
+        return False
+    parts.remove(match)
+    return True
 
 
 def _part(profile: Profile, part: ComputeShape, lost: list[str]) -> NewCompute | None:

@@ -33,7 +33,8 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
         places = ", ".join(_title(one) for one in matches)
         raise BadUsage(f"'{text}' fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
     if not matches:
-        known = ", ".join(_title(Target(layout.gpu, one.id)) for layout in layouts for one in layout.instances[:8])
+        there = [_title(Target(layout.gpu, one.id)) for layout in layouts for one in layout.instances]
+        known = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
         raise NotFound(
             f"there is no MIG instance '{text[:60]}' here",
             f"instances: {known or 'none'}; see: gpushare mig status" if known else "see: gpushare mig status",

@@ -45,8 +45,10 @@ def now(layout: Layout) -> str:
 
 
 def after(layout: Layout, plan: GpuPlan) -> str:
-    """Return the picture of what a plan leaves; ``+`` marks what is new."""
-    kept = [(one.placement, _label(one)) for one in plan.kept]
+    """Return the picture of what a plan leaves; ``+`` marks what is new, ``~`` what changes inside."""
+    inside = {gone.instance.id for gone in plan.destroyed if not gone.whole}
+    inside |= {new.into.id for new in plan.created if new.into is not None}
+    kept = [(one.placement, _label(one) + ("~" if one.id in inside else "")) for one in plan.kept]
     return picture(
         layout, [*kept, *((new.placement, f"+{new.profile.name}") for new in plan.created if new.into is None)]
     )

@@ -1,0 +1,88 @@
+"""Carrying a MIG change out: its leases held, its journal written, and in words what a failure left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gpushare.actions.mig_evict import Ending
+from gpushare.actions.plan import carry_out
+from gpushare.errors import GpushareError, InUse
+from gpushare.host.mig_leases import take_lease
+
+if TYPE_CHECKING:
+    from gpushare.actions.mig_change import MigChange
+    from gpushare.actions.plan import Step
+    from gpushare.host.host import Host
+    from gpushare.host.mig_journal import Journal
+
+
+def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
+    """Carry a change out under the journal, whose lock is held.
+
+    Raises:
+        InUse: a `gpushare run` took an instance that goes, since the plan was made.
+        GpushareError: of the step that failed; everything is as before, or the error names what is not.
+    """
+    if not change.plan.steps:
+        return
+    with contextlib.ExitStack() as leases:
+        _take_leases(host, change, leases)
+        _carry_out(journal, change, on_step)
+
+
+def _take_leases(host: Host, change: MigChange, leases: contextlib.ExitStack) -> None:
+    """Hold what goes, so that no `gpushare run` starts in it meanwhile; who is evicted holds his own until then."""
+    for one in change.gpus:
+        for gone in one.plan.destroyed:
+            for part in gone.compute:
+                if not part.uuid or part.busy or gone.instance.busy:
+                    continue
+                lease = take_lease(host, part.uuid)
+                if lease is None:
+                    raise InUse(
+                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance.profile.name}:{gone.instance.start}",
+                        f"see who: gpushare mig status -g {one.gpu.index}",
+                        gpu=str(one.gpu.index),
+                    )
+                leases.callback(lease.release)
+
+
+def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
+    touched = [one for one in change.gpus if one.changes]
+    shapes = [one.before for one in touched], [one.after for one in touched]
+    journal.begin(change.plan.title, *shapes, names=change.names)
+    step = _Watched(on_step)
+    try:
+        carry_out(change.plan, step)
+    except GpushareError as error:
+        if error.code != "not_restored" and step.last is not None and "could not be undone" not in error.message:
+            raise _undone(error, step.last, ended=step.ended) from error
+        raise
+    finally:
+        # Killed in between, the journal stays; at every other end all is done or undone.
+        journal.end()
+
+
+class _Watched:
+    """Remembers the step that was begun last, and whether one ended programs."""
+
+    def __init__(self, on_step: Callable[[Step], None] | None) -> None:
+        self.last: Step | None = None
+        self.ended = False
+        self._on_step = on_step
+
+    def __call__(self, step: Step) -> None:
+        self.last = step
+        self.ended = self.ended or isinstance(step, Ending)
+        if self._on_step is not None:
+            self._on_step(step)
+
+
+def _undone(error: GpushareError, step: Step, *, ended: bool) -> GpushareError:
+    but = ", but for the programs that --evict ended" if ended else ""
+    message = f"could not {step.what}: {error.message}; everything is as before{but}"
+    said = type(error)(message, error.hint, gpu=error.gpu, code=error.code)
+    said.exit_code = error.exit_code
+    return said

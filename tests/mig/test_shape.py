@@ -1,0 +1,261 @@
+"""Shapes of GPUs: kept and read back, compared, and the way back to one, carried out on a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gpushare.mig.plan import Action, GpuPlan
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.shape import (
+    ComputeShape,
+    GpuShape,
+    InstanceShape,
+    differences,
+    from_json,
+    restoration,
+    shape_after,
+    shape_of,
+    to_json,
+)
+from gpushare.sim.catalogue import profiles_of
+from tests.mig.boards import SHAPES, SOMEBODY
+
+BOARDS = [profiles_of(model) for model in SHAPES]
+# GPU instances by (profile, start); in each the compute instances as (slices, start).
+Model = dict[tuple[str, int], list[tuple[int, int | None]]]
+
+
+@st.composite
+def gpu_instances(draw: st.DrawFn, profiles: tuple[Profile, ...]) -> tuple[GpuInstance, ...]:
+    """Draw GPU instances that do not overlap, each with none, some or all of its compute slices taken."""
+    taken, found = 0, []
+    for profile in draw(st.lists(st.sampled_from(profiles), max_size=6)):
+        place = draw(st.sampled_from(profile.placements or ()))
+        if taken & place.mask:
+            continue
+        taken |= place.mask
+        compute: list[ComputeInstance] = []
+        at = 0
+        for part in draw(st.lists(st.sampled_from(profile.compute or (profile.whole,)), max_size=3)):
+            if at + part.slices <= profile.slices:
+                where = Placement(at, part.slices)
+                compute.append(ComputeInstance(id=len(compute), profile=part, placement=where))
+                at += part.slices
+        identity = 100 * place.size + place.start
+        found.append(GpuInstance(id=identity, profile=profile, placement=place, compute=tuple(compute)))
+    return tuple(found)
+
+
+@st.composite
+def gpus(draw: st.DrawFn, count: int) -> tuple[Layout, ...]:
+    """Draw several states of one GPU."""
+    profiles = draw(st.sampled_from(BOARDS))
+    states = [draw(gpu_instances(profiles)) for _ in range(count)]
+    return tuple(Layout(gpu=2, uuid="GPU-2", profiles=profiles, instances=one) for one in states)
+
+
+def mixed(*groups: tuple[GpuInstance, ...]) -> tuple[GpuInstance, ...]:
+    """Return the instances of all groups that have room beside those before them."""
+    taken, found = 0, []
+    for one in (one for group in groups for one in group):
+        if not taken & one.placement.mask:
+            taken |= one.placement.mask
+            found.append(one)
+    return tuple(found)
+
+
+def shape(layout: Layout) -> GpuShape:
+    return shape_of(layout, mig_enabled=True)
+
+
+def model_of(shape: GpuShape) -> Model:
+    return {one.place: sorted((part.slices, part.start) for part in one.compute) for one in shape.instances}
+
+
+def carried_out(layout: Layout, plan: GpuPlan) -> Model:
+    """Return what the calls of a plan leave, refusing what a driver refuses."""
+    there: Model = {
+        (one.profile.name, one.start): [
+            (part.profile.slices, part.placement.start if part.placement else None) for part in one.compute
+        ]
+        for one in layout.instances
+    }
+    sizes = {(one.profile.name, one.start): one.placement.mask for one in layout.instances}
+    for step in plan.steps():
+        place = (step.profile.name, step.placement.start)
+        if step.action is Action.DESTROY_COMPUTE and step.compute is not None:
+            assert not step.compute.busy
+            gone = step.compute
+            there[place].remove((gone.profile.slices, gone.placement.start if gone.placement else None))
+        elif step.action is Action.DESTROY_GPU_INSTANCE:
+            assert there.pop(place) == []
+            del sizes[place]
+        elif step.action is Action.CREATE_GPU_INSTANCE:
+            assert not any(mask & step.placement.mask for mask in sizes.values())
+            there[place], sizes[place] = [], step.placement.mask
+        elif step.new_compute is not None:
+            new = step.new_compute
+            there[place].append((new.profile.slices, new.placement.start if new.placement else None))
+            assert sum(slices for slices, _ in there[place]) <= step.profile.slices
+    return {place: sorted(parts) for place, parts in there.items()}
+
+
+# -- keeping and comparing -------------------------------------------------------------------------
+
+
+@given(gpus(1), st.sampled_from([None, True, False]), st.text(max_size=5))
+def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bool | None, name: str) -> None:
+    one = shape_of(found[0], mig_enabled=mode)
+    one = replace(one, instances=tuple(replace(part, name=name or None) for part in one.instances))
+    assert from_json(json.loads(json.dumps(to_json(one)))) == one
+
+
+@pytest.mark.parametrize(
+    "raw", [{}, {"instances": [{}]}, {"uuid": "u", "instances": []}, {"instances": None}, {"instances": [1]}]
+)
+def test_what_is_no_shape_is_refused(raw: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        from_json(raw)
+
+
+@given(gpus(2))
+def test_two_shapes_differ_in_words_only_when_they_differ(found: tuple[Layout, ...]) -> None:
+    first, second = map(shape, found)
+    assert not differences(first, first)
+    assert bool(differences(first, second)) is (model_of(first) != model_of(second))
+    for one in first.instances:
+        if one.place not in model_of(second):
+            assert any(f"{one.profile}:{one.start} is there" in word for word in differences(first, second))
+            assert any(f"{one.profile}:{one.start} is missing" in word for word in differences(second, first))
+
+
+@pytest.mark.parametrize(
+    ("now", "wanted", "same"),
+    [
+        ([(1, 0), (2, 1)], [(2, 1), (1, 0)], True),
+        ([(1, 0)], [(1, None)], True),
+        ([(1, 2), (1, 0)], [(1, None), (1, 2)], True),
+        ([(1, 0), (1, 1)], [(1, None), (1, 2)], False),
+        ([(1, 0)], [(1, 1)], False),
+        ([(1, 0)], [(2, None)], False),
+        ([(1, 0), (1, 1)], [(1, None)], False),
+        ([], [(1, None)], False),
+        ([], [], True),
+    ],
+)
+def test_an_unknown_start_fits_any(
+    now: list[tuple[int, int]], wanted: list[tuple[int, int | None]], same: bool
+) -> None:
+    def gpu(parts: list[tuple[int, int | None]]) -> GpuShape:
+        compute = tuple(ComputeShape(slices=slices, start=start) for slices, start in parts)
+        instance = InstanceShape(profile="3g.40gb", start=0, size=4, compute=compute)
+        return GpuShape(uuid="u", index=0, mig_enabled=True, instances=(instance,))
+
+    assert (differences(gpu(list(now)), gpu(wanted)) == ()) is same
+
+
+def test_the_mode_is_compared_where_it_is_known() -> None:
+    off, on, unknown = (GpuShape(uuid="u", index=3, mig_enabled=mode) for mode in (False, True, None))
+    assert differences(off, on) == ("GPU 3: MIG is off",)
+    assert differences(on, off) == ("GPU 3: MIG is on",)
+    assert differences(unknown, off) != ()
+    assert differences(off, unknown) == ()
+
+
+@given(gpus(2))
+def test_the_shape_after_a_plan_is_what_its_calls_leave(found: tuple[Layout, ...]) -> None:
+    now, wanted = found
+    plan, lost = restoration(now, shape(wanted), shape(now))
+    assert not lost
+    assert model_of(shape_after(plan, mig_enabled=True)) == carried_out(now, plan)
+
+
+# -- the way back ----------------------------------------------------------------------------------
+
+
+@given(gpus(2), st.data())
+def test_half_a_change_is_undone_exactly(found: tuple[Layout, ...], data: st.DataObject) -> None:
+    before, after = found
+    kept = data.draw(st.lists(st.sampled_from(before.instances or (None,)), unique=True))
+    made = data.draw(st.lists(st.sampled_from(after.instances or (None,)), unique=True))
+    middle = mixed(*([one for one in group if one is not None] for group in (kept, made)))  # type: ignore[arg-type]
+    # Half made, too: without some of its compute instances.
+    middle = tuple(replace(one, compute=one.compute[: data.draw(st.integers(0, 3))]) for one in middle)
+    now = replace(before, instances=middle)
+    plan, lost = restoration(now, shape(before), shape(after))
+    assert lost == ()
+    assert carried_out(now, plan) == model_of(shape(before))
+
+
+@given(gpus(3))
+def test_what_somebody_else_made_stays(found: tuple[Layout, ...]) -> None:
+    before, after, other = found
+    ours = {(one.profile.name, one.start) for one in (*before.instances, *after.instances)}
+    foreign = tuple(one for one in other.instances if (one.profile.name, one.start) not in ours)
+    assume(foreign)
+    now = replace(before, instances=mixed(foreign, before.instances, after.instances))
+    plan, lost = restoration(now, shape(before), shape(after))
+    left = carried_out(now, plan)
+    for one in foreign:
+        place = (one.profile.name, one.start)
+        assert left[place] == sorted(
+            (part.profile.slices, part.placement.start) for part in one.compute if part.placement
+        )
+    # What is not as before is named.
+    for one in before.instances:
+        if (one.profile.name, one.start) not in left:
+            assert f"GPU 2: {one.profile.name}:{one.start} has no room" in lost
+
+
+@given(gpus(2), st.data())
+def test_what_is_in_use_stays_and_is_named(found: tuple[Layout, ...], data: st.DataObject) -> None:
+    before, after = found
+    assume(after.instances)
+    busy = data.draw(st.sampled_from(after.instances))
+    holders = data.draw(st.sampled_from([None, SOMEBODY]))
+    if busy.compute and data.draw(st.booleans()):
+        held = replace(busy, compute=(replace(busy.compute[0], holders=holders), *busy.compute[1:]))
+    else:
+        held = replace(busy, holders=holders)
+    now = replace(before, instances=mixed((held,), after.instances))
+    plan, lost = restoration(now, shape(before), shape(after))
+    left = carried_out(now, plan)
+    place = (busy.profile.name, busy.start)
+    assert place in left
+    if place not in model_of(shape(before)):
+        assert f"GPU 2: {place[0]}:{place[1]} is in use and stays" in lost
+    # And whatever is not as before has a word.
+    if left != model_of(shape(before)):
+        assert lost
+
+
+@given(gpus(1))
+def test_a_compute_instance_that_somebody_else_made_stays(found: tuple[Layout, ...]) -> None:
+    (now,) = found
+    assume(any(one.compute for one in now.instances))
+    one = next(one for one in now.instances if one.compute)
+    less = replace(
+        now, instances=tuple(replace(one, compute=one.compute[1:]) if one is each else each for each in now.instances)
+    )
+    # Neither before nor after had it: it is not ours.
+    plan, lost = restoration(now, shape(less), shape(less))
+    assert (plan.changes, lost) == (False, ())
+    # The change was to make it: undone, it goes.
+    plan, lost = restoration(now, shape(less), shape(now))
+    assert lost == ()
+    assert carried_out(now, plan) == model_of(shape(less))
+
+
+def test_a_profile_that_is_offered_no_more_is_named() -> None:
+    profiles = BOARDS[0]
+    instance = InstanceShape(profile="9g.1gb", start=0, size=1, compute=(ComputeShape(slices=9, start=0),), name="x")
+    before = GpuShape(uuid="u", index=0, mig_enabled=True, instances=(instance,))
+    empty = Layout(gpu=0, uuid="u", profiles=profiles)
+    plan, lost = restoration(empty, before, before)
+    assert not plan.changes
+    assert lost == ("GPU 0: 9g.1gb:0 'x' has no room",)
