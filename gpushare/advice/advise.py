@@ -7,8 +7,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.engine import Verdict, verdicts, winner
-from gpushare.advice.recipe import limits_sum, recipe
+from gpushare.advice.recipe import recipe
 from gpushare.advice.recipe_line import Recipe
+from gpushare.advice.recipe_mps import limits_sum
 from gpushare.advice.rule import Kind
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Mechanism

@@ -29,7 +29,7 @@ QUESTIONS: Final = (
     Question(field="same_user", text="Do all processes belong to the same user?", answers=_YES_NO),
     Question(
         field="isolation",
-        text="What must hold between them: nothing, a memory quota, that a fault of one leaves the others alone, or full isolation?",
+        text="What must hold between them: nothing, a memory quota, a fault of one spares the others, or full isolation?",
         answers=(
             ("none", frozenset()),
             ("quota", frozenset({Isolation.QUOTA})),

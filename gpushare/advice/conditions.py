@@ -138,7 +138,7 @@ CONDITIONS: Final = (
     _condition(
         "measure-needs-program",
         (Way.MEASURE,),
-        "worth it when two ways are close",
+        "only if the program can be run several times on this GPU",
         "H200 study (2026): the order of MPS and time-slicing flips with the workload",
         lambda s: not s.case.any("cuda_graphs"),
     ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpushare.mig.profile import Layout
-    from gpushare.model import ComputeMode
+    from gpushare.model import ComputeMode, TimeSlice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class GpuFacts:
     processes: int | None = None
     # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.
     time_slice_settable: bool | None = None
+    # The level that is set now; the undo goes back to it.
+    time_slice: TimeSlice | None = None
     vgpu_capable: bool | None = None
     error: str | None = None
 

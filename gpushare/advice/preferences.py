@@ -12,23 +12,6 @@ from gpushare.advice.situation import Situation
 from gpushare.advice.ways import CONCURRENT, Way
 from gpushare.advice.workload import Isolation, Pattern, Role
 
-# What speaks for a way when nothing else does: what needs least comes first.
-BASE: Final = {
-    Way.WHOLE: 5,
-    Way.STREAMS: 2,
-    Way.TIMESLICE: 10,
-    Way.MPS: 8,
-    Way.MPS_PRIORITY: -20,
-    Way.MPS_STATIC: -10,
-    Way.MIG: 6,
-    Way.VGPU: -100,
-    Way.MIG_MPS: 3,
-    Way.MIG_TIMESLICE: 2,
-    Way.MPS_STREAMS: 1,
-    Way.MEASURE: -1,
-    Way.FIX: -50,
-}
-
 
 def _for(name: str, ways: dict[Way, int], text: str, source: str, when: When) -> list[Rule]:
     return [
@@ -80,6 +63,12 @@ def _half(s: Situation) -> bool:
     return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
 
 
+def _leaves_half(s: Situation) -> bool:
+    """Return whether an instance for one process leaves half of the GPU; not known before MIG is on on old drivers."""
+    found, total = s.slices(Way.MIG), s.plain.total_bytes or 0
+    return found is None or all((one.memory_bytes or 0) * 2 <= total for one in found.profiles)
+
+
 def _free_to_measure(s: Situation) -> bool:
     hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
     return s.several and not s.pair and not hard and s.trusted and not s.case.any("vms")
@@ -110,6 +99,13 @@ PREFERENCES: Final = (
         "several small programs of one user: MPS runs their kernels at the same time",
         "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
         _farm,
+    ),
+    *_for(
+        "small-maybe-same-user",
+        {Way.MPS: 15},
+        "several small programs: MPS runs their kernels at the same time, if all belong to one user",
+        "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
+        lambda s: _small(s) and s.case.same_user is None and not s.idle_often and not s.pair,
     ),
     *_for(
         "cooperating",
@@ -193,7 +189,7 @@ PREFERENCES: Final = (
         {Way.MIG: 80},
         "one job that needs less than half of the GPU and of its memory: an instance, tested, leaves the rest to others",
         "CIP203",
-        lambda s: _one_process(s) and _half(s) and not s.case.any("code"),
+        lambda s: _one_process(s) and _half(s) and _leaves_half(s) and not s.case.any("code"),
     ),
     *_for(
         "saturating",
@@ -229,6 +225,13 @@ PREFERENCES: Final = (
         "the other can wait, or be paused, while production works",
         "measured on an H200 (only a full pause protects the tail outside MPS)",
         lambda s: s.pair,
+    ),
+    *_for(
+        "production-fills",
+        {Way.WHOLE: 80},
+        "production fills the GPU itself: what another job gets, production loses; let it wait",
+        "CERN; CIP203; measured on an H200 (two jobs that fill the memory bandwidth always sum to 1.0)",
+        lambda s: s.pair and s.saturating is True,
     ),
     *_against(
         "production-time",

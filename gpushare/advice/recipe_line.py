@@ -37,6 +37,11 @@ def program(workload: Workload) -> str:
     return workload.command or "CMD"
 
 
+def who(workload: Workload) -> str | None:
+    """Return what a workload is called: its name, else its role; None when it has neither."""
+    return workload.name or (None if workload.role is None else workload.role.value)
+
+
 def again(processes: int | None, name: str | None = None, how: str | None = None) -> str:
     """Return who runs a line, and how often."""
     who = "each program" if name is None and processes is None else name or "the program"

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gpushare.advice.recipe_line import Line, Recipe, again, program, sudo
+from gpushare.advice.recipe_line import Line, Recipe, again, program, sudo, who
 from gpushare.advice.slices import addable
 from gpushare.advice.ways import Way
 from gpushare.mig.wish import wish_of
@@ -31,7 +31,7 @@ def mig_lines(situation: Situation, way: Way) -> Recipe:
     else:
         lines, undo, names = _layout(situation, way)
     for name, one, count in _runs(situation, way, names):
-        lines.append(Line(again(count, one.name), f"gpushare run --mig {name or 'PROFILE'} -- {program(one)}"))
+        lines.append(Line(again(count, who(one)), f"gpushare run --mig {name or 'PROFILE'} -- {program(one)}"))
     return Recipe(lines=tuple(lines), undo=undo, measure=_MEASURE)
 
 
@@ -43,6 +43,13 @@ def mig_as_it_was(situation: Situation) -> Line:
         return Line("turn MIG on again", f"{command} enable -g {situation.gpu.index}")
     before = shlex.join([str(request) for request in wish_of(layout.instances)])
     return Line("back to the instances of now", f"{command} apply -g {situation.gpu.index} {before}")
+
+
+def off_first(situation: Situation) -> list[Line]:
+    """Return the line that turns MIG off, where it is on."""
+    if not situation.gpu.mig_enabled:
+        return []
+    return [Line("turn MIG off", f"{sudo(situation)}gpushare mig disable -g {situation.gpu.index} --destroy")]
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
@@ -105,7 +112,7 @@ def mig_shared_lines(
             words = " ".join(limits(one, inside, profile.memory_bytes))
             lines.append(Line("start MPS in it", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip()))
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
-        lines.append(Line(again(inside, one.name), run))
+        lines.append(Line(again(inside, who(one)), run))
     if on:
         undo = Line("take all of it back, when the programs have ended", f"{root}gpushare mig disable {gpu} --destroy")
     else:

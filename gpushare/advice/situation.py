@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 VOLTA: Final = (7, 0)
 AMPERE: Final = (8, 0)
+HOPPER: Final = (9, 0)
 _PRE_VOLTA_CLIENTS: Final = 16
 
 
@@ -160,6 +161,11 @@ class Situation:
         most = self.instances
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
+        if len(shares) == 1:
+            # One process leaves the other half to others, where half is enough for it.
+            half = slices_for(layout, shares * 2)
+            if half.why_not is None:
+                return replace(half, profiles=half.profiles[:1])
         return slices_for(layout, shares)
 
     def free_now(self, way: Way) -> list[str] | None:

@@ -183,7 +183,14 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
             raise BadUsage(f"'{key}' is not a property of a workload", _close(key), code="unknown_key")
         if value is not None:
             values.update(_value(key, value))
-    return Workload(**values)
+    found = Workload(**values)
+    if found.processes is not None and found.groups is not None and found.groups > found.processes:
+        raise BadUsage(
+            f"{found.groups} groups of {found.processes} processes",
+            "a group has at least one process: give fewer groups, or more processes",
+            code="bad_count",
+        )
+    return found
 
 
 def _close(key: str) -> str:
@@ -241,7 +248,12 @@ def _isolation(value: Any) -> frozenset[Isolation]:
     texts = [str(word).strip().lower() for word in words]
     if texts == ["none"]:
         return frozenset()
-    return frozenset(_choice("isolation", text, [one.value for one in Isolation], Isolation) for text in texts)
+    known = ["none", *(one.value for one in Isolation)]
+    if len(texts) > 1 and "none" in texts:
+        raise BadUsage(
+            f"isolation '{','.join(texts)[:40]}' is none and more", "give none alone, or leave it out", code="bad_value"
+        )
+    return frozenset(_choice("isolation", text, known, Isolation) for text in texts)
 
 
 def _latency(value: Any) -> dict[str, Any]:

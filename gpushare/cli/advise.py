@@ -230,7 +230,9 @@ def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any
         notes.append("what runs now keeps running as it is: it joins MPS or an instance only when it is started anew")
     if explained is not None:
         one = verdict_data(advice.of(explained))
-        table = reasons_table([one], f"{one['title']} on {data['gpu_title']}")
+        table = reasons_table([one], f"{one['title']} on {data['gpu_title']}: {one['outcome']}")
+        if data["winner"] != one["way"]:
+            notes.append(f"the advice for this case is: {data['answer']} (all of it without --mechanism)")
         return Result(command="advise", data={**data, "explained": one}, tables=(table,), notes=tuple(notes))
     if apply:
         from gpushare.cli.advise_apply import applied

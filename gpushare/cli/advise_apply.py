@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The commands that set something up; those that run a program are left to the user.
 _SET_UP: Final = frozenset(
-    {("mps", "start"), ("timeslice", "set"), ("mig", "apply"), ("mig", "create"), ("mig", "disable")}
+    {("mps", "start"), ("mps", "set"), ("timeslice", "set"), ("mig", "apply"), ("mig", "create"), ("mig", "disable")}
 )
 
 
@@ -31,6 +31,8 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
     lines = _set_up(advice)
     steps: list[Any] = []
     said = list(notes)
+    # Where the way back is known only when it is done, the line itself says it.
+    keeps_undo = advice.recipe is not None and any(line.command is None for line in advice.recipe.undo)
     for number, words in enumerate(lines):
         try:
             result = _run(words)
@@ -39,7 +41,7 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
                 raise _half_done(error, advice) from error
             raise
         steps += [_Step(**step) for step in (result.data or {}).get("steps", ())]
-        said += [note for note in result.notes if not note.startswith("undo: ")]
+        said += [note for note in result.notes if keeps_undo or not note.startswith("undo: ")]
     recipe = advice.recipe
     if recipe is not None:
         runs = [line.command for line in recipe.lines if line.command and _words(line.command)[:2] not in _SET_UP]

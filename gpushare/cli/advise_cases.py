@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +179,15 @@ def _without_context(used: int | None) -> int | None:
 # -- questions -------------------------------------------------------------------------------------
 
 
+def _prompt(text: str, words: list[str]) -> str:
+    """Return a question with its answers, on a line of their own where one line is too short."""
+    answers = f"[{'/'.join(words)}, Enter: not known] "
+    width = max(shutil.get_terminal_size().columns, 40)
+    if len(text) + len(answers) + max(map(len, words)) < width:
+        return f"{text} {answers}"
+    return "\n".join([*textwrap.wrap(text, width - 1), f"  {answers}"])
+
+
 def asked(situation: Situation) -> Situation:
     """Ask what still decides, one question after the other; an empty answer leaves it open."""
     from gpushare.advice.advise import with_answer
@@ -185,7 +196,7 @@ def asked(situation: Situation) -> Situation:
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
         words = [word for word, _ in question.answers]
-        sys.stderr.write(f"{question.text} [{'/'.join(words)}, Enter: not known] ")
+        sys.stderr.write(_prompt(question.text, words))
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:

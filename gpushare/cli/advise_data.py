@@ -26,7 +26,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "why": _why_nothing(advice)
         if best is None
         else [
-            *(why or ["nothing else is left, or nothing speaks for more"]),
+            *(why or [_why_left(advice, best)]),
             *(f"condition: {text}" for text in conditions),
         ],
         "confidence": advice.confidence.value,
@@ -54,6 +54,17 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         },
         "notes": list(advice.notes),
     }
+
+
+def _why_left(advice: Advice, best: Verdict) -> str:
+    """Return why a way wins for which no rule speaks."""
+    from gpushare.advice.engine import Outcome
+    from gpushare.advice.ways import CONCURRENT, Way
+
+    ways = [one for one in CONCURRENT if one is not Way.VGPU]
+    if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
+        return "every other way of sharing is refused" if best.way in CONCURRENT else "every way of sharing is refused"
+    return "nothing that was said speaks for another way, and this one needs the least"
 
 
 def _why_nothing(advice: Advice) -> list[str]:

@@ -75,6 +75,7 @@ def _gpu(host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Any, *, b
         compute_mode=gpu.compute_mode,
         processes=None if seen is None else len({process.pid for process in seen}),
         time_slice_settable=None if levels is None else gpu.index in levels,
+        time_slice=None if levels is None else levels.get(gpu.index),
     )
 
 

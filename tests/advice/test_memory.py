@@ -15,7 +15,7 @@ from gpushare.advice.memory import (
     equal_limit,
     limit_for,
 )
-from gpushare.advice.recipe import memory_limits, size
+from gpushare.advice.recipe_mps import memory_limits, size
 from gpushare.advice.workload import Case, Workload
 from gpushare.units import GIB, MIB, parse_memory_limit
 from tests.advice.conftest import situation_of

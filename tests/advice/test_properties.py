@@ -50,7 +50,7 @@ base = st.fixed_dictionaries(
         "cuda_graphs": st.booleans(),
         "io_bound": st.booleans(),
     },
-)
+).filter(lambda words: "processes" not in words or words.get("groups", 0) <= words["processes"])
 
 
 def refused(words: dict[str, Any], host: str) -> set[Way]:

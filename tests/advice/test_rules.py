@@ -10,11 +10,14 @@ import pytest
 from gpushare.advice.conditions import CONDITIONS
 from gpushare.advice.engine import Outcome, Verdict, verdicts
 from gpushare.advice.preferences import PREFERENCES
+from gpushare.advice.recipe import recipe
 from gpushare.advice.requirements import REQUIREMENTS
 from gpushare.advice.rule import Kind, Reason
 from gpushare.advice.vetoes import VETOES
 from gpushare.advice.ways import Way
-from gpushare.model import ComputeMode
+from gpushare.advice.workload import workload_of
+from gpushare.errors import BadUsage
+from gpushare.model import ComputeMode, TimeSlice
 from tests.advice.conftest import situation_of
 
 FOUR = {"processes": 4, "users": "same", "saturating": False}
@@ -106,6 +109,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "one-process": ("whole-gpu", one(), four()),
     "one-process-own-code": ("streams", one(code=True), one()),
     "small-same-user": ("mps", four(), four(saturating=True)),
+    "small-maybe-same-user": ("mps", of({"processes": 4, "saturating": False}), four()),
     "cooperating": ("mps", four(cooperating=True), four()),
     "small-batch": ("mps", four(pattern="steady"), four(pattern="bursty")),
     "latency-own-part": ("mig", four(latency="20ms"), four(latency="no")),
@@ -123,6 +127,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "production-plain-mps": ("mps", of(*PAIR), four()),
     "production-apart": ("mig", of(*PAIR), four()),
     "production-first": ("whole-gpu", of(*PAIR), four()),
+    "production-fills": ("whole-gpu", of({**PAIR[0], "saturating": True}, PAIR[1]), of(*PAIR)),
     "production-time": ("timeslice", of(*PAIR), four()),
     "production-bandwidth": ("mig", of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), of(*PAIR)),
     "production-bandwidth-cap": ("mps-priority", of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), of(*PAIR)),
@@ -139,7 +144,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "queue-of-people": ("whole-gpu", four(pattern="interactive"), four()),
     "one-process-shares": ("mps", one(), four()),
     # of the engine itself
-    "nothing-decides": ("measure", of({"processes": 2}), four()),
+    "nothing-decides": ("measure", of({"processes": 2, "users": "same", "pattern": "steady"}), four()),
     "nothing-to-compare": ("measure", four(memory="30G"), four()),
 }
 RULES = (*VETOES, *CONDITIONS, *REQUIREMENTS, *PREFERENCES)
@@ -207,3 +212,23 @@ def test_an_open_question_is_a_condition(rule: str, way: str) -> None:
 def test_a_gpu_with_graphics_profiles_takes_graphics() -> None:
     example = of({"processes": 2, "graphics": True}, host=GRAPHICS)
     assert "graphics" not in {reason.rule for reason in verdict(example, "mig").reasons}
+
+
+def test_the_undo_goes_back_to_the_level_of_now() -> None:
+    case = {"processes": 4, "users": "different", "pattern": "interactive"}
+    for level, back in ((TimeSlice.MEDIUM, "set medium"), (TimeSlice.DEFAULT, "reset"), (None, "reset")):
+        found = recipe(situation_of(case, facts={"time_slice": level}), Way.TIMESLICE)
+        assert [line.command for line in found.undo] == [f"gpushare timeslice {back} -g 0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"processes": 2, "groups": 5}, "5 groups of 2 processes"),
+        ({"isolation": "none,fault"}, "is none and more"),
+        ({"isolation": "nothing"}, "'nothing' is not a value of isolation"),
+    ],
+)
+def test_workloads_that_contradict_themselves(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadUsage, match=message):
+        workload_of(words)

@@ -287,10 +287,18 @@ def test_apply_of_nothing_is_refused(refused: Any) -> None:
 
 
 def test_apply_says_what_a_line_itself_says(cli: Any) -> None:
-    cli("mps", "start", host="sim:t4").ok()
-    answer = cli("advise", *FARM, "--apply", host="sim:t4")
-    assert answer.code == 19
-    assert "serves GPU 0" in answer.err
+    cli("sim", "fault", "fail-step", "1", host="sim:a100-80gb").ok()
+    answer = cli("advise", *USERS, "--apply", "-y", host="sim:a100-80gb")
+    assert answer.code != 0
+    assert answer.err.count("error:") == answer.err.count("hint:") == 1
+
+
+def test_apply_beside_a_daemon_sets_its_limits_and_says_how_back(cli: Any) -> None:
+    cli("mps", "start", "--threads", "30", host="sim:t4").ok()
+    answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
+    (undo,) = [line for line in (answer.out + answer.err).splitlines() if line.startswith("note: undo: ")]
+    assert undo == "note: undo: gpushare mps set -g 0 --threads 30 --memory none"
+    cli(*undo.removeprefix("note: undo: gpushare ").split(), host="sim:t4").ok()
 
 
 @pytest.mark.parametrize(("words", "spec"), [(USERS, "sim:a100-80gb"), (PEOPLE, "sim:t4")])
@@ -504,3 +512,20 @@ def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:
     assert sum(one["processes"] for one in data["case"]["workloads"]) == 2
     assert json.dumps(data)
     assert os.path.exists(file)
+
+
+def test_a_way_that_is_asked_for_and_refused_names_the_one_to_take(cli: Any) -> None:
+    words = ("--processes", "2", "--memory", "5G", "--users", "different", "--isolation", "fault")
+    answer = cli("advise", *words, "--mechanism", "mig", host="sim:t4").ok()
+    assert "Tesla T4 has no MIG" in answer.out
+    assert "the advice for this case is: time-slicing" in answer.out + answer.err
+
+
+def test_one_small_program_leaves_half_of_the_gpu(cli: Any) -> None:
+    words = ("--processes", "1", "--memory", "10G", "--no-saturating", "--no-code")
+    data = cli("advise", *words, host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] == "mig"
+    assert data["commands"][0]["command"].endswith("gpushare mig apply -g 0 3g.40gb")
+    words = ("--processes", "1", "--memory", "39G", "--no-saturating", "--no-code")
+    data = cli("advise", *words, host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] == "whole-gpu"
