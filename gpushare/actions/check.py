@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, TimedOut
-from gpushare.model import Gpu
+from gpushare.model import Gpu, TimeSlice
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -57,3 +57,15 @@ class Examination:
     driver: str | None = None
     nvml_error: GpushareError | None = None
     daemons: list[FoundDaemon] = field(default_factory=list)
+    # Time-slice by GPU index; empty where nvidia-smi does not tell.
+    levels: dict[int, TimeSlice | None] = field(default_factory=dict)
+
+    @property
+    def answering(self) -> list[Gpu]:
+        """Return the GPUs that answer."""
+        return [gpu for gpu in self.gpus if gpu.error is None]
+
+    @property
+    def serving(self) -> list[FoundDaemon]:
+        """Return the MPS daemons that answer."""
+        return [found for found in self.daemons if found.daemon.pid is not None and found.daemon.error is None]

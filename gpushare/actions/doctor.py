@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.check import Check, Examination, Verdict, counted, remedy_of
+from gpushare.actions.doctor_environment import environments
+from gpushare.actions.doctor_gpu import compute_mode, persistence, xids
+from gpushare.actions.doctor_mig import MIG_CHECKS
 from gpushare.actions.doctor_mps import mps_daemons, mps_programs
+from gpushare.actions.doctor_mps_use import USE_CHECKS
 from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing
 from gpushare.host import mps_control
 from gpushare.host.mps import find_daemons
 from gpushare.host.mps_home import homes_in
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.snapshot import BLIND
-from gpushare.model import ComputeMode
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -34,7 +37,12 @@ def examine(host: Host) -> list[Check]:
         examination.daemons = []
     found: list[Check] = []
     for check in CHECKS:
-        found += check(examination)
+        try:
+            found += check(examination)
+        except GpushareError as error:
+            # A GPU that was lost, or a program that ended, since the first look.
+            said = f"'{check.__name__.strip('_')}' could not be looked at: {error.message}"
+            found.append(Check(id="doctor.unseen", verdict=Verdict.SKIP, seen=said))
     return found
 
 
@@ -55,7 +63,8 @@ def _nvml(seen: Examination) -> Iterator[Check]:
         seen="libnvidia-ml answers" if error is None else "libnvidia-ml is there",
     )
     if error is not None:
-        identifier = "driver.loaded" if isinstance(error, DriverNotLoaded) else "nvml.answers"
+        mismatch = "driver.mismatch" if error.code == "driver_mismatch" else "nvml.answers"
+        identifier = "driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch
         yield Check(
             id=identifier, verdict=Verdict.FAIL, seen=error.message, why="no GPU can be used", remedy=error.hint
         )
@@ -98,7 +107,7 @@ def _smi(seen: Examination) -> Iterator[Check]:
         )
         return
     try:
-        levels = host.policy.read()
+        seen.levels = host.policy.read()
     except GpushareError as error:
         yield Check(
             id="smi.program",
@@ -109,50 +118,10 @@ def _smi(seen: Examination) -> Iterator[Check]:
         )
         return
     yield Check(
-        id="smi.program", verdict=Verdict.PASS, seen=f"nvidia-smi lists the time-slice of {counted(len(levels), 'GPU')}"
+        id="smi.program",
+        verdict=Verdict.PASS,
+        seen=f"nvidia-smi lists the time-slice of {counted(len(seen.levels), 'GPU')}",
     )
-
-
-def _persistence(seen: Examination) -> Iterator[Check]:
-    modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.gpus if gpu.error is None}
-    off = [index for index, on in modes.items() if on is False]
-    for index in off:
-        yield Check(
-            id="gpu.persistence",
-            verdict=Verdict.WARN,
-            seen=f"persistence mode is off on GPU {index}",
-            gpu=index,
-            why="each first program on an idle GPU pays seconds, and nvidia-smi answers slowly",
-            remedy="sudo systemctl enable --now nvidia-persistenced",
-        )
-    if any(on is None for on in modes.values()):
-        yield Check(id="gpu.persistence", verdict=Verdict.SKIP, seen="the driver does not tell the persistence mode")
-    elif modes and not off:
-        yield Check(id="gpu.persistence", verdict=Verdict.PASS, seen="persistence mode is on")
-
-
-def _compute_mode(seen: Examination) -> Iterator[Check]:
-    kept = {
-        found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
-    }
-    foreign = {index for found in seen.daemons if not found.daemon.ours for index in found.daemon.gpu_indexes}
-    left = [
-        gpu
-        for gpu in seen.gpus
-        if gpu.compute_mode not in {None, ComputeMode.DEFAULT} and gpu.uuid not in kept and gpu.index not in foreign
-    ]
-    for gpu in left:
-        mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
-        yield Check(
-            id="gpu.compute_mode",
-            verdict=Verdict.WARN,
-            gpu=gpu.index,
-            seen=f"GPU {gpu.index} is in compute mode {mode} and no MPS daemon serves it",
-            why="only one program (or none) can use it at a time; often left over from an MPS daemon",
-            remedy=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
-        )
-    if seen.gpus and not left:
-        yield Check(id="gpu.compute_mode", verdict=Verdict.PASS, seen="no compute mode is left over")
 
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
@@ -169,7 +138,7 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
             verdict=Verdict.FAIL,
             seen=f"an MPS pipe directory below {path} has {length} bytes; 87 is the limit",
             why="the daemon dies at its start without a word",
-            remedy="export GPUSHARE_RUN_DIR=/tmp/gs (a short directory of your own)",
+            remedy="export GPUSHARE_RUN_DIR=/tmp/$USER (a short directory of your own)",
         )
         return
     try:
@@ -238,9 +207,13 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _nvml,
     _smi,
     mps_programs,
-    _persistence,
-    _compute_mode,
+    persistence,
+    compute_mode,
+    xids,
     mps_daemons,
+    *USE_CHECKS,
+    *MIG_CHECKS,
+    environments,
     _run_directory,
     _permissions,
     _pid_namespace,

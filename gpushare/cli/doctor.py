@@ -19,14 +19,13 @@ def doctor() -> Any:
 
     Exit code 0: all is well; 1: something warns; 2: something fails. Nothing is changed.
     """
-    from gpushare.actions.check import Verdict
     from gpushare.actions.doctor import examine, exit_code, worst
+    from gpushare.show.doctor import COLOURS, check_lines
     from gpushare.show.result import Column, Result, Table
 
     checks = examine(settings.connect())
-    colours = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
     columns = (
-        Column(key="verdict", title="", style=lambda value: colours.get(getattr(value, "value", value))),
+        Column(key="verdict", title="", style=lambda value: COLOURS.get(getattr(value, "value", value))),
         Column(key="id", title="check", whole=True),
         Column(key="seen", title="seen"),
         Column(key="remedy", title="mend"),
@@ -42,14 +41,7 @@ def doctor() -> Any:
         }
         for check in checks
     )
-    wrong = [check for check in checks if check.verdict in {Verdict.WARN, Verdict.FAIL}]
-    lines: list[tuple[str, str | None]] = []
-    width = max(len(check.id) for check in checks)
-    for check in checks:
-        lines.append((f"{check.verdict.value:<4}  {check.id:<{width}}  {check.seen}", colours[check.verdict.value]))
-        if check in wrong:
-            lines += [(f"      {'':<{width}}  {text}", None) for text in (check.why, f"mend: {check.remedy}") if text]
-    table = Table(name="checks", columns=columns, rows=rows, lines=tuple(lines))
+    table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
     return Result(
         command="doctor",
         data={"worst": worst(checks), "checks": checks},

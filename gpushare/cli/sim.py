@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from gpushare.cli import sim_fault
 from gpushare.cli.common import ChangingCommand, Command, Group, confirm, settings
+from gpushare.cli.sim_fault import Gpu, spec_of
 from gpushare.errors import BadUsage
 
 group = typer.Typer(
@@ -21,7 +23,6 @@ Spec = Annotated[
         metavar="[HOST]", help="The simulated host; without it --host or GPUSHARE_HOST.", show_default=False
     ),
 ]
-Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,20 +37,7 @@ def register(app: typer.Typer) -> None:
     group.command("add", cls=Command, short_help="Put a simulated process on a GPU.")(add)
     group.command("end", cls=Command, short_help="End a simulated process.")(end)
     group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
-    group.command("fault", cls=Command, short_help="Make something fail.")(fault)
-    group.command("cdi", cls=Command, short_help="Install the container toolkit.")(cdi)
-
-
-def spec_of(given: str | None) -> str:
-    """Return the simulated host that is meant.
-
-    Raises:
-        BadUsage: none is named.
-    """
-    spec = given or settings.spec
-    if not spec.startswith("sim:"):
-        raise BadUsage("no simulated host is named", "name one: gpushare --host sim:h200 sim show", code="no_sim_host")
-    return spec
+    sim_fault.add(group)
 
 
 def list_hosts(
@@ -305,44 +293,3 @@ def mig(
     set_mig(spec_of(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
     return Result(command="sim mig", data={"gpu": gpu, "instances": names}, text=text)
-
-
-def fault(
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="What fails.", show_default=False)] = None,
-    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", show_default=False)] = None,
-    gpu: Gpu = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take every fault back.")] = False,
-) -> Any:
-    """Make something fail on a simulated host.
-
-    Of a GPU: lost, busy, persistence-off, not-supported FIELD, reset-required (a MIG mode change stays pending). Of
-    the host: no-driver, no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID,
-    driver VERSION, collide N (the next N conversations with an MPS daemon are dropped), fail-step N (the N-th changing
-    NVML call from now on fails), crash-step N (the program dies right after the N-th changing NVML call).
-    """
-    from gpushare.show.result import Result
-    from gpushare.sim import admin
-    from gpushare.sim.faults import KINDS
-
-    spec = spec_of(None)
-    if clear == (kind is not None):
-        raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
-    if kind is None:
-        admin.clear_faults(spec)
-        return Result(command="sim fault", data={"cleared": True}, text=f"{spec}: no faults")
-    # So that the host is there before its first command.
-    settings.connect()
-    admin.set_fault(spec, kind, gpu, value)
-    said = " ".join(filter(None, [kind, value]))
-    return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=f"{spec}: {said}")
-
-
-def cdi() -> Any:
-    """Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs."""
-    from gpushare.show.result import Result
-    from gpushare.sim import nvidia_ctk, open_simulated
-
-    host = open_simulated(spec_of(None))
-    path = nvidia_ctk.install(host.state_file)
-    file = str(host.state_file.directory / path.lstrip("/"))
-    return Result(command="sim cdi", data={"path": path, "file": file}, text=f"{path} is {file}")

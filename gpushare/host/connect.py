@@ -31,6 +31,7 @@ def connect(spec: str) -> Host:
         programs=simulated.programs,
         processes=simulated.processes,
         capabilities=simulated.capabilities,
+        machine=simulated.machine,
         run_directory=simulated.run_directory,
         state_directory=simulated.state_directory,
         uid=simulated.uid,

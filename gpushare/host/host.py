@@ -18,8 +18,17 @@ from gpushare.host.smi import ComputePolicy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gpushare.host.machine import Machine
+
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
 SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
+
+
+def _local_machine() -> Machine:
+    # Only the doctor asks it.
+    from gpushare.host.machine import LocalMachine
+
+    return LocalMachine()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class Host:
     run_directory: Path
     state_directory: Path
     uid: int
+    machine: Machine = field(default_factory=_local_machine)
     shared_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from gpushare.sim.capabilities import SimulatedCapabilities
     from gpushare.sim.library import SimulatedLibrary
+    from gpushare.sim.machine import SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
     from gpushare.sim.state import StateFile
@@ -23,6 +24,7 @@ class SimulatedHost(NamedTuple):
     programs: SimulatedPrograms
     processes: SimulatedProcesses
     capabilities: SimulatedCapabilities
+    machine: SimulatedMachine
     run_directory: Path
     # What outlives a reboot of the simulated host.
     state_directory: Path
@@ -38,6 +40,7 @@ def open_simulated(spec: str) -> SimulatedHost:
     """
     from gpushare.sim.capabilities import SimulatedCapabilities
     from gpushare.sim.library import SimulatedLibrary
+    from gpushare.sim.machine import SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
     from gpushare.sim.spec import initial_state, parse_spec
@@ -56,6 +59,7 @@ def open_simulated(spec: str) -> SimulatedHost:
         programs=SimulatedPrograms(state_file),
         processes=SimulatedProcesses(state_file),
         capabilities=SimulatedCapabilities(state_file),
+        machine=SimulatedMachine(state_file),
         run_directory=state_file.directory / "run",
         state_directory=state_file.directory / "var",
         uid=state.uid,

@@ -27,19 +27,24 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
 }
-_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "reset-required")
+_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "reset-required", "xid")
 _FLAGS: Final = {
     "no-driver": ("driver_loaded", False),
     "no-nvml": ("nvml_installed", False),
     "no-permission": ("permission_denied", True),
     "blind": ("pid_namespace_is_host", False),
+    "mismatch": ("library_mismatch", True),
 }
 # Faults that count, with the field of the state that does, and what the number is.
 _COUNTED: Final = {
     "collide": ("collisions", "how many conversations"),
     "fail-step": ("fail_step", "which changing NVML call from now on"),
     "crash-step": ("crash_step", "which changing NVML call from now on"),
+    "shm": ("shared_memory_bytes", "how many bytes /dev/shm has"),
+    "descriptors": ("descriptor_limit", "how many files a process may have open"),
+    "mps-version": ("mps_binary", "the binary version of the MPS programs"),
 }
+_HEALTHY: Final = SimulatedHostState(spec="")
 KINDS: Final = (*_GPU_FAULTS, *_FLAGS, "hang", "missing", "user", "driver", *_COUNTED, "busy")
 
 
@@ -51,7 +56,9 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     namespace), ``hang`` and ``missing`` (value: a program), ``user`` (value: uid or name) and ``driver``
     (value: version), ``collide`` (value: how many of the next conversations with an MPS daemon are dropped),
     ``fail-step`` (value N: the N-th changing NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
-    process ends right after its N-th changing NVML call took effect) are faults of the host.
+    process ends right after its N-th changing NVML call took effect), ``mismatch`` (library and kernel module differ),
+    ``shm`` (value: bytes), ``descriptors`` (value: ulimit -n) and ``mps-version`` (value: 13020) are faults of the host;
+    ``xid`` (value: its number) is one of a GPU.
 
     Raises:
         BadUsage: an unknown kind, or its value is missing or wrong.
@@ -70,12 +77,15 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
 def clear(state: SimulatedHostState) -> None:
     """Take every fault back."""
     state.driver_loaded = state.nvml_installed = state.pid_namespace_is_host = True
-    state.permission_denied = False
+    state.permission_denied = state.library_mismatch = False
+    state.mps_binary = None
+    state.shared_memory_bytes, state.descriptor_limit = _HEALTHY.shared_memory_bytes, _HEALTHY.descriptor_limit
     state.uid = 0
     state.hanging_programs, state.missing_programs = [], []
     state.collisions = state.fail_step = state.crash_step = 0
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
+        gpu.xids = []
     for daemon in state.daemons:
         daemon.hangs = False
 
@@ -87,6 +97,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         gpu.persistence = False
     elif kind == "reset-required":
         gpu.reset_required = True
+    elif kind == "xid":
+        gpu.xids.append(_number("xid", value, "its number"))
     else:
         if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
             known = ", ".join(ENTRY_POINTS)
@@ -110,9 +122,7 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
             programs.append(value)
     elif kind in _COUNTED:
         name, what = _COUNTED[kind]
-        if value is None or not value.isascii() or not value.isdigit():
-            raise BadUsage(f"the fault {kind} needs a number", f"give {what}: {kind} 3", code="bad_fault")
-        setattr(state, name, int(value))
+        setattr(state, name, _number(kind, value, what))
     elif kind == "user":
         if value is None:
             raise BadUsage("the fault user needs a user", "give a user id or name", code="bad_fault")
@@ -125,6 +135,12 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
         state.driver = value
     else:
         raise BadUsage(f"there is no fault '{kind}'", f"faults: {', '.join(KINDS)}", code="bad_fault")
+
+
+def _number(kind: str, value: str | None, what: str) -> int:
+    if value is None or not value.isascii() or not value.isdigit():
+        raise BadUsage(f"the fault {kind} needs a number", f"give {what}: {kind} 3", code="bad_fault")
+    return int(value)
 
 
 def user_id(text: str) -> int:

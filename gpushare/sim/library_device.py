@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.sim import activity
+from gpushare.sim.mps_servers import binary_version
 from gpushare.sim.nvml_abi import (
     ERROR_TEXTS,
     Code,
@@ -54,6 +55,8 @@ def _init(library: SimulatedLibrary, *_flags: Any) -> None:
         raise Refused(Code.LIBRARY_NOT_FOUND)
     if not state.driver_loaded:
         raise Refused(Code.DRIVER_NOT_LOADED)
+    if state.library_mismatch:
+        raise Refused(Code.LIB_RM_VERSION_MISMATCH)
     # nvml.h documents NO_PERMISSION for nvmlInit: the device nodes may not be opened.
     if state.permission_denied:
         raise Refused(Code.NO_PERMISSION)
@@ -77,7 +80,8 @@ def _nvml_version(library: SimulatedLibrary, buffer: Any, length: Any) -> None:
 
 @entry_point("nvmlSystemGetCudaDriverVersion", "nvmlSystemGetCudaDriverVersion_v2")
 def _cuda_version(library: SimulatedLibrary, version: Any) -> None:
-    put(version, _cuda_major(library) * 1000)
+    # The same number as the "Binary version" of its MPS programs: 13020 with 595.
+    put(version, binary_version(library.state.driver) if _cuda_major(library) > 11 else 11080)
 
 
 def _cuda_major(library: SimulatedLibrary) -> int:

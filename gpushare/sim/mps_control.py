@@ -92,8 +92,10 @@ def _act(
 ) -> Completed:
     name = tuple(argv)
     if action in {"-h", "--help", "-v"}:
-        driver = current(state_file).driver
-        text = mps_texts.version(binary_version(driver)) if action == "-v" else mps_texts.usage(driver_major(driver))
+        state = current(state_file)
+        driver = state.driver
+        binary = state.mps_binary or binary_version(driver)
+        text = mps_texts.version(binary) if action == "-v" else mps_texts.usage(driver_major(driver))
         return Completed(name, 0, text, "")
     if not action:
         return _Session(name, env, state_file, deadline, timeout).run(stdin)

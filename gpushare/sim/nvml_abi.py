@@ -39,6 +39,7 @@ class Code(IntEnum):
     FUNCTION_NOT_FOUND = 13
     GPU_IS_LOST = 15
     RESET_REQUIRED = 16
+    LIB_RM_VERSION_MISMATCH = 18
     IN_USE = 19
     INSUFFICIENT_RESOURCES = 23
     ARGUMENT_VERSION_MISMATCH = 25
@@ -62,6 +63,7 @@ ERROR_TEXTS: Final[Mapping[int, str]] = {
     Code.FUNCTION_NOT_FOUND: "Function Not Found",
     Code.GPU_IS_LOST: "GPU is lost",
     Code.RESET_REQUIRED: "GPU requires reset",
+    Code.LIB_RM_VERSION_MISMATCH: "Driver/library version mismatch",
     Code.IN_USE: "In use by another client",
     Code.INSUFFICIENT_RESOURCES: "Insufficient Resources",
     Code.ARGUMENT_VERSION_MISMATCH: "Argument version mismatch",

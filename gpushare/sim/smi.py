@@ -43,6 +43,8 @@ def _cannot_start(state: SimulatedHostState) -> tuple[int, str] | None:
         return 12, _NO_LIBRARY
     if not state.driver_loaded:
         return 9, _NO_DRIVER
+    if state.library_mismatch:
+        return 18, "Failed to initialize NVML: Driver/library version mismatch\n"
     if state.permission_denied:
         return 4, "Failed to initialize NVML: Insufficient Permissions\n"
     return None

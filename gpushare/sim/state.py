@@ -70,6 +70,8 @@ class SimulatedGpu:
     # GPU instances without a compute instance: no MIG device, no CUDA.
     bare: list[SimulatedGpuInstance] = field(default_factory=list)
     lost: bool = False
+    # Xids of it in the kernel's log since the boot.
+    xids: list[int] = field(default_factory=list)
     # A change of the MIG mode stays pending until a reset.
     reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
@@ -173,6 +175,13 @@ class SimulatedHostState:
     driver_loaded: bool = True
     nvml_installed: bool = True
     permission_denied: bool = False
+    # The library was updated and the kernel module was not loaded anew.
+    library_mismatch: bool = False
+    # "Binary version" of the MPS programs, where it is not the driver's own.
+    mps_binary: int | None = None
+    # /dev/shm, and `ulimit -n` of every process.
+    shared_memory_bytes: int = 64 << 30
+    descriptor_limit: int = 1024
     pid_namespace_is_host: bool = True
     # Programs that never answer ("nvidia-smi"), and programs that are not installed.
     hanging_programs: list[str] = field(default_factory=list)

@@ -53,6 +53,8 @@ def test_all_is_well(cli: Cli) -> None:
         "run.directory",
         "user.root",
         "pid.namespace",
+        "gpu.xid",
+        "mps.shm",
     }
     assert found["smi.program"]["seen"].endswith(" of 1 GPU")
     assert cli("doctor").code == 0
@@ -73,6 +75,21 @@ def test_other_outputs(cli: Cli, world: World, form: str) -> None:
     if form == "csv":
         rows = list(csv.DictReader(io.StringIO(answer.out)))
         assert {row["verdict"] for row in rows} == {"pass", "warn"}
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_on_a_terminal(cli: Cli, world: World, width: int) -> None:
+    from gpushare.show.doctor import check_lines
+
+    world.fault("persistence-off")
+    rows = cli("doctor", output="json").data["checks"]
+    lines = [line.plain for line in check_lines(rows, width)]
+    assert [line.split()[:2] for line in lines if line[:4] in {"pass", "warn"}] == [
+        [row["verdict"], row["id"]] for row in rows
+    ]
+    # Only a command may be longer than the terminal is wide.
+    assert all(len(line) <= width or "mend: " in line for line in lines)
+    assert any(line.endswith("mend: sudo systemctl enable --now nvidia-persistenced") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,11 @@ FAULTS = {
     "reset-required": (None, lambda world: world.state.gpus[0].reset_required),
     "fail-step": ("2", lambda world: world.state.fail_step == 2),
     "crash-step": ("2", lambda world: world.state.crash_step == 2),
+    "mismatch": (None, lambda world: world.state.library_mismatch),
+    "shm": ("67108864", lambda world: world.state.shared_memory_bytes == 64 << 20),
+    "descriptors": ("256", lambda world: world.state.descriptor_limit == 256),
+    "mps-version": ("13020", lambda world: world.state.mps_binary == 13020),
+    "xid": ("79", lambda world: world.state.gpus[0].xids == [79]),
 }
 
 

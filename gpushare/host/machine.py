@@ -1,0 +1,110 @@
+"""What the machine itself gives to those who share its GPUs: shared memory, limits, environments, the kernel's log."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from typing import Final, NamedTuple, Protocol
+
+from gpushare.errors import GpushareError
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary file
+# NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+XID: Final = re.compile(r"\bXid \((?:PCI:)?([0-9a-f:.]+)\):\s*(\d{1,4})\b", re.IGNORECASE | re.ASCII)
+_PROGRAM_SECONDS: Final = 5.0
+
+
+class Space(NamedTuple):
+    """A file system: bytes in all, and bytes that are free."""
+
+    total: int
+    free: int
+
+
+class Xid(NamedTuple):
+    """One error of a GPU in the kernel's log: its number, and the PCI address as the driver writes it."""
+
+    number: int
+    pci: str
+
+
+class Machine(Protocol):
+    """The machine of a host. What cannot be told is None."""
+
+    def shared_memory(self) -> Space | None:
+        """Return the file system in which MPS servers and their clients meet (``/dev/shm``)."""
+
+    def descriptor_limit(self, pid: int) -> int | None:
+        """Return how many files a process may have open (its soft limit, ``ulimit -n``)."""
+
+    def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
+        """Return these variables of every process that has one of them, as far as this user may look."""
+
+    def xids(self) -> tuple[Xid, ...] | None:
+        """Return the Xids since the boot, oldest first; None when this user may not read the kernel's log."""
+
+
+class LocalMachine:
+    """This machine. ``proc`` stands in for ``/proc``."""
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self._proc = proc
+
+    def shared_memory(self) -> Space | None:
+        """Return size and free space of ``/dev/shm`` (statvfs)."""
+        try:
+            found = os.statvfs(SHARED_MEMORY)
+        except OSError:
+            return None
+        return Space(found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
+
+    def descriptor_limit(self, pid: int) -> int | None:
+        """Return the soft limit of open files (``/proc/PID/limits``); unlimited is the kernel's own maximum."""
+        try:
+            with open(f"{self._proc}/{pid}/limits", encoding="ascii", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            return None
+        match = re.search(r"^Max open files\s+(\d+|unlimited)", text, re.MULTILINE)
+        if match is None:
+            return None
+        return 1 << 30 if match[1] == "unlimited" else int(match[1])
+
+    def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
+        """Return these variables by PID (``/proc/PID/environ``): as they were when the program started."""
+        found: dict[int, dict[str, str]] = {}
+        for entry in os.listdir(self._proc):
+            if entry.isdigit():
+                chosen = {name: value for name, value in self._environment(entry) if name in names}
+                if chosen:
+                    found[int(entry)] = chosen
+        return found
+
+    def _environment(self, pid: str) -> list[tuple[str, str]]:
+        try:
+            with open(f"{self._proc}/{pid}/environ", "rb") as file:
+                entries = file.read().decode(errors="replace").split("\0")
+        except OSError:
+            return []
+        return [(name, value) for name, equals, value in (entry.partition("=") for entry in entries) if equals]
+
+    def xids(self) -> tuple[Xid, ...] | None:
+        """Return the Xids of this boot (``journalctl -k -b``, else ``dmesg``)."""
+        from gpushare.host.program import LocalPrograms
+
+        programs = LocalPrograms()
+        for argv in (["journalctl", "-k", "-b", "-o", "cat", "--no-pager", "--quiet"], ["dmesg"]):
+            try:
+                done = programs.run(argv, timeout=_PROGRAM_SECONDS)
+            except GpushareError:
+                continue
+            # Without the right to read it journalctl says nothing, and ends well.
+            if done.exit_code == 0 and done.stdout.strip():
+                return xids_in(done.stdout)
+        return None
+
+
+def xids_in(text: str) -> tuple[Xid, ...]:
+    """Return the Xids that a kernel log names."""
+    return tuple(Xid(int(number), pci) for pci, number in XID.findall(text))

@@ -1,0 +1,43 @@
+"""``gpushare doctor`` on a terminal: one line per check; what warns or fails also says why, and what mends it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.show.text import visible
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+COLOURS: Final = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+_LEAST: Final = 30
+
+
+def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    """Return the checks as lines that fit a width (columns); a command that mends is never broken."""
+    from rich.text import Text
+
+    names = max((len(row["id"]) for row in rows), default=0)
+    lines: list[Text] = []
+    for row in rows:
+        colour = COLOURS[row["verdict"]]
+        first = f"{row['verdict']:<4}  {row['id']:<{names}}  "
+        margin = " " * len(first)
+        lines += [Text(line, style=colour) for line in _wrapped(row["seen"], first, margin, width)]
+        if row["verdict"] in {"warn", "fail"}:
+            lines += [Text(line) for line in _wrapped(row["why"] or "", margin, margin, width)]
+            lines += [Text(f"{margin}mend: {visible(row['remedy'])}")] if row["remedy"] else []
+    return lines
+
+
+def _wrapped(text: str, first: str, margin: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        visible(text),
+        max(width, len(margin) + _LEAST),
+        initial_indent=first,
+        subsequent_indent=margin,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
