@@ -1,0 +1,39 @@
+"""``gpushare explain``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.cli.common import Command
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("explain", cls=Command, short_help="Explain an error code or a log line.")(explain)
+
+
+def explain(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="CODE|TEXT...", help="805, CUDA_ERROR_..., NVML_..., Xid 31, a log line; - is stdin."),
+    ],
+) -> Any:
+    """Explain an error of CUDA or NVML, an Xid of the kernel's log, or lines of the logs of MPS.
+
+    Says what it means, what it usually comes from where a GPU is shared, what to do next, and who says so.
+    Whole logs come from stdin: gpushare mps logs | gpushare explain -
+    """
+    from gpushare.advice import explain as facts
+    from gpushare.cli.text_file import text_of
+    from gpushare.show.explain import explained_text
+    from gpushare.show.result import Result
+
+    text = text_of("-", "log", "pipe a text in") if words == ["-"] else " ".join(words)
+    matches = facts.explain(text)
+    data = [
+        {"title": one.explanation.title, "line": one.line, "lines": one.lines, **vars(one.explanation)}
+        for one in matches
+    ]
+    return Result(command="explain", data={"explanations": data}, text=explained_text(matches))

@@ -1,0 +1,67 @@
+"""``gpushare explain``: explanations as text for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from gpushare.show.text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LABEL: Final = 10
+_WIDTH: Final = 80
+
+
+class Explained(Protocol):
+    """What is shown of an explanation."""
+
+    @property
+    def explanation(self) -> Any:
+        """Return the explanation: title, names, text, meaning, cause, next, source."""
+
+    @property
+    def line(self) -> str:
+        """Return the line that it explains."""
+
+    @property
+    def lines(self) -> int:
+        """Return how many lines it explains."""
+
+
+def explained_text(matches: Sequence[Explained]) -> str:
+    """Return explanations as paragraphs of at most 80 columns."""
+    return "\n\n".join("\n".join(_one(match)) for match in matches)
+
+
+def _one(match: Explained) -> Iterator[str]:
+    one = match.explanation
+    names = ", ".join(one.names)
+    yield from _wrapped(f"{one.title}  {names}" if names else one.title, "")
+    if one.pattern is not None:
+        more = f" (and {match.lines - 1} more such)" if match.lines > 1 else ""
+        yield from _labelled("line", visible(match.line) + more)
+    if one.text is not None:
+        yield from _labelled("says", one.text)
+    yield from _labelled("means", one.meaning)
+    yield from _labelled("cause", one.cause)
+    for number, command in enumerate(one.next):
+        yield from _labelled("" if number else "next", command)
+    yield from _labelled("source", one.source)
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return _wrapped(text, f"  {label:<{_LABEL - 2}}")
+
+
+def _wrapped(text: str, first: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * (len(first) or 2),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
