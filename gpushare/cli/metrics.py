@@ -1,0 +1,221 @@
+"""``gpushare metrics`` and ``gpushare export prometheus``: how the GPUs of this host are shared, for Prometheus."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from gpushare.cli.common import Command, note, settings
+from gpushare.errors import BadUsage, ExitCode, GpushareError, NoPermission, NotSupported, OperationFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpushare.host.host import Host
+    from gpushare.show.prometheus import Family, Reading
+
+_DEFAULT: Final = "127.0.0.1:9836"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("metrics", cls=Command, short_help="Serve metrics for Prometheus.")(metrics)
+
+
+def metrics(
+    listen: Annotated[
+        str,
+        typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; :PORT is every address."),
+    ] = _DEFAULT,
+) -> Any:
+    """Serve what no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics].
+
+    The mechanism in force, time-slice, MPS daemons with limits and clients, MIG layout with free and lost slices,
+    leases. It stands beside dcgm-exporter: both name a GPU by the label UUID.
+    """
+    address, port = _address(listen)
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise NotSupported(
+            "the Python package prometheus-client is not installed",
+            "pip install 'gpushare[metrics]'; or without it: gpushare export prometheus --textfile PATH",
+            code="no_prometheus_client",
+        ) from None
+    registry = CollectorRegistry()
+    registry.register(_Collector(settings.connect()))
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except (OSError, OverflowError) as error:
+        raise OperationFailed(
+            f"cannot listen at {listen}: {getattr(error, 'strerror', None) or error}",
+            "give another address: --listen 127.0.0.1:9837",
+            code="cannot_listen",
+        ) from None
+    host = f"[{address}]" if ":" in address else address
+    note(f"http://{host}:{server.server_port}/metrics")
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        # Ctrl-C and SIGTERM are how it ends.
+        return int(ExitCode.OK)
+    finally:
+        server.shutdown()
+        server.server_close()
+    return int(ExitCode.OK)
+
+
+def _address(text: str) -> tuple[str, int]:
+    address, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise BadUsage(f"'{text[:60]}' is no address", f"give ADDR:PORT: {_DEFAULT}", code="bad_address")
+    # The server of prometheus-client takes IPv6 only without brackets.
+    return address.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - asked for by leaving the address out
+
+
+class _Collector:
+    """Looks at the host at each scrape."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        # Several scrapes at once come in threads of their own.
+        self._lock = threading.Lock()
+
+    def describe(self) -> list[Any]:
+        """Return nothing: the host is not asked before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics of this moment."""
+        from prometheus_client.core import Metric
+
+        with self._lock:
+            found = families_now(self._host)[0]
+            # Between scrapes nothing of NVML is held: a handle on a MIG device keeps its instance in use.
+            self._host.nvml.restart()
+        for family in found:
+            metric = Metric(family.name, family.help, "gauge")
+            for sample in family.samples:
+                metric.add_sample(family.name, dict(sample.labels), sample.value)
+            yield metric
+
+
+def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
+    """Return the metrics of this moment; of a host that does not answer what still can be said, and its error."""
+    from gpushare.show.prometheus import Reading, families
+
+    try:
+        return families(_reading(host)), None
+    except GpushareError as error:
+        from gpushare import __version__
+
+        return families(Reading(version=__version__, snapshot=None)), error
+
+
+def _reading(host: Host) -> Reading:
+    from gpushare import __version__
+    from gpushare.host.mig import MigReader
+    from gpushare.host.mig_journal import Journal
+    from gpushare.host.mig_leases import live_leases
+    from gpushare.host.mig_names import names_of
+    from gpushare.host.mps_home import homes_in
+    from gpushare.host.snapshot import Observer
+    from gpushare.show.prometheus import Reading
+
+    snapshot = Observer(host).look()
+    reader = MigReader(host.nvml)
+    layouts = {}
+    for gpu in snapshot.gpus:
+        if gpu.error is None and gpu.mig_capable:
+            with suppress(GpushareError):
+                layouts[gpu.index] = reader.layout(gpu)
+    homes = [(home, home.read()) for home in homes_in([host.run_directory, *host.shared_run_directories])]
+    return Reading(
+        version=__version__,
+        snapshot=snapshot,
+        layouts=layouts,
+        names={(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()},
+        leases=tuple(live_leases(host)),
+        mps_leases={str(home.pipe): len(home.live_leases()) for home, record in homes if record is not None},
+        mig_interrupted=Journal(host).left() is not None,
+    )
+
+
+def prometheus(
+    textfile: Annotated[
+        str | None,
+        typer.Option("--textfile", metavar="PATH", help="Write PATH (*.prom) for node_exporter, atomically."),
+    ] = None,
+    rules: Annotated[bool, typer.Option("--rules", help="Print the alert rules instead.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Print the Grafana dashboard instead.")] = False,
+) -> Any:
+    """Write metrics as text: what no other exporter has, once; the alert rules; or a Grafana dashboard.
+
+    --textfile writes for the textfile collector of node_exporter, from a timer:
+    gpushare export prometheus --textfile /var/lib/node_exporter/gpushare.prom
+    """
+    from gpushare.show.prometheus import exposition
+    from gpushare.show.result import Result
+
+    if rules + dashboard + (textfile is not None) > 1:
+        raise BadUsage("--textfile, --rules and --dashboard exclude each other", "give one", code="bad_export")
+    if rules or dashboard:
+        text = _packaged("prometheus-rules.yaml" if rules else "grafana-dashboard.json")
+        return Result(command="export prometheus", data={"text": text, "textfile": None}, text=text.rstrip("\n"))
+    found, error = families_now(settings.connect())
+    text = exposition(found)
+    if textfile is not None:
+        _write(Path(textfile), text)
+    return Result(
+        command="export prometheus",
+        data={"text": text, "textfile": textfile},
+        text=text.rstrip("\n") if textfile is None else f"wrote {textfile}",
+        errors=() if error is None else (error,),
+        exit_code=ExitCode.OK if error is None else error.exit_code,
+    )
+
+
+def _packaged(name: str) -> str:
+    from importlib.resources import files
+
+    return files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in one step, readable by node_exporter's user."""
+    import tempfile
+
+    if path.suffix != ".prom":
+        raise BadUsage(f"'{path}' does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile")
+    _guarded(path, lambda: _replace(path, text, tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")))
+
+
+def _replace(path: Path, text: str, temporary: tuple[int, str]) -> None:
+    descriptor, name = temporary
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _guarded(path: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise NoPermission(
+            f"cannot write {path}: {error.strerror}",
+            "give a file in a directory that you may write",
+            code="not_written",
+        ) from None

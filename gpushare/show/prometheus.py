@@ -1,0 +1,233 @@
+"""How the GPUs of a host are shared, as metrics in the text format of Prometheus. Pure.
+
+Base units; one info metric for identity; what is unknown is absent, never zero. Labels that dcgm-exporter has too are
+called as there (``UUID``, ``gpu``, ``GPU_I_ID``, ``GPU_I_PROFILE``), so that both join: ``* on (UUID) group_left ()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gpushare.mig.fragmentation import fragmentation, free_profiles, lost_slices
+from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism
+
+if TYPE_CHECKING:
+    from gpushare.mig.profile import GpuInstance, Layout
+
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One look at a host; ``snapshot`` is None when it does not answer."""
+
+    version: str
+    snapshot: Snapshot | None
+    # By GPU index.
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
+    # By GPU UUID, profile and first memory slice.
+    names: Mapping[tuple[str, str, int], str] = field(default_factory=dict)
+    # MIG UUIDs that `gpushare run --mig` holds.
+    leases: tuple[str, ...] = ()
+    # By pipe directory: how many `gpushare run` use the daemon.
+    mps_leases: Mapping[str, int] = field(default_factory=dict)
+    mig_interrupted: bool | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One value with its labels."""
+
+    labels: Labels
+    value: float
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: a gauge."""
+
+    name: str
+    help: str
+    samples: tuple[Sample, ...]
+
+
+_HELP = {
+    "gpushare_build_info": "Version of gpushare; constant 1.",
+    "gpushare_host_up": "Whether NVML answers on this host.",
+    "gpushare_last_run_timestamp_seconds": "Unix time at which the host was looked at.",
+    "gpushare_warnings": "How many things could not be seen (process list, time-slice).",
+    "gpushare_driver_info": "Version of the NVIDIA driver; constant 1.",
+    "gpushare_gpu_info": "Identity of a GPU; constant 1. Joins with dcgm-exporter on UUID.",
+    "gpushare_gpu_up": "Whether the GPU answers.",
+    "gpushare_gpu_mechanism": "The way of sharing in force; 1 for it alone.",
+    "gpushare_gpu_compute_mode": "The compute mode; 1 for it alone.",
+    "gpushare_gpu_time_slice_level": "Time-slice: 0 default, 1 short, 2 medium, 3 long.",
+    "gpushare_gpu_processes": "Processes on the GPU.",
+    "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 when it died or is silent.",
+    "gpushare_mps_clients": "Clients of the MPS daemon.",
+    "gpushare_mps_clients_limit": "How many client contexts a server of the daemon takes.",
+    "gpushare_mps_servers": "MPS servers by status (ACTIVE, INITIALIZING, FAULT).",
+    "gpushare_mps_threads_limit_ratio": "Share of the SMs that a future client gets, 0 to 1.",
+    "gpushare_mps_memory_limit_bytes": "Pinned memory limit of each future client process.",
+    "gpushare_mps_client_priority": "Priority of future clients: 0 normal, 1 low.",
+    "gpushare_mps_leases": "How many gpushare run use the daemon.",
+    "gpushare_mps_outside_processes": "CUDA processes on a GPU that MPS serves which are not its clients.",
+    "gpushare_mig_enabled": "Whether MIG is on, of a GPU that has it.",
+    "gpushare_mig_mode_pending": "Whether a change of the MIG mode waits for a reset.",
+    "gpushare_mig_change_interrupted": "Whether a MIG change of gpushare was interrupted in the middle.",
+    "gpushare_mig_instance_info": "A GPU instance: place, name and size; constant 1.",
+    "gpushare_mig_instance_busy": "Whether somebody is, or may be, in the GPU instance.",
+    "gpushare_mig_instance_leases": "MIG devices of the GPU instance that gpushare run --mig holds.",
+    "gpushare_mig_free_instances": "How many more of a profile fit, each counted alone.",
+    "gpushare_mig_free_compute_slices": "Compute slices that no instance has.",
+    "gpushare_mig_free_memory_slices": "Memory slices that no instance has.",
+    "gpushare_mig_lost_compute_slices": "Free compute slices that no further instance can use.",
+    "gpushare_mig_lost_memory_slices": "Free memory slices that no further instance can use.",
+    "gpushare_mig_fragmentation_slices": "Memory slices that another placement of the same instances would save.",
+}
+
+
+def families(reading: Reading) -> list[Family]:
+    """Return the metrics of a look; a metric without a value is left out, and so is a second one of the same labels."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], Sample]] = {name: {} for name in _HELP}
+    for name, labels, value in _values(reading):
+        if value is not None:
+            found[name].setdefault(tuple(sorted(labels.items())), Sample(labels, float(value)))
+    return [Family(name, _HELP[name], tuple(samples.values())) for name, samples in found.items() if samples]
+
+
+def exposition(found: Iterable[Family]) -> str:
+    """Return metrics in the text format (version 0.0.4), without timestamps, as the textfile collector needs it."""
+    lines = []
+    for family in found:
+        lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} gauge"]
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{_quoted(value)}"' for name, value in sample.labels.items())
+            lines.append(
+                f"{family.name}{{{labels}}} {_number(sample.value)}"
+                if labels
+                else f"{family.name} {_number(sample.value)}"
+            )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def _quoted(text: str) -> str:
+    return _escaped(text).replace('"', '\\"')
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
+Value = tuple[str, Labels, "float | None"]
+
+
+def _values(reading: Reading) -> Iterator[Value]:
+    snapshot = reading.snapshot
+    yield "gpushare_build_info", {"version": reading.version}, 1
+    yield "gpushare_host_up", {}, snapshot is not None
+    if snapshot is None:
+        return
+    yield "gpushare_last_run_timestamp_seconds", {}, snapshot.taken_at
+    yield "gpushare_warnings", {}, len(snapshot.warnings)
+    if snapshot.driver_version is not None:
+        yield "gpushare_driver_info", {"version": snapshot.driver_version}, 1
+    yield "gpushare_mig_change_interrupted", {}, reading.mig_interrupted
+    for gpu in snapshot.gpus:
+        yield from _gpu(gpu, snapshot)
+        if gpu.index in reading.layouts:
+            yield from _mig(gpu, reading.layouts[gpu.index], reading)
+    for daemon in snapshot.daemons:
+        yield from _daemon(daemon, snapshot, reading)
+
+
+def _labels(gpu: Gpu) -> dict[str, str]:
+    # An empty label is none in Prometheus: a lost GPU that does not tell its UUID has its index alone.
+    return {"gpu": str(gpu.index), **({"UUID": gpu.uuid} if gpu.uuid else {})}
+
+
+def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
+    labels = _labels(gpu)
+    identity = {"model": gpu.name, "pci_bus_id": gpu.pci_bus_id}
+    yield "gpushare_gpu_info", {**labels, **{key: value for key, value in identity.items() if value}}, 1
+    yield "gpushare_gpu_up", labels, gpu.error is None
+    if gpu.error is not None:
+        return
+    way = mechanism(gpu, snapshot.daemons)
+    if way is not None:
+        yield "gpushare_gpu_mechanism", {**labels, "mechanism": way.value}, 1
+    if gpu.compute_mode is not None:
+        yield "gpushare_gpu_compute_mode", {**labels, "mode": gpu.compute_mode.title}, 1
+    yield "gpushare_gpu_time_slice_level", labels, gpu.time_slice
+    if gpu.processes is not None:
+        yield "gpushare_gpu_processes", labels, len({process.pid for process in gpu.processes})
+        if way is not None and way.value == "MPS":
+            yield "gpushare_mps_outside_processes", labels, _outside(gpu, snapshot)
+    if gpu.mig_capable:
+        yield "gpushare_mig_enabled", labels, gpu.mig_enabled
+        known = gpu.mig_pending is not None and gpu.mig_enabled is not None
+        yield "gpushare_mig_mode_pending", labels, gpu.mig_pending != gpu.mig_enabled if known else None
+
+
+def _outside(gpu: Gpu, snapshot: Snapshot) -> int:
+    servers = {server.pid for daemon in snapshot.daemons for server in daemon.servers}
+    clients = {client.pid for daemon in snapshot.daemons for client in daemon.clients}
+    strangers = {process.pid for process in gpu.processes or () if process.compute and not process.mps}
+    # A server that is starting is not in its daemon's list yet.
+    named = {process.pid for process in gpu.processes or () if process.name == "nvidia-cuda-mps-server"}
+    return len(strangers - servers - clients - named)
+
+
+def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:
+    gpu = next((gpu for gpu in snapshot.gpus if gpu.index == daemon.gpu_index), None)
+    known = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
+    labels = {} if gpu is None else _labels(gpu)
+    labels |= {key: value for key, value in known.items() if value} | {"ours": "true" if daemon.ours else "false"}
+    up = daemon.pid is not None and daemon.error is None
+    yield "gpushare_mps_daemon_up", labels, up
+    if not up:
+        return
+    yield "gpushare_mps_clients", labels, len(daemon.clients)
+    yield "gpushare_mps_clients_limit", labels, daemon.max_clients
+    threads = daemon.threads_percent
+    yield "gpushare_mps_threads_limit_ratio", labels, None if threads is None else threads / 100
+    yield "gpushare_mps_memory_limit_bytes", labels, daemon.memory_limit_bytes
+    yield "gpushare_mps_client_priority", labels, daemon.priority
+    yield "gpushare_mps_leases", labels, reading.mps_leases.get(daemon.pipe_directory or "")
+    statuses = [server.status for server in daemon.servers if server.status]
+    for status in sorted(set(statuses)):
+        yield "gpushare_mps_servers", {**labels, "status": status}, statuses.count(status)
+
+
+def _mig(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
+    labels = _labels(gpu)
+    if not gpu.mig_enabled:
+        return
+    for one in layout.instances:
+        yield from _instance(gpu, one, reading)
+    if not layout.profiles:
+        return
+    for free in free_profiles(layout):
+        yield "gpushare_mig_free_instances", {**labels, "profile": free.profile.name}, free.count
+    lost = lost_slices(layout)
+    taken = sum(one.placement.size for one in layout.instances)
+    used = sum(one.profile.slices for one in layout.instances)
+    yield "gpushare_mig_free_compute_slices", labels, max(0, layout.compute_slices - used)
+    yield "gpushare_mig_free_memory_slices", labels, layout.axis - taken
+    yield "gpushare_mig_lost_compute_slices", labels, lost.compute
+    yield "gpushare_mig_lost_memory_slices", labels, lost.memory
+    yield "gpushare_mig_fragmentation_slices", labels, fragmentation(layout)
+
+
+def _instance(gpu: Gpu, one: GpuInstance, reading: Reading) -> Iterator[Value]:
+    labels = {**_labels(gpu), "GPU_I_ID": str(one.id), "GPU_I_PROFILE": one.profile.name}
+    name = reading.names.get((gpu.uuid or "", one.profile.name, one.start))
+    yield "gpushare_mig_instance_info", {**labels, "start": str(one.start), **({"name": name} if name else {})}, 1
+    yield "gpushare_mig_instance_busy", labels, one.busy
+    yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in one.compute)
