@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.cli.text_file import shown_as, text_of
+from gpushare.errors import BadUsage, GpushareError, NotFound
+from gpushare.layout.yaml_source import documents
 from gpushare.mig.parted import Config, Demand, PciIds, choose, for_change, idle_entries, parse_parted, wishes_for
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.model import Gpu
 
-# Some hundred times what mig-parted itself ships.
-_MAX_BYTES: Final = 256 << 10
-# A merge key (<<) may double a mapping at each level; no honest one comes near.
-_MAX_KEYS: Final = 4096
-_MAX_DIGITS: Final = 40
 _HINT: Final = "write one as you need it from what is there: gpushare mig export > mig.yaml"
 
 
@@ -40,10 +34,10 @@ def config_of(path: str, name: str | None) -> Config:
         NotFound: no such file or configuration.
         NoPermission: the file cannot be read.
     """
-    documents = _documents(_text(path), "stdin" if path == "-" else path)
-    if len(documents) > 2:
-        raise BadUsage(f"{path}: {len(documents)} YAML documents", "give one mig-parted file", code="bad_file")
-    return choose(parse_parted(*documents), name)
+    found = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
+    if len(found) > 2:
+        raise BadUsage(f"{path}: {len(found)} YAML documents", "give one mig-parted file", code="bad_file")
+    return choose(parse_parted(*found), name)
 
 
 def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Demand]:
@@ -74,82 +68,3 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
             with contextlib.suppress(GpushareError):
                 found[gpu.index] = PciIds(*host.nvml.pci_ids(gpu.index))
     return found
-
-
-def _text(path: str) -> str:
-    shown = "stdin" if path == "-" else path
-    try:
-        if path == "-":
-            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
-        else:
-            with Path(path).open("rb") as file:
-                data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {shown}", _HINT, code="no_file") from None
-    except IsADirectoryError:
-        raise BadUsage(f"{shown} is a directory", "give a mig-parted file", code="bad_file") from None
-    except PermissionError:
-        raise NoPermission(f"{shown} cannot be read", "read it as its owner, or as root", code="bad_file") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise BadUsage(f"{shown} cannot be read: {reason}", "give a mig-parted file", code="bad_file") from None
-    if len(data) > _MAX_BYTES:
-        raise BadUsage(f"{shown} is larger than 256 KiB", "give a mig-parted file", code="bad_file")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise BadUsage(f"{shown} is not UTF-8 text", "give a mig-parted file", code="bad_file") from None
-
-
-def _documents(text: str, shown: str) -> list[Any]:
-    import yaml
-
-    try:
-        return list(yaml.load_all(text, _loader())) or [None]
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        where = "" if mark is None else f", line {mark.line + 1}"
-        raise BadUsage(f"{shown} is not YAML{where}: {problem}", _HINT, code="bad_file") from None
-    except RecursionError:
-        raise BadUsage(f"{shown} is nested too deep", _HINT, code="bad_file") from None
-    except ValueError as error:
-        raise BadUsage(f"{shown} has a value that YAML cannot have: {error}", _HINT, code="bad_file") from None
-
-
-class Located(dict[Any, Any]):
-    """A mapping that knows the line it begins in."""
-
-    line: int | None = None
-
-
-def _loader() -> Any:
-    """Return PyYAML's safe loader, with lines, and without duplicate keys and endless values."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def flatten_mapping(self, node: Any) -> None:
-            super().flatten_mapping(node)
-            if len(node.value) > _MAX_KEYS:
-                raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
-
-        def mapping(self, node: Any) -> Any:
-            found = Located()
-            found.line = node.start_mark.line + 1
-            yield found
-            written = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-            twice = next((key for key, number in Counter(written).items() if number > 1), None)
-            if twice is not None:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{twice[:40]}' stands twice", node.start_mark
-                )
-            found.update(self.construct_mapping(node))
-
-        def number(self, node: Any) -> Any:
-            if len(node.value) > _MAX_DIGITS:
-                raise yaml.constructor.ConstructorError(None, None, "the number is too long", node.start_mark)
-            return self.construct_yaml_int(node)
-
-    Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.number)
-    return Loader

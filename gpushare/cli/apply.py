@@ -1,0 +1,207 @@
+"""``gpushare apply``: the host as gpushare.yaml has it, each GPU a transaction."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from gpushare.cli.common import ChangingCommand, gpus_of, note, settings
+from gpushare.cli.host_file import FileOption, entries_of, host_file
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
+
+if TYPE_CHECKING:
+    from gpushare.actions.host_apply import GpuApply
+    from gpushare.host.host import Host
+    from gpushare.host.mig_journal import Journal
+    from gpushare.layout.hostfile import Entry, HostFile
+    from gpushare.layout.hostfile_match import Matched
+    from gpushare.show.result import Result
+
+# What a file can never have here: then nothing at all is changed.
+_WRONG: Final = (BadUsage, NotSupported, NoPermission)
+_POLL_SECONDS: Final = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("apply", cls=ChangingCommand, short_help="Make the host what gpushare.yaml says.")(apply)
+
+
+def apply(
+    file: FileOption,
+    wait: Annotated[
+        str | None,
+        typer.Option(
+            "--wait", metavar="SECS", help="Wait so long for programs to leave what changes. [default: refuse]"
+        ),
+    ] = None,
+) -> Any:
+    """Make each GPU what its entry of gpushare.yaml says; one that no entry is for is left alone. Needs root.
+
+    What is as the file has it stays. All GPUs are planned before the first changes, and a file that can never hold
+    here changes nothing. Then each GPU is changed as a whole or not at all. Programs are never ended: a GPU in use
+    is refused, the others are done. A file that held is kept: `gpushare export systemd` applies it at boot.
+    """
+    from gpushare.host.mig_journal import Journal
+    from gpushare.units import parse_seconds
+
+    seconds = 0.0 if wait is None else parse_seconds(wait)
+    wanted, text = host_file(file)
+    host = settings.connect()
+    journal = Journal(host)
+    rows, found = _planned(host, journal, wanted, seconds)
+    if settings.dry_run:
+        return _shown(rows, found, dry_run=True)
+    if any(row.steps for row in rows):
+        _need_root(host, rows)
+        _say_plan(rows)
+        rows, found, notes = _carried(host, journal, wanted)
+        found = replace(found, notes=(*notes, *found.notes))
+    kept = _keep(host, text) if not found.missing and all(row.error is None for row in rows) else None
+    return _shown(rows, found, dry_run=False, kept=kept)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One GPU: its entry, and its plan or why there is none; ``done`` when it was carried out."""
+
+    gpu: int
+    entry: Entry
+    plan: GpuApply | None = None
+    error: GpushareError | None = None
+    done: bool = False
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        return () if self.plan is None else self.plan.change.plan.steps
+
+
+def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
+    """Return the plan of each GPU; while one is in use, plan again until the time is over."""
+    deadline, told = time.monotonic() + seconds, set()
+    while True:
+        gpus = gpus_of(host)
+        found = entries_of(wanted, gpus)
+        rows = [_row(host, journal, index, found) for index in found.entries]
+        busy = [row.error for row in rows if isinstance(row.error, InUse)]
+        left = deadline - time.monotonic()
+        if not busy or left <= 0:
+            return rows, found
+        for error in busy:
+            if error.message not in told:
+                told.add(error.message)
+                note(f"waiting up to {left:.0f} s: {error.message}")
+        time.sleep(min(_POLL_SECONDS, max(0.02, left)))
+
+
+def _row(host: Host, journal: Journal, index: int, found: Matched) -> _Row:
+    entry = found.entries[index]
+    try:
+        return _Row(index, entry, plan=_plan(host, journal, index, found))
+    except _WRONG:
+        raise
+    except GpushareError as error:
+        return _Row(index, entry, error=error)
+
+
+def _plan(host: Host, journal: Journal, index: int, found: Matched) -> GpuApply:
+    from gpushare.actions.host_apply import plan_gpu
+
+    others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in found.entries and gpu.uuid}
+    return plan_gpu(host, journal, index, found.entries[index], others=others)
+
+
+def _need_root(host: Host, rows: Sequence[_Row]) -> None:
+    if host.uid != 0 and any(row.plan is not None and row.plan.needs_root for row in rows):
+        raise NoPermission(
+            "changing how a GPU is shared needs root", "run it as root: sudo gpushare ...; or look first: --dry-run"
+        )
+
+
+def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row], Matched, tuple[str, ...]]:
+    """Carry all of it out under the lock, planned anew; a GPU that fails is as before, and the next one follows."""
+    from gpushare.actions.mig_recover import recover
+
+    with journal.locked():
+        notes = recover(host, journal)
+        found = entries_of(wanted, gpus_of(host))
+        # Also what turned out wrong meanwhile changes nothing.
+        rows = [_row(host, journal, index, found) for index in found.entries]
+        return [_done(host, journal, row, found) for row in rows], found, notes
+
+
+def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
+    from gpushare.actions.mig_transact import transact
+    from gpushare.actions.plan import carry_out
+
+    if row.error is not None or not row.steps:
+        return row
+    try:
+        # The GPUs before may have given up a name, or a program may have come.
+        plan = _plan(host, journal, row.gpu, found)
+        on_step = _say if settings.verbose else None
+        if plan.change.gpus:
+            transact(host, journal, plan.change, on_step)
+        else:
+            # Nothing of MIG: no crash leaves anything that the next apply does not set right.
+            carry_out(plan.change.plan, on_step)
+    except GpushareError as error:
+        return replace(row, plan=None, error=error)
+    return replace(row, plan=plan, done=True)
+
+
+def _keep(host: Host, text: str) -> str | None:
+    """Keep a file that holds, for the next boot; return where, or None when it cannot be kept."""
+    from gpushare.host.applied import keep_applied
+
+    try:
+        return str(keep_applied(host, text))
+    except GpushareError as error:
+        note(f"the file holds, but could not be kept for the next boot: {error.message}")
+        return None
+
+
+def _say_plan(rows: Sequence[_Row]) -> None:
+    """Say the whole plan before anything changes."""
+    for row in rows:
+        if row.error is not None:
+            note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
+        elif row.steps:
+            # The last step only looks.
+            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(step.what for step in row.steps[:-1])}")
+
+
+def _say(step: Any) -> None:
+    sys.stderr.write(f"{step.what}\n  {step.command}\n")
+    sys.stderr.flush()
+
+
+def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, kept: str | None = None) -> Result:
+    from gpushare.show.plan import plan_result
+
+    errors = [row.error for row in rows if row.error is not None] + list(found.missing)
+    if errors and len(errors) == len(rows) + len(found.missing) == 1:
+        raise errors[0]
+    steps = [step for row in rows for step in row.steps]
+    notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
+    result = plan_result("apply", steps, dry_run=dry_run, notes=list(dict.fromkeys(notes)))
+    gpus = [
+        {
+            "gpu": row.gpu,
+            "sharing": row.entry.sharing.value,
+            "state": "failed" if row.error is not None else "done" if row.done else "planned" if row.steps else "same",
+            "steps": [{"what": one.what, "command": one.command, "undo": one.undo} for one in row.steps],
+        }
+        for row in rows
+    ]
+    return replace(
+        result,
+        data={**result.data, "gpus": gpus, "kept": kept},
+        errors=tuple(errors),
+        exit_code=errors[0].exit_code if errors else 0,
+    )

@@ -1,0 +1,57 @@
+"""``gpushare capture``: the host as it is now, as gpushare.yaml."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from gpushare.cli.common import GPU_HELP, Command, gpus_of, settings
+from gpushare.errors import BadUsage, NotFound
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("capture", cls=Command, short_help="Write how the host is shared, as gpushare.yaml.")(capture)
+
+
+def capture(
+    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    by: Annotated[str, typer.Option("--by", metavar="KEY", help="How GPUs are named: index or uuid.")] = "index",
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of the file instead, for editors.")
+    ] = False,
+) -> Any:
+    """Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml.
+
+    `gpushare apply -f gpushare.yaml` makes it so again, after a reboot or on another host. What a file cannot say
+    is noted. Needs root for what only root sees: grants, and daemons of others.
+    """
+    from gpushare.actions.host_look import look
+    from gpushare.layout.hostfile import Exactness, text_of
+    from gpushare.layout.live import captured
+    from gpushare.selection import select
+    from gpushare.show.result import Result
+
+    if schema:
+        from gpushare.layout.hostfile_parse import schema_text
+
+        return Result(command="capture", data=json.loads(schema_text()), text=schema_text().rstrip("\n"))
+    keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
+    if by not in keys:
+        raise BadUsage(f"'{by}' is no way to name GPUs", "give --by index or --by uuid", code="bad_key")
+    host = settings.connect()
+    gpus = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
+    if not gpus:
+        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+    file, notes = captured(look(host, list(gpus.values())), by=keys[by])
+    text = text_of(file)
+    return Result(command="capture", data=_data(text), text=text.rstrip("\n"), notes=tuple(notes))
+
+
+def _data(text: str) -> Any:
+    """Return the document for -o json: the same as the text."""
+    import yaml
+
+    return yaml.safe_load(text)

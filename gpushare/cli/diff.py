@@ -1,0 +1,81 @@
+"""``gpushare diff``: how the host differs from gpushare.yaml."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from gpushare.cli.common import Command, gpus_of, settings
+from gpushare.cli.host_file import FileOption, entries_of, host_file
+from gpushare.errors import GpushareError
+
+if TYPE_CHECKING:
+    from gpushare.layout.hostfile import Entry
+    from gpushare.layout.live import LiveGpu
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("diff", cls=Command, short_help="Say how the host differs from gpushare.yaml; exit 7 if it does.")(diff)
+
+
+def diff(file: FileOption) -> Any:
+    """Say how each GPU differs from its entry of gpushare.yaml; one that no entry is for is left out.
+
+    Exit code 0: all is as the file has it; 7: something is not. Changes nothing; some of it only root sees.
+    """
+    from gpushare.actions.host_look import look
+    from gpushare.errors import ExitCode
+    from gpushare.show.result import Result
+
+    wanted, _ = host_file(file)
+    host = settings.connect()
+    gpus = gpus_of(host)
+    found = entries_of(wanted, gpus)
+    live = look(host, [gpu for gpu in gpus if gpu.index in found.entries])
+    rows = [_row(one, found.entries[one.gpu.index]) for one in live]
+    rows += [_not_there(error) for error in found.missing]
+    good = all(row["as_requested"] for row in rows)
+    notes = found.notes if good else (*found.notes, f"make it so: gpushare apply -f {wanted.shown}")
+    return Result(
+        command="diff",
+        data={"as_requested": good, "gpus": rows},
+        text="\n".join(_lines(row) for row in rows) or "no entry of the file is for a GPU of this host",
+        notes=notes,
+        exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
+    )
+
+
+def _row(live: LiveGpu, entry: Entry) -> dict[str, Any]:
+    from gpushare.layout.hostdiff import points
+
+    problem, found = live.gpu.error, ()
+    if problem is None:
+        try:
+            found = points(live, entry)  # type: ignore[assignment]
+        except GpushareError as error:
+            problem = error.message
+    return {
+        "gpu": live.gpu.index,
+        "uuid": live.gpu.uuid,
+        "sharing": entry.sharing.value,
+        "as_requested": problem is None and not found,
+        "problem": problem,
+        "differences": list(found),
+    }
+
+
+def _not_there(error: GpushareError) -> dict[str, Any]:
+    nothing = {"gpu": None, "uuid": None, "sharing": None, "as_requested": False}
+    return {**nothing, "problem": error.message, "differences": []}
+
+
+def _lines(row: dict[str, Any]) -> str:
+    if row["gpu"] is None:
+        return str(row["problem"])
+    title = f"GPU {row['gpu']} ({row['sharing']})"
+    if row["as_requested"]:
+        return f"{title}: as the file has it"
+    lines = [f"{title}: different", *([f"  {row['problem']}"] if row["problem"] else [])]
+    return "\n".join([*lines, *(f"  {one}" for one in row["differences"])])

@@ -1,0 +1,62 @@
+"""What apply, diff and capture share: the file, and which entry is for which GPU of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpushare.errors import BadUsage
+
+if TYPE_CHECKING:
+    from gpushare.layout.hostfile import HostFile
+    from gpushare.layout.hostfile_match import Matched
+    from gpushare.model import Gpu
+
+FileOption = Annotated[
+    str, typer.Option("-f", "--file", metavar="FILE", help="gpushare.yaml, version 1; - is stdin.", show_default=False)
+]
+
+
+def host_file(path: str) -> tuple[HostFile, str]:
+    """Return a file and its text.
+
+    Raises:
+        BadUsage: it is none; the message has line and column.
+        NotFound, NoPermission: it cannot be read.
+    """
+    from gpushare.cli.text_file import shown_as, text_of
+    from gpushare.layout.hostfile_parse import HINT, parse
+
+    text = text_of(path, "gpushare.yaml", HINT)
+    return parse(text, shown_as(path)), text
+
+
+def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
+    """Return the entry of each GPU, its users by name.
+
+    Raises:
+        BadUsage: as `matched`.
+        NotFound: a user that this machine does not have.
+    """
+    from dataclasses import replace
+
+    from gpushare.actions.host_look import with_known_users
+    from gpushare.layout.hostfile_match import matched
+
+    found = matched(file, gpus, same_model)
+    return replace(found, entries={index: with_known_users(one, file.shown) for index, one in found.entries.items()})
+
+
+def same_model(written: str, name: str) -> bool:
+    """Return whether a model as written, a product name or an alias of our catalogue, is that of a GPU's name."""
+    from gpushare.sim.models import find_model
+
+    def key(text: str) -> str:
+        try:
+            return find_model(text).key
+        except BadUsage:
+            return " ".join(text.lower().split())
+
+    return key(written) == key(name)

@@ -1,0 +1,52 @@
+"""The last gpushare.yaml that held on this host: ``<state>/applied.yaml``, which is applied again at boot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpushare.errors import NoPermission
+from gpushare.host.host import make_private_directory
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+NAME = "applied.yaml"
+
+
+def applied_path(host: Host) -> Path:
+    """Return where the file is kept."""
+    return host.state_directory / NAME
+
+
+def keep_applied(host: Host, text: str) -> Path:
+    """Keep the text of a file that held, atomically and on the disk; return where.
+
+    Raises:
+        NoPermission: the directory is not this user's.
+    """
+    make_private_directory(host.state_directory)
+    path = applied_path(host)
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=host.state_directory, prefix=".applied-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise NoPermission(
+            f"cannot write {path}: {error.strerror}",
+            "run as root: sudo gpushare ...; or set GPUSHARE_STATE_DIR",
+            code="directory_unwritable",
+        ) from None
+    return path

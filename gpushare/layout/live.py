@@ -1,0 +1,157 @@
+"""One GPU as it is shared now, and that as an entry of ``gpushare.yaml``. Frozen, pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from gpushare.layout.description import Sharing
+from gpushare.layout.hostfile import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
+from gpushare.mig.profile import GpuInstance, Layout
+from gpushare.model import ComputeMode, Gpu, TimeSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveMps:
+    """A daemon of ours on a GPU or MIG device. ``wish`` is what it holds, None: it does not answer, or is dead."""
+
+    pid: int | None
+    wish: MpsWish | None
+    # Why there is no wish.
+    error: str | None = None
+    # Started by `gpushare run`, and gone with its last program: no part of what the host is set to.
+    transient: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveName:
+    """A name bound to a GPU instance: its place, its users, and whether its nodes are as these want them."""
+
+    name: str
+    profile: str
+    start: int
+    users: tuple[str, ...] = ()
+    held: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveGpu:
+    """One GPU: its modes, its daemons by device UUID, its MIG layout and names."""
+
+    gpu: Gpu
+    time_slice: TimeSlice | None = None
+    # Whether the driver lists a time-slice for it.
+    has_time_slice: bool = True
+    daemons: Mapping[str, LiveMps] = field(default_factory=dict)
+    # Daemons that gpushare did not start: process and pipe directory.
+    foreign: tuple[str, ...] = ()
+    layout: Layout | None = None
+    names: tuple[LiveName, ...] = ()
+
+    @property
+    def mps(self) -> LiveMps | None:
+        """Return the daemon of the whole GPU that was started for good."""
+        return self.daemon(self.gpu.uuid)
+
+    def daemon(self, uuid: str | None) -> LiveMps | None:
+        """Return the daemon of a device that was started for good."""
+        found = self.daemons.get(uuid or "")
+        return None if found is None or found.transient else found
+
+    @property
+    def instances(self) -> tuple[GpuInstance, ...]:
+        """Return the GPU instances, by place."""
+        there = () if self.layout is None else self.layout.instances
+        return tuple(sorted(there, key=lambda one: one.start))
+
+
+def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
+    """Return the file that makes these GPUs again as they are, and what it cannot say. Alike GPUs share an entry."""
+    entries: list[Entry] = []
+    notes: list[str] = []
+    for live in found:
+        entry = _entry(live, notes)
+        if entry is None:
+            continue
+        value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
+        alike = next((one for one in entries if one.alike == entry.alike and not _has_names(one)), None)
+        if alike is None:
+            entries.append(replace(entry, match=Match(by=by, values=(value,))))
+        else:
+            both = Match(by=by, values=(*alike.match.values, value))
+            entries[entries.index(alike)] = replace(alike, match=both)
+    return HostFile(entries=tuple(entries)), notes
+
+
+def _has_names(entry: Entry) -> bool:
+    return any(one.name is not None for one in entry.mig)
+
+
+def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
+    gpu, title = live.gpu, f"GPU {live.gpu.index}"
+    if gpu.error is not None:
+        notes.append(f"{title} does not answer, and is left out: {gpu.error}")
+        return None
+    notes += [f"{title}: {one}: a file has no word for it" for one in live.foreign]
+    nobody = Match(by=Exactness.ALL)
+    if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
+        notes.append(f"{title}: another MIG mode is pending; the file has the current one")
+    if gpu.mig_enabled:
+        return Entry(match=nobody, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
+    if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
+        notes.append(f"{title}: its time-slice level counts for nothing in this way of sharing, and is left out")
+    if live.mps is not None:
+        if live.mps.wish is not None:
+            return Entry(match=nobody, sharing=Sharing.MPS, mps=live.mps.wish)
+        notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
+    return _without_daemon(live, notes)
+
+
+def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
+    gpu, title, nobody = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
+    if gpu.compute_mode is ComputeMode.PROHIBITED:
+        notes.append(f"{title} is left out: a file has no word for compute mode prohibited")
+        return None
+    if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
+        notes.append(f"{title}: compute mode exclusive-thread is no more; the file has exclusive-process")
+    if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
+        return Entry(match=nobody, sharing=Sharing.EXCLUSIVE)
+    if live.time_slice is None:
+        notes.append(f"{title}: its time-slice level is not known; the file has default")
+    return Entry(match=nobody, sharing=Sharing.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
+
+
+def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
+    found: list[InstanceWish] = []
+    for one in live.instances:
+        name = next((n for n in live.names if (n.profile, n.start) == (one.profile.name, one.start)), None)
+        if not one.compute:
+            notes.append(
+                f"GPU {live.gpu.index}: GPU instance {one.id} ({one.profile.name}:{one.start}) has no compute instance, "
+                "and is left out"
+            )
+        for number, part in enumerate(sorted(one.compute, key=lambda part: -part.profile.slices)):
+            whole = part.profile.slices == one.profile.slices
+            daemon = live.daemon(part.uuid)
+            if daemon is not None and daemon.wish is None:
+                notes.append(f"GPU {live.gpu.index}: the MPS daemon of {part.uuid} is left out: {daemon.error}")
+            found.append(
+                InstanceWish(
+                    wish=("" if whole else f"{part.profile.name}.") + f"{one.profile.name}:{one.start}",
+                    name=name.name if name is not None and number == 0 else None,
+                    users=name.users if name is not None and number == 0 else (),
+                    mps=None if daemon is None else daemon.wish,
+                )
+            )
+    return _counted(found)
+
+
+def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
+    """Return equal neighbours as one: a name is for one alone."""
+    counted: list[InstanceWish] = []
+    for one, same in groupby(found):
+        number = len(list(same))
+        alone = number == 1 or one.name is not None
+        counted += [one] * number if alone else [replace(one, wish=f"{one.wish}*{number}")]
+    return counted
