@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -20,16 +21,39 @@ import typer  # noqa: E402
 from gpushare.cli import common  # noqa: E402
 from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 
-# One file per verb, in the order of the help. Only the file of the verb that is asked for is loaded: the
-# whole tree costs as much as Typer itself, at every start.
-VERBS: Final = ("status", "run", "doctor", "timeslice", "mps", "mig", "sim")
+# One file per verb, in the order of the help, with what the help says of it. Only the file of the verb that is asked for
+# is loaded: the whole tree costs more than Typer itself, at every start.
+VERBS: Final[Mapping[str, str]] = {
+    "status": "Show GPUs, sharing, limits, clients, processes.",
+    "run": "Run a program inside a share of a GPU.",
+    "doctor": "Check the host; each finding has a remedy.",
+    "timeslice": "Show and set the time-slice level.",
+    "mps": "Start, limit, watch and stop MPS daemons.",
+    "mig": "Show, plan and change MIG layouts exactly.",
+    "advise": "Say which way of sharing fits, and what to type.",
+    "compare": "Compare the ways of sharing; every cell has its source.",
+    "bench": "Measure which way of sharing is best for a command.",
+    "tune": "Find the cap of a job beside a production job.",
+    "observe": "Record how GPUs and processes are used.",
+    "savings": "Say what sharing fewer GPUs would save.",
+    "apply": "Make the host what gpushare.yaml says.",
+    "diff": "Say how the host differs from gpushare.yaml; exit 7 if it does.",
+    "capture": "Write how the host is shared, as gpushare.yaml.",
+    "export": "Write this host for Kubernetes, Slurm, Docker, systemd.",
+    "metrics": "Serve metrics for Prometheus.",
+    "explain": "Explain an error code or a log line.",
+    "sim": "Simulated hosts, to try everything on.",
+}
 # Who writes to stdout before there is a result: Click's help, ours, the version.
 _WRITERS: Final = frozenset({"echo", "put", "_version"})
 _OPTIONS_WITH_VALUE: Final = frozenset({"--host", "-o", "--output"})
 
 
-def build(verbs: Sequence[str] = VERBS) -> typer.Typer:
-    """Return the program with these verbs; all of them is the whole command tree."""
+def build(verbs: Sequence[str] = tuple(VERBS), words: Sequence[str] = ()) -> typer.Typer:
+    """Return the program with these verbs; all of them is the whole command tree. With none, all are only listed.
+
+    Of a group, only the command that ``words`` name is built, if they name one: Typer reads the signatures of all.
+    """
     program = typer.Typer(
         name="gpushare",
         cls=common.RootGroup,
@@ -43,7 +67,20 @@ def build(verbs: Sequence[str] = VERBS) -> typer.Typer:
     program.callback()(_root)
     for verb in verbs:
         import_module(f"gpushare.cli.{verb}").register(program)
+    for group in program.registered_groups:
+        group.typer_instance = _narrowed(group.typer_instance, words)
+    for verb, short in VERBS.items() if not verbs else ():
+        program.command(verb, short_help=short)(_root)
     return program
+
+
+def _narrowed(group: typer.Typer | None, words: Sequence[str]) -> typer.Typer | None:
+    asked = [one for one in getattr(group, "registered_commands", ()) if (one.name or "") in words]
+    if group is None or len(asked) != 1 or "--help" in words or "-h" in words:
+        return group
+    narrow = copy.copy(group)
+    narrow.registered_commands = asked
+    return narrow
 
 
 def _root() -> None:
@@ -58,14 +95,14 @@ def __getattr__(name: str) -> Any:
 
 
 def asked_verbs(words: Sequence[str]) -> Sequence[str]:
-    """Return the verb that the words name, or all of them when it is none of ours."""
+    """Return the verb that the words name, or none when it is none of ours; what stands behind "--" is not looked at."""
     before = iter(_before_dashes(words))
     for word in before:
         if word in _OPTIONS_WITH_VALUE:
             next(before, None)
         elif not word.startswith("-"):
-            return (word,) if word in VERBS else VERBS
-    return () if "--version" in _before_dashes(words) else VERBS
+            return (word,) if word in VERBS else ()
+    return tuple(VERBS) if "--" in words else ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,8 +160,8 @@ def _unwritten(error: OSError, answer: Any = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        verbs = VERBS if "_GPUSHARE_COMPLETE" in os.environ else asked_verbs(words)
-        answer = build(verbs)(args=words, prog_name="gpushare", standalone_mode=False)
+        verbs = tuple(VERBS) if "_GPUSHARE_COMPLETE" in os.environ else asked_verbs(words)
+        answer = build(verbs, _before_dashes(words))(args=words, prog_name="gpushare", standalone_mode=False)
         return _written(answer)
     except GpushareError as error:
         return _failed(words, error)

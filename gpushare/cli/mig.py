@@ -39,7 +39,7 @@ Sm = Annotated[int | None, typer.Option("--sm", metavar="N", help="By need: at l
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="mig", cls=Group, short_help="Show MIG, and plan layouts exactly.")
+    app.add_typer(group, name="mig", cls=Group, short_help="Show, plan and change MIG layouts exactly.")
     mig_change.add(group)
     mig_files.add(group)
     mig_env.add(group)

@@ -59,7 +59,11 @@ def test_help_of_every_command(cli: Cli, words: tuple[str, ...]) -> None:
 
 
 CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("run",), ("sim", "reset")]
+CHANGING += [("apply",), ("advise",), ("bench",)]
 CHANGING += [("mps", verb) for verb in ("start", "stop", "set", "kill")]
+CHANGING += [
+    ("mig", verb) for verb in ("create", "destroy", "apply", "enable", "disable", "recover", "grant", "revoke", "name")
+]
 
 
 @pytest.mark.parametrize(
@@ -250,3 +254,19 @@ def test_closed_streams_are_the_null_device(closed: str) -> None:
         ["sh", "-c", command, sys.executable], check=False, env=environment(), capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_list_of_verbs_says_what_the_verbs_say_themselves() -> None:
+    """The help of the program is drawn without loading them."""
+    from gpushare.cli import VERBS, build
+
+    whole = typer.main.get_command(build())
+    listed = typer.main.get_command(build(()))
+    assert {name: command.short_help for name, command in whole.commands.items()} == dict(VERBS)  # type: ignore[attr-defined]
+    assert list(listed.commands) == list(VERBS)  # type: ignore[attr-defined]
+
+
+def test_help_loads_no_verb() -> None:
+    code = "import sys; from gpushare.cli import main; main(['--help']); print([m for m in sys.modules if m.startswith('gpushare.cli.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("['gpushare.cli.common']")
