@@ -27,6 +27,7 @@ _ENVIRONMENT = {
     "GPUSHARE_HOST": "The host when --host is not given: local, or a simulated one like sim:h200.",
     "GPUSHARE_RUN_DIR": "Where the MPS daemons of gpushare live, instead of the directories below. Short: "
     "an MPS pipe directory has 87 bytes at most.",
+    "GPUSHARE_STATE_DIR": "Where names of MIG instances and what else outlives a reboot are kept, instead of the directories below.",
     "GPUSHARE_SIM_DIR": "Where simulated hosts keep their state. Short, for the same reason.",
     "GPUSHARE_NVIDIA_SMI": "The path of nvidia-smi, when it is not on PATH.",
     "GPUSHARE_MPS_CONTROL": "The path of nvidia-cuda-mps-control, when it is not on PATH. With a simulated host: "
@@ -37,6 +38,7 @@ _ENVIRONMENT = {
 _FILES = {
     "/run/gpushare/mps/": "One directory per MPS daemon that root started: pipe/, log/, and what to restore.",
     "$XDG_RUNTIME_DIR/gpushare/mps/": "The same for other users; /tmp/gpushare-UID/mps/ without that variable.",
+    "/var/lib/gpushare/": "Names and grants of MIG instances; ~/.local/state/gpushare/ for other users.",
     "$XDG_RUNTIME_DIR/gpushare-sim/": "The simulated hosts of a user.",
 }
 

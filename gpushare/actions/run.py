@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, cast
 
 from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.pause import PausingWatch
 from gpushare.actions.run_end import GRACE_SECONDS, end_program
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
-from gpushare.actions.share import Share, Watch, open_mps_share
+from gpushare.actions.share import Guarded, Share, Watch, open_mps_share
 from gpushare.actions.terminal import Terminal
 from gpushare.actions.wakeups import Wakeups
 
@@ -176,6 +177,8 @@ class _Session:
 
     def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
+        if isinstance(watch, PausingWatch):
+            watch.release()
         drain = end_program(
             self._host,
             watch.program_pid,
@@ -218,7 +221,7 @@ class _Session:
                 guard.wait()
 
 
-def start_guard(host: Host, share: Share) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Start the guard in a session of its own, so that no signal of the terminal reaches it.
 
     Returns it and its input.

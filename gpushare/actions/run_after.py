@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mps_stop import clients_of, end_daemon
+from gpushare.actions.pause import resume_all
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
@@ -86,10 +87,14 @@ def after_death(
         lingers = _in_use(host, home)
 
 
-def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, float | None], *, mps: bool) -> None:
+def _end(
+    host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, float | None], *, mps: bool
+) -> None:
     pids = [pid for pid, started in programs.items() if host.processes.alive(pid, started)]
     if not pids:
         return
+    # It may have died while it held them still.
+    resume_all(host, pids, mps=mps)
     if not mps:
         end_programs(host, pids, set, None)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, NoPermission, NotFound
 from gpushare.host.mps_control import DEVICE
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.host.mps_home import DaemonHome
     from gpushare.selection import Device
+
+_LIMITS: Final = frozenset(
+    {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY"}
+)
 
 
 def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: MpsLimits) -> dict[str, str]:
@@ -36,6 +40,11 @@ def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome
     if limits.priority is not None:
         environment["CUDA_MPS_CLIENT_PRIORITY"] = str(int(limits.priority))
     return environment
+
+
+def without_own_limits(base: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the caller's own limits for MPS clients, where only those given are to hold."""
+    return {name: value for name, value in base.items() if name not in _LIMITS}
 
 
 def check_command(device: Device, program: str, limits: MpsLimits) -> None:

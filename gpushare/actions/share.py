@@ -53,8 +53,8 @@ class Watch(Protocol):
         """Return the processes whose sudden death breaks others; None when it cannot be told."""
 
 
-class Share(Protocol):
-    """A place for one program; `close` gives it back."""
+class Guarded(Protocol):
+    """What the guard must know of a place."""
 
     @property
     def device(self) -> Device:
@@ -63,6 +63,10 @@ class Share(Protocol):
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told: the kind, then path and descriptor of the daemon's and the instance's lease."""
+
+
+class Share(Guarded, Protocol):
+    """A place for one program; `close` gives it back."""
 
     @property
     def meter(self) -> ActivityMeter | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, note, settings
+from gpushare.cli.run_words import Farming, Roles, check_combination
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -64,6 +65,41 @@ def run(
         str | None,
         typer.Option("--grace", metavar="SECS", help="How long it may take to end after its signal. [default: 10]"),
     ] = None,
+    production: Annotated[
+        str | None,
+        typer.Option(
+            "--production",
+            metavar="NAME",
+            help="As the production job of this name: never capped, and known to others.",
+        ),
+    ] = None,
+    opportunistic: Annotated[
+        bool,
+        typer.Option("--opportunistic", help="Beside a production job: tuned limits, or cap 60 % with low priority."),
+    ] = False,
+    beside: Annotated[
+        str | None, typer.Option("--for", metavar="NAME|PID", help="With --opportunistic: the production job to spare.")
+    ] = None,
+    pause: Annotated[
+        bool, typer.Option("--pause", help="With --opportunistic: stands still while the production job works.")
+    ] = False,
+    copies: Annotated[
+        int | None, typer.Option("--copies", metavar="N", help="N copies; {} in CMD and GPUSHARE_COPY are its number.")
+    ] = None,
+    logs: Annotated[
+        str | None,
+        typer.Option("--logs", metavar="DIR", help="With --copies: keep what each prints in DIR/copy-N.log."),
+    ] = None,
+    restart: Annotated[
+        int, typer.Option("--restart", metavar="K", help="With --copies: start a failed copy again, K times at most.")
+    ] = 0,
+    stall: Annotated[
+        str | None,
+        typer.Option("--stall", metavar="SECS", help="With --copies: end a copy that prints nothing for so long."),
+    ] = None,
+    bench: Annotated[
+        str | None, typer.Option("--bench", metavar="FILE", help="With --copies: the cap that gpushare bench found.")
+    ] = None,
 ) -> Any:
     """Run a program inside a share of a GPU, and prove that it is attached.
 
@@ -73,6 +109,9 @@ def run(
 
     With --mig the program has an instance for itself as long as it runs, and needs no daemon; limits or
     --strict run it under MPS inside the instance. Instances with a name are kept for --mig NAME.
+
+    With --copies each copy has a cap of 200/N percent and a share of the free memory, unless limits are
+    given; a copy whose memory would not fit waits. A failed copy leaves the others alone.
     """
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.cli.limits import priority_of
@@ -94,15 +133,36 @@ def run(
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
+    roles = Roles(production=production, opportunistic=opportunistic, beside=beside, pause=pause)
+    farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
+    check_combination(roles, farming, mig=mig, strict=strict)
     host = settings.connect()
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
     device = select_one(gpu, gpus_of(host))
+    if farming.copies is not None:
+        return run_copies(host, device, command, options, farming)
+    if roles.any:
+        return run_role(host, device, command, options, roles)
     if settings.dry_run:
         return planned(host, device, command, limits)
     return run_program(
         host, device, command, options, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
     )
+
+
+def run_copies(host: Host, device: Device, command: list[str], options: RunOptions, farming: Farming) -> Any:
+    """Run a farm."""
+    from gpushare.cli.run_farm import run_copies as run_farm
+
+    return run_farm(host, device, command, options, farming)
+
+
+def run_role(host: Host, device: Device, command: list[str], options: RunOptions, roles: Roles) -> Any:
+    """Run a production job, or an opportunistic one."""
+    from gpushare.cli.run_roles import run_role as run_in_role
+
+    return run_in_role(host, device, command, options, roles)
 
 
 def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:

@@ -28,6 +28,8 @@ class Activity:
 class ActivityMeter:
     """Reads the activity of one GPU, or of one GPU instance on it, in windows of 0.1 s."""
 
+    _metric = "NVML_GPM_METRIC_SM_UTIL"
+
     def __init__(self, nvml: NvmlReader, index: int, gpu_instance_id: int | None = None) -> None:
         self._nvml, self._index, self._instance = nvml, index, gpu_instance_id
         self._gpm: bool | None = None
@@ -74,7 +76,7 @@ class ActivityMeter:
             self._take(nvml, first)
             time.sleep(_WINDOW_SECONDS)
             self._take(nvml, second)
-            return _sm_percent(nvml, first, second)
+            return _percent(nvml, first, second, self._metric)
 
     @staticmethod
     def _sample(nvml: Any, samples: contextlib.ExitStack) -> Any:
@@ -129,17 +131,23 @@ class ActivityRecorder(ActivityMeter):
         if last is None:
             return None
         try:
-            return _sm_percent(nvml, last, now)
+            return _percent(nvml, last, now, self._metric)
         finally:
             nvml.nvmlGpmSampleFree(last)
 
 
-def _sm_percent(nvml: Any, first: Any, second: Any) -> float | None:
+class BandwidthRecorder(ActivityRecorder):
+    """Reads the share of the memory's bandwidth that was used since the last reading (GPM, DRAM_BW_UTIL)."""
+
+    _metric = "NVML_GPM_METRIC_DRAM_BW_UTIL"
+
+
+def _percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | None:
     request = nvml.c_nvmlGpmMetricsGet_t()
     request.version = nvml.NVML_GPM_METRICS_GET_VERSION
     request.numMetrics = 1
     request.sample1, request.sample2 = first, second
-    request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+    request.metrics[0].metricId = getattr(nvml, metric_name)
     nvml.nvmlGpmMetricsGet(request)
     metric = request.metrics[0]
     # Two samples of one moment give no number.

@@ -236,6 +236,12 @@ class NvmlReader:
         handle = self.handle(index)
         return self.ask(lambda nvml: nvml.nvmlDeviceGetMinorNumber(handle), str(index))
 
+    def energy_joules(self, index: int) -> float | None:
+        """Return what the GPU has drawn since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, since Volta)."""
+        handle = self.handle(index)
+        millijoules = self.ask(lambda nvml: nvml.nvmlDeviceGetTotalEnergyConsumption(handle), str(index))
+        return None if millijoules is None else millijoules / 1000
+
     # -- MIG ---------------------------------------------------------------------------------------
 
     def max_mig_devices(self, index: int) -> int | None:

@@ -1,0 +1,56 @@
+"""The figures of `benchmarks.sharing` as a table, with what they are to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return all figures as a table with what they are to beat."""
+    head = f"{results['gpu']}, driver {results['driver']}, gpushare {results['gpushare']}, {results['date']}"
+    lines = [
+        head,
+        "",
+        "| what | setting | production rate (95 %) | p99 | opportunistic | goal | met |",
+        "|" + "---|" * 7,
+    ]
+    for part in ("pairs", "ways"):
+        for name, one in results.get(part, {}).items():
+            low, high = one["kept_interval"]
+            spread = "" if low is None else f" ({low:.2f}-{high:.2f})"
+            tail = "-" if one["p99"] is None else f"{one['p99']:.2f}x"
+            goal = one.get("goal")
+            words = "" if goal is None else _goal(goal)
+            lines.append(
+                f"| {name} | {one['setting']} | {one['kept']:.3f}{spread} | {tail} | {_two(one['opportunistic'])} | {words} | {_met(one)} |"
+            )
+    for name, one in results.get("farm", {}).items():
+        gain = "-" if one["gain"] is None else f"{one['gain']:.2f}x time-slicing, {one['of_best']:.2f} of the best"
+        met = one["gain"] is not None and one["gain"] >= one["goal"] and one["of_best"] >= 0.97
+        lines.append(f"| {name} | {one['pick']} | {gain} | - | - | >= {one['goal']}x | {'yes' if met else 'no'} |")
+    one = results.get("pause")
+    if one:
+        lines.append(
+            f"| mid 2 s in 10 + big | pause | {one['kept']:.3f} | - | {_two(one['opportunistic'])} | {_goal(one['goal'])} | {_met(one)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _goal(goal: Mapping[str, Any]) -> str:
+    tail = "" if goal.get("p99") is None else f", p99 <= {goal['p99']:.2f}x"
+    return f">= {goal['rate']:g}{tail}, >= {goal['opportunistic']:g}"
+
+
+def _met(one: Mapping[str, Any]) -> str:
+    goal = one.get("goal")
+    if goal is None:
+        return ""
+    met = one["kept"] >= goal["rate"] and (one["opportunistic"] or 0) >= goal["opportunistic"]
+    if goal.get("p99") is not None:
+        met = met and one.get("p99") is not None and one["p99"] <= goal["p99"]
+    return "yes" if met else "no"
+
+
+def _two(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

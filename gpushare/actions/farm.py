@@ -1,0 +1,331 @@
+"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log.
+
+200/N percent for each of N copies beat 100/N and no cap at all on an H200 (up to half again as much as without one);
+the caps overlap on purpose, because copies are rarely all busy at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.run_end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
+from gpushare.actions.several import Program, Several, peak_memory
+from gpushare.actions.share import open_mps_share
+from gpushare.actions.wakeups import Wakeups
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission
+from gpushare.host.mps_control import MpsControl
+from gpushare.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+# What a CUDA context takes beside what a program allocates; a pinned memory limit does not count it.
+CONTEXT_BYTES: Final = 512 * MIB
+# Left free, against fragmentation and what was not foreseen.
+_MARGIN: Final = 0.02
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STEP_SECONDS: Final = 0.02
+_LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmOptions:
+    """How many copies, the limits of each, how often a failed one is started again, and where logs are kept.
+
+    ``stall_seconds`` is how long a copy may print nothing before it counts as hung; None: for ever.
+    ``at_once`` bounds how many run at the same time (None: all).
+    """
+
+    copies: int
+    limits: MpsLimits = field(default_factory=MpsLimits)
+    restarts: int = 0
+    logs: Path | None = None
+    grace_seconds: float = GRACE_SECONDS
+    stall_seconds: float | None = None
+    at_once: int | None = None
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """One copy: how it did so far. ``failure`` is of its last try; ``tries`` counts the starts."""
+
+    number: int
+    state: str = "waiting"
+    tries: int = 0
+    pid: int | None = None
+    exit_code: int | None = None
+    failure: str | None = None
+    seconds: float = 0.0
+    log: str | None = None
+    # Seen among the daemon's clients; None: it was never looked for.
+    attached: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmResult:
+    """How all copies did, and the signal that the user ended them by."""
+
+    copies: tuple[Copy, ...]
+    seconds: float
+    ended_by: int | None = None
+
+    @property
+    def failed(self) -> tuple[Copy, ...]:
+        """Return the copies that did not end well."""
+        return tuple(copy for copy in self.copies if copy.failure is not None)
+
+
+class FarmReporter:
+    """What a farm says while it goes on; the command line prints it."""
+
+    def line(self, copy: int, text: str) -> None:
+        """A copy has printed a line."""
+
+    def started(self, copy: Copy) -> None:
+        """A copy was started."""
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        """A copy has ended; ``again``: it will be started once more."""
+
+    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+        """So far it has come; called often."""
+
+
+def share_of_threads(copies: int) -> float | None:
+    """Return the thread cap of each of N copies, 200/N percent; None (no cap) for one or two."""
+    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
+
+
+def share_of_memory(host: Host, device: Device, copies: int) -> int | None:
+    """Return the memory limit of each of N copies: its share of what is free now; None when that is not known.
+
+    Raises:
+        InUse: the share would be nothing.
+    """
+    free = free_memory(host, device)
+    if free is None:
+        return None
+    share = int(free * (1 - _MARGIN) / copies) - CONTEXT_BYTES
+    if share < MIB:
+        raise _no_room(device, free, copies, None)
+    return share // MIB * MIB
+
+
+def free_memory(host: Host, device: Device) -> int | None:
+    """Return the free memory of a device in bytes (nvmlDeviceGetMemoryInfo_v2), or None when it is not known."""
+    gpu = host.nvml.gpu(device.gpu.index)
+    if device.mig is not None:
+        mig = next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
+        if mig is None or mig.memory_total_bytes is None or mig.memory_used_bytes is None:
+            return None
+        return mig.memory_total_bytes - mig.memory_used_bytes
+    if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
+        return None
+    return gpu.memory_total_bytes - gpu.memory_used_bytes - (gpu.memory_reserved_bytes or 0)
+
+
+def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
+    """Return how many copies fit into the memory that is free now; None when that is not known.
+
+    Raises:
+        InUse: not even one.
+    """
+    limit = options.limits.memory_limit_bytes
+    free = free_memory(host, device)
+    if limit is None or free is None:
+        return None
+    fitting = free // (limit + CONTEXT_BYTES)
+    if fitting < 1:
+        raise _no_room(device, free, 1, limit)
+    return min(options.copies, fitting)
+
+
+def numbered(command: Sequence[str], number: int) -> list[str]:
+    """Return a command with its copy's number in place of every ``{}``."""
+    return [word.replace("{}", str(number)) for word in command]
+
+
+def farm(
+    host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+) -> FarmResult:
+    """Run copies of a command until all have ended; a failed copy leaves the others alone.
+
+    Raises:
+        GpushareError: nothing could be run, or a copy could not be ended.
+    """
+    if options.copies < 1:
+        raise BadUsage("there is no copy to run", "give --copies 1 or more", code="bad_copies")
+    check_room(host, device, options)
+    if options.logs is not None:
+        _make_logs(options.logs)
+    program = numbered(command, 0)[0]
+    share = open_mps_share(host, device, program, options.limits)
+    with Several(host, share, grace_seconds=options.grace_seconds) as several:
+        return _Farm(host, device, command, options, reporter, several, share.home.pipe).run()
+
+
+class _Farm:
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        command: Sequence[str],
+        options: FarmOptions,
+        reporter: FarmReporter,
+        several: Several,
+        pipe: Path,
+    ) -> None:
+        self._host, self._device, self._command = host, device, command
+        self._options, self._reporter, self._several, self._pipe = options, reporter, several, pipe
+        self._copies = [Copy(number=number) for number in range(options.copies)]
+        self._running: dict[int, Program] = {}
+        self._heard: dict[int, float] = {}
+        self._started = time.monotonic()
+        self._looks = [self._started + seconds for seconds in _LOOKS]
+        self._ended_by: int | None = None
+
+    def run(self) -> FarmResult:
+        with Wakeups(_ENDING) as wakeups:
+            while True:
+                self._start_what_fits()
+                self._collect()
+                self._prove()
+                self._reporter.progress(self._copies, time.monotonic() - self._started)
+                if not self._running and not any(copy.state == "waiting" for copy in self._copies):
+                    break
+                numbers = [number for number in wakeups.wait(_STEP_SECONDS) if number in _ENDING]
+                if numbers:
+                    self._interrupt(numbers[0], lambda: bool(wakeups.wait(0.0)))
+                    break
+        seconds = time.monotonic() - self._started
+        return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._ended_by)
+
+    # -- starting ------------------------------------------------------------------------------------
+
+    def _start_what_fits(self) -> None:
+        for copy in self._copies:
+            if copy.state != "waiting":
+                continue
+            if not self._fits():
+                return
+            self._start(copy)
+
+    def _fits(self) -> bool:
+        if self._options.at_once is not None and len(self._running) >= self._options.at_once:
+            return False
+        limit = self._options.limits.memory_limit_bytes
+        free = None if limit is None else free_memory(self._host, self._device)
+        if limit is None or free is None:
+            return True
+        # What a copy that runs may still allocate is not free.
+        for program in self._running.values():
+            holds = peak_memory(self._host, self._device, program) or 0
+            free -= max(0, limit + CONTEXT_BYTES - holds)
+        if free >= limit + CONTEXT_BYTES:
+            return True
+        if not self._running:
+            raise _no_room(self._device, free, 1, limit)
+        return False
+
+    def _start(self, copy: Copy) -> None:
+        number = copy.number
+        self._heard[number] = time.monotonic()
+
+        def listen(line: str, at: float) -> None:
+            self._heard[number] = at
+            self._reporter.line(number, line)
+
+        log = None
+        if self._options.logs is not None:
+            again = f".{copy.tries}" if copy.tries else ""
+            log = self._options.logs / f"copy-{number}{again}.log"
+        copy.tries += 1
+        copy.failure, copy.exit_code, copy.log = None, None, None if log is None else str(log)
+        program = self._several.start(
+            f"copy {number}",
+            numbered(self._command, number),
+            self._options.limits,
+            variables={"GPUSHARE_COPY": str(number), "GPUSHARE_COPIES": str(self._options.copies)},
+            listen=listen,
+            log=log,
+        )
+        copy.pid, copy.state = program.pid, "running"
+        self._running[number] = program
+        self._reporter.started(copy)
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        self._several.look()
+        for number, program in list(self._running.items()):
+            if program.runs:
+                if self._stalled(number):
+                    self._several.kill(program)
+                    self._close(
+                        number, program, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
+                    )
+                continue
+            self._close(number, program, program.failure)
+
+    def _stalled(self, number: int) -> bool:
+        seconds = self._options.stall_seconds
+        return seconds is not None and time.monotonic() - self._heard[number] > seconds
+
+    def _close(self, number: int, program: Program, failure: str | None) -> None:
+        del self._running[number]
+        copy = self._copies[number]
+        copy.seconds = (program.ended or time.monotonic()) - program.started
+        copy.exit_code, copy.failure = program.status, failure
+        again = failure is not None and copy.tries <= self._options.restarts and self._ended_by is None
+        copy.state = "waiting" if again else "failed" if failure is not None else "done"
+        self._reporter.ended(copy, again=again)
+
+    def _interrupt(self, number: int, hurry: Callable[[], bool]) -> None:
+        self._ended_by = number
+        self._several.end(list(self._running.values()), hurry=hurry)
+        for copy, program in list(self._running.items()):
+            self._close(copy, program, None)
+            self._copies[copy].state = "ended"
+        for one in self._copies:
+            if one.state == "waiting":
+                one.state = "never started" if one.tries == 0 else "failed"
+
+    def _prove(self) -> None:
+        """Look from time to time whether the copies are clients of the daemon."""
+        if not self._looks or time.monotonic() < self._looks[0]:
+            return
+        self._looks.pop(0)
+        control = MpsControl(self._host.programs, str(self._pipe), seconds=CONVERSATION_SECONDS)
+        clients = client_pids(control)
+        if clients is None:
+            return
+        for number, program in self._running.items():
+            copy = self._copies[number]
+            if not copy.attached:
+                copy.attached = bool(clients & set(self._host.processes.descendants(program.pid)))
+
+
+def _make_logs(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NoPermission(
+            f"cannot create {path}: {error.strerror}", "give --logs a directory that you may write", code="not_written"
+        ) from None
+
+
+def _no_room(device: Device, free: int, copies: int, limit: int | None) -> GpushareError:
+    wanted = f"{copies} copies" if limit is None else f"a copy with a limit of {format_bytes(limit)}"
+    return InUse(
+        f"{wanted} and their CUDA contexts do not fit into the {format_bytes(max(0, free))} that are free on {device.title}",
+        "see who holds it: gpushare status; or give fewer --copies, or a smaller --memory",
+        gpu=str(device.gpu.index),
+        code="memory_does_not_fit",
+    )

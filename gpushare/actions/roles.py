@@ -1,0 +1,266 @@
+"""The two roles of `gpushare run`: a production job that is never capped and known, and one that takes what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.attachment import Attachment
+from gpushare.actions.mps_device import own_daemon
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids
+from gpushare.actions.run_environment import without_own_limits
+from gpushare.actions.share import MpsShare, open_mps_share
+from gpushare.errors import GpushareError, InUse, NotFound
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.production import Production, find_production, lives, productions, write_production
+from gpushare.host.tuned import Tuned, find_tuned
+from gpushare.model import Priority
+from gpushare.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+# Beside four different production jobs on an H200 this ended the harm, where anything does.
+SAFE_THREADS_PERCENT: Final = 60.0
+# A context's own memory, and what a driver keeps.
+_MARGIN_BYTES: Final = 1024 * MIB
+
+
+@dataclass
+class ProductionWatch(Attachment):
+    """The watch over a production job: it also keeps its record up to date."""
+
+    name: str = ""
+    peak: int | None = None
+    _due: float = 0.0
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look: the memory is looked at more often than the daemon."""
+        return min(super().wait(), 1.0)
+
+    def look(self) -> None:
+        """Look for the program's processes, and at how much memory they hold."""
+        if time.monotonic() >= self._due:
+            super().look()
+            self._due = time.monotonic() + super().wait()
+        self.record()
+
+    def record(self) -> None:
+        """Write the record, if it says something new; what goes wrong in that must not end the program."""
+        with contextlib.suppress(GpushareError, OSError):
+            held = self._held()
+            if held is None or (self.peak is not None and held <= self.peak):
+                return
+            self.peak = held
+            write_production(self.host, production_of(self.host, self.device, self.name, self.program_pid, self.peak))
+
+    def _held(self) -> int | None:
+        if self.host.processes.namespace_is_host() is False:
+            return None
+        found = self.host.nvml.processes(self.device.gpu.index) or ()
+        sizes = [one.memory_used_bytes for one in found if one.pid in self.seen]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known else None
+
+
+@dataclass
+class ProductionShare(MpsShare):
+    """A share of a production job."""
+
+    name: str = ""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a client whose only limits are those that were given with it."""
+        return super().environment(without_own_limits(base))
+
+    def daemon_cap(self) -> float | None:
+        """Return the thread cap that the daemon itself puts on every client, or None."""
+        record = self.home.read()
+        cap = None if record is None else record.threads_percent
+        return cap if cap is not None and cap < 100 else None
+
+    def watch(self, pid: int) -> ProductionWatch:
+        """Return the watch over the program, after its record was written."""
+        before = find_production(self.host, self.name)
+        peak = None if before is None or before.device_uuid != self.device.uuid else before.memory_peak_bytes
+        with contextlib.suppress(GpushareError, OSError):
+            write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
+        return ProductionWatch(self.host, self.device, self.home, pid, seen={pid}, name=self.name, peak=peak)
+
+
+def open_production_share(host: Host, device: Device, program: str, limits: MpsLimits, name: str) -> ProductionShare:
+    """Return a share for a production job.
+
+    Raises:
+        InUse: a job of this name runs already; or as `open_mps_share`.
+    """
+    before = find_production(host, name)
+    if before is not None and lives(host, before):
+        raise InUse(
+            f"a production job '{name}' runs already (process {before.pid})",
+            "give it another name: --production OTHER",
+            code="name_in_use",
+        )
+    share = open_mps_share(host, device, program, limits)
+    return ProductionShare(share.host, share.device, share.home, share.lease, share.limits, share.mig_lease, name=name)
+
+
+def production_of(host: Host, device: Device, name: str, pid: int, peak: int | None) -> Production:
+    """Return the record of a production job that runs now."""
+    info = host.processes.describe(pid)
+    return Production(
+        name=name,
+        pid=pid,
+        started_at=None if info is None else info.started_at,
+        device_uuid=device.uuid,
+        memory_peak_bytes=peak,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparedProcess:
+    """A production job that runs now: its program, and whether it is a client of the device's MPS daemon."""
+
+    pid: int
+    started_at: float | None
+    title: str
+    under_mps: bool
+
+
+def spared_process(host: Host, device: Device, beside: str | None) -> SparedProcess | None:
+    """Return the production job that runs now: of this name, this PID, or the only one on the device; None: none runs.
+
+    Raises:
+        NotFound: there is no process of this PID; or as `find_spared`.
+    """
+    if beside is not None and beside.isdecimal():
+        info = host.processes.describe(int(beside))
+        if info is None or not host.processes.alive(int(beside)):
+            raise NotFound(f"there is no process {beside}", "see who is there: gpushare status", code="no_process")
+        pid, started, title = info.pid, info.started_at, f"process {beside}"
+    else:
+        production = find_spared(host, device, beside)
+        if production is None or not lives(host, production):
+            return None
+        pid, started, title = production.pid, production.started_at, f"'{production.name}'"
+    return SparedProcess(pid=pid, started_at=started, title=title, under_mps=_under_mps(host, device, pid))
+
+
+def _under_mps(host: Host, device: Device, pid: int) -> bool:
+    """Return whether a program is a client of our daemon on the device, or may yet become one."""
+    try:
+        home, _ = own_daemon(host, device)
+    except GpushareError:
+        return False
+    family = set(host.processes.descendants(pid))
+    clients = client_pids(MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS))
+    if clients is None or clients & family:
+        return True
+    try:
+        on_gpu = {one.pid for one in host.nvml.processes(device.gpu.index) or ()}
+    except GpushareError:
+        on_gpu = set()
+    # It has no context yet: where its variables lead, it will go.
+    environment = host.processes.environment(pid) or {}
+    return not on_gpu & family and environment.get("CUDA_MPS_PIPE_DIRECTORY") == str(home.pipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spared:
+    """How an opportunistic job is to run: its limits, the production job beside it, and what is to be said of it."""
+
+    limits: MpsLimits
+    production: Production | None
+    tuned: Tuned | None
+    notes: Sequence[str] = field(default=())
+
+
+def find_spared(host: Host, device: Device, name: str | None) -> Production | None:
+    """Return the production job that is to be spared: of this name, or the only one that lives on the device.
+
+    Raises:
+        NotFound: neither a job nor a tuning of this name is known.
+    """
+    if name is None:
+        living = [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
+        return living[0] if len(living) == 1 else None
+    found = find_production(host, name)
+    if found is None and find_tuned(host, name) is None:
+        raise NotFound(
+            f"no production job '{name}' is known, running or tuned",
+            f"start it: gpushare run --production {name} -- CMD; or tune it: gpushare tune --name {name} ...",
+            code="no_production",
+        )
+    return found
+
+
+def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spared:
+    """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
+
+    Raises:
+        NotFound: as `find_spared`.
+        InUse: the production job's peak leaves no memory.
+    """
+    production = find_spared(host, device, name)
+    chosen = name or (None if production is None else production.name)
+    tuned = None if chosen is None else find_tuned(host, chosen)
+    notes = _where_it_was_tuned(host, device, tuned)
+    threads, priority = given.threads_percent, given.priority
+    if threads is None:
+        threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
+    if priority is None:
+        priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
+    memory = given.memory_limit_bytes
+    if memory is None:
+        memory = _memory_left(device, production, tuned)
+        if memory is None:
+            notes.append("no memory limit: the production job's need is not known; give one with --memory")
+    limits = MpsLimits(
+        threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority
+    )
+    return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
+
+
+def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
+    if tuned is None:
+        return [
+            f"nothing was tuned: the safe default, cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
+        ]
+    notes = []
+    if tuned.gpu_name != device.gpu.name:
+        notes.append(f"tuned on another GPU ({tuned.gpu_name or 'unknown'}); tune it again here")
+    elif tuned.driver != host.nvml.driver_version():
+        notes.append(f"tuned under driver {tuned.driver or 'unknown'}; tune it again under this one")
+    return notes
+
+
+def _memory_left(device: Device, production: Production | None, tuned: Tuned | None) -> int | None:
+    total = device.memory_total_bytes
+    peaks = [
+        peak
+        for peak in (
+            None if production is None else production.memory_peak_bytes,
+            None if tuned is None else tuned.production_memory_bytes,
+        )
+        if peak is not None
+    ]
+    if total is None or not peaks:
+        return None
+    left = total - (device.gpu.memory_reserved_bytes or 0) - max(peaks) - _MARGIN_BYTES
+    if left < MIB:
+        raise InUse(
+            f"the production job takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
+            " nothing is left for another",
+            "run it on another GPU: -g",
+            gpu=str(device.gpu.index),
+            code="memory_does_not_fit",
+        )
+    return left // MIB * MIB
+
+
+NOT_PROTECTED: Final = "not protected: a GPU fault of either job ends both (MPS); memory bandwidth is shared at any cap; a cap is no reserve"

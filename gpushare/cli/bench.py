@@ -1,0 +1,296 @@
+"""``gpushare bench``."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpushare.cli.common import CONTEXT, ChangingCommand, Ended, gpus_of, settings
+from gpushare.errors import BadUsage, Interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gpushare.host.host import Host
+    from gpushare.measure.bench import Measurement
+    from gpushare.measure.metric import Metric
+    from gpushare.measure.session import Prepared, Request
+    from gpushare.selection import Device
+
+_MOST_REPEATS = 100
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "bench",
+        cls=ChangingCommand,
+        short_help="Measure which way of sharing is best for a command.",
+        # Options end at the command's name: its own are its own, also without "--".
+        context_settings={**CONTEXT, "allow_interspersed_args": False},
+    )(bench)
+
+
+def bench(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CMD...]", help="What to measure; without it the built-in workload.", show_default=False
+        ),
+    ] = None,
+    copies: Annotated[str, typer.Option("--copies", metavar="LIST", help="How many copies.")] = "1,2,4,8",
+    ways: Annotated[
+        str | None,
+        typer.Option(
+            "--ways",
+            metavar="LIST",
+            help="Some of queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams, and mps:PCT. [default: all]",
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="How often each is run.")] = 3,
+    gpu: Annotated[
+        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG instance: index, UUID, PCI bus id.")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
+    ] = None,
+    lower: Annotated[
+        bool,
+        typer.Option("--lower-is-better/--higher-is-better", help="What is printed: a time per unit, or a rate."),
+    ] = False,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            "--latency", metavar="REGEX", help="A latency that CMD prints. [default: latency=... and p50=, p99=]"
+        ),
+    ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TIME", help="Measure so long and end CMD; it needs --metric."),
+    ] = None,
+    timeout: Annotated[
+        str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
+    ] = None,
+    size: Annotated[int | None, typer.Option("--size", metavar="N", help="Built-in workload: N x N matrices.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: with work on the CPU too.")] = False,
+    footprint: Annotated[
+        str | None, typer.Option("--footprint", metavar="SIZE", help="Built-in workload: device memory that it holds.")
+    ] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="FILE", help="Keep all figures: a new JSON file.")] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", metavar="FILE", help="Compare with an earlier --to file.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw it: a new .png or .svg file.")
+    ] = None,
+) -> Any:
+    """Measure a command as several copies under each way of sharing, and say which way is best.
+
+    Each way is run in turn, several times, after a warm-up. Throughput is finished runs per second of all copies
+    together, start-up included, or a number that CMD prints (--metric). Slowdown is of one copy against alone;
+    waiting in the queue is not counted. Where intervals (95 %) overlap there is no difference. Nothing of the host
+    stays changed: an MPS daemon is started and stopped again; MIG instances are used, never made (gpushare mig create).
+    Ctrl-C ends the copies safely and keeps what was measured.
+    Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
+    """
+    from gpushare.measure.bench_data import Header, bench_data, check_new, read_bench
+
+    built_in = {"size": size, "cpu": cpu or None, "footprint": footprint}
+    _check(command, built_in, metric, window, repeat, latency)
+    kept = None if to is None else check_new("--to", to)
+    picture = None if plot is None else _picture(plot)
+    before = None if compare is None else read_bench(compare)
+    from gpushare.measure.metric import parse_metric
+    from gpushare.selection import select_one
+
+    asked = None if command and metric is None else parse_metric(metric, higher_is_better=not lower, latency=latency)
+    asked = asked or parse_metric(None, latency=latency)
+    host = settings.connect()
+    device = select_one(gpu, gpus_of(host))
+    request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
+    from gpushare.measure.session import measure, prepare
+
+    prepared = prepare(host, device, request)
+    if settings.dry_run:
+        return _planned(prepared)
+    from gpushare.cli.bench_progress import progress_line
+
+    started = time.time()
+    with progress_line(quiet=settings.quiet) as progress:
+        measurement, number = measure(host, device, prepared, progress)
+    from gpushare.host.snapshot import BLIND
+
+    header = Header(
+        host=host.spec,
+        driver=host.nvml.driver_version(),
+        device=device,
+        started_at=started,
+        workload=workload,
+        notes=(BLIND,) if host.processes.namespace_is_host() is False else (),
+    )
+    data = bench_data(header, measurement)
+    return _result(data, measurement, number, before, kept, picture)
+
+
+def _check(
+    command: list[str] | None,
+    built_in: Mapping[str, Any],
+    metric: str | None,
+    window: str | None,
+    repeat: int,
+    latency: str | None,
+) -> None:
+    given = [f"--{name}" for name, value in built_in.items() if value is not None]
+    if command and given:
+        raise BadUsage(
+            f"{', '.join(given)} is of the built-in workload, and a command is given too",
+            "leave one of them away: gpushare bench --size 256, or gpushare bench -- CMD",
+            code="bad_combination",
+        )
+    if not command and (metric is not None or latency is not None):
+        raise BadUsage(
+            "--metric and --latency need a command; the built-in workload has its own",
+            "give one: gpushare bench --metric 'rate=([0-9.]+)' -- CMD",
+            code="bad_combination",
+        )
+    if command and window is not None and metric is None:
+        raise BadUsage(
+            "--for ends the command before it finishes: finished runs cannot be counted then",
+            "say what it prints: --metric 'rate=([0-9.]+)'; or leave --for away",
+            code="bad_combination",
+        )
+    if not 1 <= repeat <= _MOST_REPEATS:
+        raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
+
+
+def _picture(text: str) -> Path:
+    from gpushare.measure.bench_data import check_new
+    from gpushare.show.bench_plot import check_plot
+
+    check_plot(text)
+    return check_new("--plot", text)
+
+
+def _request(
+    host: Host,
+    device: Device,
+    command: list[str] | None,
+    built_in: Mapping[str, Any],
+    metric: Metric,
+    words: tuple[Any, ...],
+) -> tuple[Request, Mapping[str, Any] | None]:
+    """Return what to measure, and what the built-in workload is, if it is that."""
+    from gpushare.measure.session import Request
+    from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
+    from gpushare.units import parse_seconds
+
+    copies, ways, repeat, window, timeout = words
+    streams = () if command else ("--streams", "{}")
+    default = DEFAULT_WAYS if streams else DEFAULT_WAYS.replace(",streams", "")
+    environment: Mapping[str, str] = {}
+    workload = None
+    argv = list(command or ())
+    if not command:
+        from gpushare.measure.built_in import built_in_workload
+
+        chosen = built_in_workload(
+            host, device, size=built_in["size"], cpu=bool(built_in["cpu"]), footprint=built_in["footprint"]
+        )
+        argv, metric, environment, workload = list(chosen.argv), chosen.metric, chosen.environment, chosen.facts
+        window = window or "2s"
+    request = Request(
+        argv=argv,
+        metric=metric,
+        ways=parse_ways(ways or default),
+        copies=parse_copies(copies),
+        repeat=repeat,
+        window=None if window is None else _positive("--for", window),
+        limit=None if timeout is None else parse_seconds(timeout),
+        streams=streams,
+        environment=environment,
+    )
+    return request, workload
+
+
+def _positive(option: str, text: str) -> float:
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise BadUsage(f"{option} {text} is no time", "give --for 3s", code="bad_duration")
+    return seconds
+
+
+def _planned(prepared: Prepared) -> Any:
+    """Return what would be run, as a plan."""
+    import shlex
+
+    from gpushare.actions.plan import Step
+    from gpushare.measure.bench import schedule
+    from gpushare.show.plan import plan_result
+
+    line = shlex.join(prepared.settings.argv)
+    steps = [
+        Step(
+            what=f"run {number} {'copy' if number == 1 else 'copies'} under {way.name}, {prepared.settings.repeat} times",
+            command=line,
+            do=lambda: None,
+        )
+        for way, number in schedule(prepared.settings)
+    ]
+    notes = [
+        f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
+        for one in prepared.left_out
+    ]
+    return plan_result("bench", steps, dry_run=True, notes=notes)
+
+
+def _result(
+    data: dict[str, Any],
+    measurement: Measurement,
+    number: int | None,
+    before: Mapping[str, Any] | None,
+    kept: Path | None,
+    picture: Path | None,
+) -> Any:
+    from gpushare.measure.bench_data import compared, write_bench
+    from gpushare.show.bench import bench_result
+
+    more: dict[str, Any] = {}
+    if measurement.interrupted:
+        if not measurement.runs:
+            raise Ended(number or signal.SIGINT)
+        hint = "the copies were ended, the host is as before"
+        error = Interrupted(f"interrupted; {len(measurement.runs)} runs are kept", hint)
+        more = {"errors": (error,), "exit_code": 128 + (number or signal.SIGINT)}
+    if measurement.error is not None:
+        more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
+    comparison = None if before is None else compared(data, before)
+    result = bench_result(data, _notes(data), comparison=comparison, **more)
+    if kept is not None:
+        write_bench(kept, result.data)
+    if picture is not None:
+        from gpushare.show.bench_plot import draw
+
+        draw(picture, data)
+    return result
+
+
+def _notes(data: Mapping[str, Any]) -> list[str]:
+    notes = [*data["notes"]]
+    notes += [
+        f"{cell['way']}, {cell['copies']} copies: {failure}" for cell in data["cells"] for failure in cell["failures"]
+    ]
+    if data["others"]:
+        pids = ", ".join(map(str, data["others"][:6]))
+        notes.append(f"other processes were on the GPU while it was measured ({pids}): the figures may be theirs too")
+    if data["repeat"] == 1:
+        notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")
+    if data["metric"]["pattern"] is None:
+        notes.append("start-up is counted; for a program that runs long give --metric and --for")
+    return notes

@@ -1,0 +1,134 @@
+"""``gpushare run --production`` and ``--opportunistic``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpushare.cli.common import note, settings
+from gpushare.errors import NotFound
+
+if TYPE_CHECKING:
+    from gpushare.actions.roles import SparedProcess
+    from gpushare.actions.run import RunOptions
+    from gpushare.cli.run_words import Roles
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+
+def run_role(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    """Run a production job or an opportunistic one, and return the program's exit code."""
+    if roles.production is not None:
+        return _production(host, device, command, options, roles.production)
+    return _opportunistic(host, device, command, options, roles)
+
+
+def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
+    from gpushare.actions.roles import open_production_share
+    from gpushare.actions.run import run_in
+    from gpushare.actions.run_report import RunReport
+    from gpushare.cli.run import planned
+    from gpushare.host.tuned import check_job_name
+
+    check_job_name(name)
+    if settings.dry_run:
+        return planned(host, device, list(command), options.limits)
+    share = open_production_share(host, device, command[0], options.limits, name)
+    cap = share.daemon_cap()
+    if cap is not None:
+        note(
+            f"the MPS daemon of {device.title} caps every client at {cap:g} %, this job too: gpushare mps stop, and run it again"
+        )
+    report = RunReport(device, sys.stderr, quiet=settings.quiet, limits=options.limits)
+    return run_in(host, share, command, options, report)
+
+
+def _opportunistic(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    from gpushare.actions.roles import spared_process
+
+    process = spared_process(host, device, roles.beside)
+    outside = process is not None and not process.under_mps
+    if process is not None and (roles.pause or outside):
+        return _paused(host, device, command, options, roles, process)
+    if roles.pause:
+        raise NotFound(
+            f"no production job runs on {device.title} that could be spared",
+            "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
+            code="no_production",
+        )
+    return _capped(host, device, command, options, roles)
+
+
+def _paused(
+    host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles, process: SparedProcess
+) -> Any:
+    from gpushare.actions.pause import PausingShare, checkpoint_of
+    from gpushare.actions.plain_share import PlainShare
+    from gpushare.actions.run import run_in
+    from gpushare.actions.run_environment import check_program
+    from gpushare.actions.run_report import RunReport
+    from gpushare.actions.share import Share, open_mps_share
+
+    check_program(command[0])
+    limits = options.limits
+    checkpoint = None if process.under_mps else checkpoint_of(host)
+    how = "by the driver's lock" if checkpoint is not None else "by SIGSTOP"
+    if not roles.pause:
+        note(
+            f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job stands still while it works"
+        )
+    note(f"opportunistic beside {process.title}: paused {how} while it works; its memory stays on the GPU")
+    if process.under_mps:
+        from gpushare.actions.roles import spare
+
+        limits = spare(
+            host, device, limits, None if roles.beside is None or roles.beside.isdecimal() else roles.beside
+        ).limits
+    elif limits != type(limits)():
+        note("outside MPS there are no limits: --threads, --memory and --priority are left out")
+    if settings.dry_run:
+        return _planned_pause(host, device, command, process.title)
+    inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
+    share = PausingShare(inner, host, process.pid, process.started_at, checkpoint)
+    report: Any = RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
+    if not process.under_mps:
+        from gpushare.actions.mig_report import InstanceReport
+
+        report = InstanceReport(device, sys.stderr, quiet=settings.quiet)
+    return run_in(host, share, command, replace(options, limits=limits), report)
+
+
+def _planned_pause(host: Host, device: Device, command: Sequence[str], title: str) -> Any:
+    from gpushare.actions.mig_share import instance_environment
+    from gpushare.actions.plan import Step
+    from gpushare.cli.run import command_line
+    from gpushare.show.plan import plan_result
+
+    line = command_line(instance_environment({}, host, device), command)
+    what = f"run {command[0]} on {device.title}, paused while {title} works"
+    return plan_result("run", [Step(what=what, command=line, do=lambda: None)], dry_run=True)
+
+
+def _capped(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    from gpushare.actions.roles import NOT_PROTECTED, spare
+    from gpushare.actions.run import run
+    from gpushare.actions.run_report import RunReport
+    from gpushare.cli.run import planned
+    from gpushare.units import format_bytes, format_percent
+
+    spared = spare(host, device, options.limits, roles.beside)
+    limits = spared.limits
+    for text in spared.notes:
+        note(text)
+    if settings.dry_run:
+        return planned(host, device, list(command), limits)
+    beside = "" if spared.production is None else f" beside '{spared.production.name}'"
+    threads = "no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"
+    priority = "" if not limits.priority else ", low priority"
+    memory = "" if limits.memory_limit_bytes is None else f", memory limit {format_bytes(limits.memory_limit_bytes)}"
+    note(f"opportunistic{beside}: {threads}{priority}{memory}")
+    note(NOT_PROTECTED)
+    given = replace(options, limits=limits)
+    return run(host, device, command, given, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits))

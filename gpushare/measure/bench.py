@@ -1,0 +1,309 @@
+"""The plan of a benchmark and how it is carried out: interleaved rounds of copies under each way of sharing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, OperationFailed
+from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher, failures
+from gpushare.measure.metric import Metric
+from gpushare.measure.usage import Usage, UsageMeter
+from gpushare.measure.ways import ALONE, MIG, MPS, QUEUE, STREAMS, TIMESLICE, LeftOut, Way
+from gpushare.units import format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.measure.grounds import Grounds
+    from gpushare.selection import Device
+
+# A cell that failed so often is not tried again.
+_TRIES: Final = 2
+# A copy hangs when it takes so much longer than all of them one after the other would.
+_HANG_FACTOR: Final = 5.0
+_HANG_SECONDS: Final = 60.0
+# Of one copy alone nothing is known yet: how long it may run, and until when it must have printed its number.
+_FIRST_SECONDS: Final = 86400.0
+_FIRST_PRINT_SECONDS: Final = 600.0
+
+# One way with one number of copies.
+Cell = tuple[Way, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured, and how. ``streams`` are the words that make one process run N streams ("{}" is N)."""
+
+    argv: Sequence[str]
+    metric: Metric
+    cells: Sequence[Cell]
+    # What one copy alone is measured under, or None: it is the first cell with one copy.
+    alone: Way
+    repeat: int = 3
+    window: float | None = None
+    # None: found from how long one copy takes.
+    limit: float | None = None
+    streams: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One run of one cell. ``throughput`` is None when a copy failed: the others then had it easier."""
+
+    round: int
+    way: str
+    copies: int
+    result: CopiesResult
+    throughput: float | None
+    usage: Usage
+    # Why the run as a whole does not count, whatever its copies say.
+    invalid: str | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """Return what went wrong, a line each."""
+        return [*failures(self.result), *([] if self.invalid is None else [self.invalid])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a benchmark is; ``seconds_left`` is an estimate, None before there is one."""
+
+    done: int
+    total: int
+    doing: str
+    seconds_left: float | None
+
+
+@dataclass
+class Measurement:
+    """All that was measured; kept also when it was interrupted."""
+
+    settings: Settings
+    warm_up: RunResult | None = None
+    runs: list[RunResult] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    rounds_done: int = 0
+    interrupted: bool = False
+    # What ended it early.
+    error: GpushareError | None = None
+    seconds: float = 0.0
+
+    def of(self, cell: Cell) -> list[RunResult]:
+        """Return the runs that measured a cell: its own, or those of the one that is the same."""
+        way, copies = measured_as(cell, self.settings)
+        return [run for run in self.runs if (run.way, run.copies) == (way.name, copies)]
+
+
+def measured_as(cell: Cell, settings: Settings) -> Cell:
+    """Return the cell whose runs measure this one: some are the same thing by another name."""
+    way, copies = cell
+    outside = way.kind in {QUEUE, TIMESLICE, STREAMS} and settings.alone.kind == QUEUE
+    # One after the other at a rate that each prints is the rate of one.
+    if outside and (copies == 1 or (way.kind == QUEUE and settings.window is not None)):
+        return settings.alone, 1
+    if way.kind == MPS and way.percent is not None and way.cap(copies) is None:
+        way = Way(name=MPS, kind=MPS)
+    if settings.alone.kind == way.kind and copies == 1 and way.cap(1) is None:
+        return settings.alone, 1
+    return way, copies
+
+
+def schedule(settings: Settings) -> list[Cell]:
+    """Return what is run in each round: one copy alone, and every cell once."""
+    return list(dict.fromkeys([(settings.alone, 1), *(measured_as(cell, settings) for cell in settings.cells)]))
+
+
+class Bench:
+    """Carries a benchmark out. ``progress`` is told before each run."""
+
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        grounds: Grounds,
+        settings: Settings,
+        watcher: Watcher,
+        progress: Callable[[Progress], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._device, self._grounds, self._settings = host, device, grounds, settings
+        self._watcher, self._progress, self._clock = watcher, progress, clock
+        self._took: dict[Cell, float] = {}
+        self.measurement = Measurement(settings=settings)
+
+    def go(self) -> Measurement:
+        """Measure, and return what was measured.
+
+        Raises:
+            OperationFailed: already one copy alone failed.
+            GpushareError: a copy could not be started, or not be ended.
+        """
+        started = self._clock()
+        measurement, cells = self.measurement, schedule(self._settings)
+        total = 1 + len(cells) * self._settings.repeat
+        self._say(0, total, "warm-up: one copy alone", None)
+        warm = measurement.warm_up = self._run(0, (self._settings.alone, 1))
+        if warm.result.interrupted:
+            measurement.interrupted = True
+        elif warm.failures:
+            raise _broken(warm)
+        else:
+            self._go_round(self._fitting(cells, warm))
+        measurement.seconds = self._clock() - started
+        return measurement
+
+    def _go_round(self, cells: list[Cell]) -> None:
+        try:
+            self._rounds(cells)
+        except GpushareError as error:
+            if not self.measurement.runs:
+                raise
+            # What was measured is kept.
+            self.measurement.error = error
+
+    def _rounds(self, cells: list[Cell]) -> None:
+        measurement, repeat = self.measurement, self._settings.repeat
+        tries: dict[Cell, int] = {}
+        done, total = 1, 1 + len(cells) * repeat
+        for number in range(1, repeat + 1):
+            # There and back: what drifts with time (a clock, a temperature) meets the first and the last alike.
+            for place, cell in enumerate(cells if number % 2 else cells[::-1]):
+                if tries.get(cell, 0) >= _TRIES:
+                    done += 1
+                    continue
+                order = cells if number % 2 else cells[::-1]
+                self._say(done, total, f"{_title(cell)}, round {number} of {repeat}", self._left(order[place:], number))
+                run = self._run(number, cell)
+                if run.result.interrupted:
+                    measurement.interrupted = True
+                    return
+                measurement.runs.append(run)
+                done += 1
+                if run.failures:
+                    # One that hangs costs too much to be tried again.
+                    tries[cell] = _TRIES if run.result.hung else tries.get(cell, 0) + 1
+            measurement.rounds_done = number
+
+    def _say(self, done: int, total: int, doing: str, left: float | None) -> None:
+        self._progress(Progress(done=done, total=total, doing=doing, seconds_left=left))
+
+    def _left(self, rest: Sequence[Cell], number: int) -> float:
+        later = schedule(self._settings) * (self._settings.repeat - number)
+        return sum(self._expected(cell) for cell in (*rest, *later))
+
+    def _expected(self, cell: Cell) -> float:
+        if cell in self._took:
+            return self._took[cell]
+        alone = self._took.get((self._settings.alone, 1), 1.0)
+        # With a window every run takes as long; else time-sliced copies take about as long as in turn.
+        return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind != MIG else 1)
+
+    def _fitting(self, cells: list[Cell], warm: RunResult) -> list[Cell]:
+        """Leave out what needs more memory than the device has, by the peak of one copy."""
+        peak, total = warm.usage.memory_peak_bytes, self._device.memory_total_bytes
+        if peak is None or total is None:
+            return cells
+        kept = []
+        for cell in cells:
+            way, copies = cell
+            at_once = 1 if way.kind in {QUEUE, MIG} else copies
+            if peak * at_once <= total:
+                kept.append(cell)
+                continue
+            reason = (
+                f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
+            )
+            names = [one for one in self._settings.cells if measured_as(one, self._settings) == cell]
+            self.measurement.left_out += [LeftOut(way=one.name, copies=number, reason=reason) for one, number in names]
+        return kept
+
+    def _run(self, number: int, cell: Cell) -> RunResult:
+        way, copies = cell
+        settings, before = self._settings, self._clock()
+        launches = self._launches(way, copies)
+        clients = (lambda: self._grounds.clients(way)) if way.kind == MPS else None
+        usage = UsageMeter(self._host, self._device, clients=clients, gpu_instances=self._grounds.gpu_instances(way))
+        runner = Copies(
+            self._host,
+            settings.metric,
+            Limits(window=settings.window, limit=self._limit(copies)),
+            clients=clients or set,
+            meter=self._grounds.meter(way),
+            watcher=self._watcher,
+        )
+        result = runner.in_turn(launches, usage) if way.kind == QUEUE else runner.together(launches, usage)
+        self._took[cell] = self._clock() - before
+        drawn = usage.usage()
+        invalid = self._grounds.lost(way)
+        if invalid is None and drawn.outside:
+            invalid = f"process {', '.join(map(str, drawn.outside))} ran outside MPS"
+        return RunResult(
+            round=number,
+            way=way.name,
+            copies=copies,
+            result=result,
+            throughput=None if invalid is not None else throughput(way, result, settings.metric),
+            usage=drawn,
+            invalid=invalid,
+        )
+
+    def _launches(self, way: Way, copies: int) -> list[Launch]:
+        settings = self._settings
+        if way.kind != STREAMS:
+            return self._grounds.launches(way, copies, settings.argv, settings.environment)
+        argv = [*settings.argv, *(word.replace("{}", str(copies)) for word in settings.streams)]
+        return self._grounds.launches(way, 1, argv, settings.environment)
+
+    def _limit(self, copies: int) -> float:
+        """Return when a run counts as hung (seconds)."""
+        if self._settings.limit is not None:
+            return self._settings.limit
+        alone = self._took.get((self._settings.alone, 1))
+        if alone is None:
+            return _FIRST_SECONDS if self._settings.window is None else _FIRST_PRINT_SECONDS
+        return _HANG_SECONDS + _HANG_FACTOR * alone * copies
+
+
+def throughput(way: Way, result: CopiesResult, metric: Metric) -> float | None:
+    """Return the throughput of all copies together, or None when one failed.
+
+    Without a printed number it is runs per second, from the first start to the last end. In turn, rates that are
+    printed count by the time that each ran; at the same time they add up.
+    """
+    if failures(result) or result.interrupted or not result.copies or result.seconds <= 0:
+        return None
+    if not metric.printed:
+        return len(result.copies) / result.seconds
+    values = [(one.value, one.seconds) for one in result.copies if one.value is not None]
+    if way.kind != QUEUE:
+        return metric.together([value for value, _ in values])
+    total = sum(seconds for _, seconds in values)
+    speeds = [(metric.speed(value), seconds) for value, seconds in values if value > 0]
+    if not speeds or total <= 0:
+        return None
+    return metric.speed(sum(speed * seconds for speed, seconds in speeds) / total)
+
+
+def _title(cell: Cell) -> str:
+    way, copies = cell
+    return ALONE if way.name == ALONE else f"{way.name}, {copies} {'copy' if copies == 1 else 'copies'}"
+
+
+def _broken(run: RunResult) -> OperationFailed:
+    if run.result.hung:
+        hint = "give it more time with --timeout; a program that does not end by itself needs --metric and --for"
+    else:
+        hint = "try it by hand: the same command must run alone on the GPU first"
+    return OperationFailed(f"one copy alone already failed: {run.failures[0]}", hint, code="command_failed")
+
+
+def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:
+    """Yield every cell that was asked for and is not left out, with its runs."""
+    left = {(one.way, one.copies) for one in measurement.left_out}
+    for cell in measurement.settings.cells:
+        if (cell[0].name, cell[1]) not in left:
+            yield cell, measurement.of(cell)

@@ -1,0 +1,122 @@
+"""The built-in workload of `gpushare bench`: matrix multiplications, as the command that runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.measure.metric import Metric, parse_metric
+from gpushare.units import parse_memory_limit
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+DEFAULT_SIZE: Final = 1024
+_MOST_SIZE: Final = 32768
+_PROGRAM: Final = (sys.executable, "-m", "gpushare.measure.workload")
+# PyTorch takes long to load from a cold disk.
+_PROBE_SECONDS: Final = 120.0
+_RATE: Final = r"^rate=([0-9.]+(?:e[-+]?[0-9]+)?)$"
+# Simulated: a matrix of this size fills the GPU, and smaller ones by their area.
+_FILLING_SIZE: Final = 2048
+# Simulated: of so many matrix multiplications of this size a second, smaller ones by the launch.
+_FASTEST: Final = 100_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """The command of the built-in workload, what it prints, its variables, and what it is."""
+
+    argv: Sequence[str]
+    metric: Metric
+    environment: Mapping[str, str]
+    facts: Mapping[str, Any]
+
+
+def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None) -> BuiltIn:
+    """Return the built-in workload: on a simulated host a simulated job of about the same need.
+
+    Raises:
+        BadUsage: a size outside 16 to 32768, or a bad footprint.
+        NotSupported: nothing here can compute on a GPU.
+    """
+    size = DEFAULT_SIZE if size is None else size
+    if not 16 <= size <= _MOST_SIZE:
+        raise BadUsage(f"--size {size} is outside 16 to {_MOST_SIZE}", "give --size 256", code="bad_size")
+    if footprint is not None:
+        parse_memory_limit(footprint)
+    title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    # One thread a copy: more of them would fight for the cores, and what is measured is the GPU.
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    backend = "simulated" if host.is_simulated else _backend(host, device, environment)
+    facts = {
+        "title": f"{title} ({backend})",
+        "unit": "multiplications per second",
+        "size": size,
+        "cpu": cpu,
+        "footprint": footprint,
+        "backend": backend,
+    }
+    held = [] if footprint is None else ["--footprint", footprint]
+    argv = _simulated(size, cpu=cpu) if host.is_simulated else _real(size, backend, cpu=cpu)
+    return BuiltIn(argv=[*argv, *held], metric=parse_metric(_RATE), environment=environment, facts=facts)
+
+
+def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
+    """Return the back end that multiplies rightly on this device, found out in a program of its own.
+
+    Raises:
+        NotSupported: none does, with the reasons.
+    """
+    shown = device.uuid
+    if device.mig is None and device.gpu.mig_instances:
+        shown = device.gpu.mig_instances[0].uuid
+    try:
+        done = host.programs.run(
+            [*_PROGRAM, "--probe"], env={**environment, "CUDA_VISIBLE_DEVICES": shown}, timeout=_PROBE_SECONDS
+        )
+    except GpushareError as error:
+        raise _no_backend(error.message) from None
+    match = re.search(r"^backend=(\S+)$", done.stdout, re.MULTILINE)
+    if done.exit_code != 0 or match is None:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise _no_backend(lines[-1].removeprefix("error: ") if lines else f"exit code {done.exit_code}")
+    return match[1]
+
+
+def _no_backend(why: str) -> NotSupported:
+    return NotSupported(
+        f"the built-in workload finds nothing that computes on the GPU: {why}",
+        "install one: pip install 'gpushare[bench]'; or measure your own: gpushare bench -- CMD",
+        code="no_backend",
+    )
+
+
+def _real(size: int, backend: str, *, cpu: bool) -> list[str]:
+    return [*_PROGRAM, "--backend", backend, "--size", str(size), *(["--cpu"] if cpu else [])]
+
+
+def _simulated(size: int, *, cpu: bool) -> list[str]:
+    """Return a job of the simulated host: its need grows with the area of the matrices, its rate falls with the work.
+
+    Half of the time goes to the CPU if it works too: then it needs half of the GPU.
+    """
+    need = min(100.0, max(2.0, 100.0 * (size / _FILLING_SIZE) ** 2))
+    rate = min(_FASTEST, _FASTEST * (_FILLING_SIZE / 8 / size) ** 3)
+    share = 0.5 if cpu else 1.0
+    words = {"need": max(1.0, need * share), "rate": max(0.001, rate * share)}
+    return [
+        sys.executable,
+        "-m",
+        "gpushare.sim.job",
+        *(word for key, value in words.items() for word in (f"--{key}", f"{value:g}")),
+    ]

@@ -1,0 +1,258 @@
+"""The search for the largest cap that a production job does not feel: which setting to try next, and the answer. Pure.
+
+The order comes from measurements on an H200: a cap of 60 percent with low priority ends the harm in most pairs, the
+knee is steep and depends on the pair, low priority alone hardly helps, and no number of a GPU predicts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+GRID: Final = (100.0, 90.0, 80.0, 70.0, 60.0, 50.0, 40.0, 30.0, 25.0, 20.0, 10.0)
+# Runs of one setting that are believed, and the most that are made of it.
+CONFIRMED: Final = 2
+MOST_TRIALS: Final = 3
+# So near to the goal one run may be wrong.
+_NARROW: Final = 0.015
+# A gain below this does not stand out of the spread.
+_FASTER: Final = 1.03
+# From here on the memory is what the jobs compete for, and half of the SMs draw all of it (H200).
+DRAM_FULL_PERCENT: Final = 85.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production."""
+
+    threads: float
+    low: bool = True
+    production_threads: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Return it for people."""
+        words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
+        words += ["low priority"] if self.low else []
+        words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
+        return ", ".join(words)
+
+
+START: Final = Setting(threads=60.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What production must keep: a share of its rate alone, and its p99 within a factor (None: not asked for)."""
+
+    keep: float = 0.97
+    p99_factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate."""
+
+    setting: Setting
+    kept: float
+    p99: float | None = None
+    opportunistic: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails."""
+
+    setting: Setting
+    trials: int
+    kept: float
+    p99: float | None
+    opportunistic: float | None
+    margin: float
+
+    @property
+    def meets(self) -> bool:
+        """Return whether the goal is met."""
+        return self.margin >= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How to search. ``production_caps`` are caps on production that are tried too, each beside the rest of the SMs."""
+
+    goal: Goal
+    grid: Sequence[float] = GRID
+    start: Setting = START
+    confirmed: int = CONFIRMED
+    most: int = 16
+    production_caps: Sequence[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a search found: the setting that meets the goal, or None and what comes nearest; the curve by cap."""
+
+    best: Judged | None
+    nearest: Judged | None
+    curve: tuple[Judged, ...]
+    stable: bool
+    low_priority_helps: bool | None
+
+
+def next_setting(search: Search, trials: Sequence[Trial]) -> Setting | None:
+    """Return the setting to run next, or None when the answer stands (or the most runs were made)."""
+    if len(trials) >= search.most:
+        return None
+    if not trials:
+        return search.start
+    judged = judge(search.goal, trials)
+    wanted = _on_the_grid(search, judged) or _other_ways(search, judged)
+    if wanted is not None:
+        return wanted
+    best = best_of(judged)
+    if best is not None and best.trials < min(search.confirmed, MOST_TRIALS):
+        return best.setting
+    return None
+
+
+def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
+    """Return what the runs so far say."""
+    judged = judge(search.goal, trials)
+    best = best_of(judged)
+    nearest = None if best is not None or not judged else max(judged, key=lambda one: one.margin)
+    order = sorted(
+        judged,
+        key=lambda one: (one.setting.production_threads is not None, -one.setting.threads, not one.setting.low),
+    )
+    stable = bool(judged) and next_setting(search, trials) is None
+    if best is not None:
+        stable = stable and best.trials >= min(search.confirmed, MOST_TRIALS)
+    return Outcome(best=best, nearest=nearest, curve=tuple(order), stable=stable, low_priority_helps=_low_helps(judged))
+
+
+def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
+    """Return the runs by setting, in the order in which the settings were first tried."""
+    found = []
+    for setting in dict.fromkeys(trial.setting for trial in trials):
+        runs = [trial for trial in trials if trial.setting == setting]
+        kept = _mean([run.kept for run in runs])
+        p99 = _mean_known([run.p99 for run in runs])
+        margin = kept / goal.keep
+        if goal.p99_factor is not None and p99 is not None and p99 > 0:
+            margin = min(margin, goal.p99_factor / p99)
+        found.append(
+            Judged(
+                setting=setting,
+                trials=len(runs),
+                kept=kept,
+                p99=p99,
+                opportunistic=_mean_known([run.opportunistic for run in runs]),
+                margin=margin,
+            )
+        )
+    return found
+
+
+def best_of(judged: Sequence[Judged]) -> Judged | None:
+    """Return the setting that meets the goal and lets the opportunistic job do most; None when none meets it.
+
+    Its own rate decides where it is known and stands out, else the cap; of equals the one with low priority, which
+    spares production more.
+    """
+    meeting = [one for one in judged if one.meets]
+    if not meeting:
+        return None
+    best = max(meeting, key=lambda one: (one.setting.production_threads is None, one.setting.threads, one.setting.low))
+    for one in meeting:
+        if one.opportunistic is not None and one.opportunistic > _FASTER * (best.opportunistic or math.inf):
+            best = one
+    return best
+
+
+def memory_warning(dram_alone: float | None, dram_production: float | None) -> str | None:
+    """Return the warning where the memory's bandwidth is what both compete for; percent, by GPM.
+
+    ``dram_alone`` is the opportunistic job's without the other, ``dram_production`` the production job's.
+    """
+    if dram_alone is not None and dram_alone >= DRAM_FULL_PERCENT:
+        return (
+            f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth: no thread cap protects a job"
+            " that needs it too; pause it while production works (run --opportunistic --pause), or use MIG"
+        )
+    if dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
+        return (
+            f"the production job alone draws {dram_production:.0f} % of the memory bandwidth: whatever the other reads is"
+            " taken from it, at any thread cap; pause the other while it works, or use MIG"
+        )
+    return None
+
+
+def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next cap beside an uncapped production job, with the start's priority; None: the knee is found."""
+    known = {one.setting.threads: one for one in judged if one.setting == _at(search, one.setting.threads)}
+    grid = sorted(set(search.grid) | {search.start.threads})
+    meeting = [threads for threads in known if known[threads].meets]
+    if meeting:
+        low = max(meeting)
+        failing = [threads for threads in known if threads > low]
+        high = min(failing, default=math.inf)
+        open_ = [threads for threads in grid if low < threads < high]
+        if open_:
+            return _at(search, open_[(len(open_) - 1) // 2])
+        if known[low].trials < min(search.confirmed, MOST_TRIALS):
+            return _at(search, low)
+        # The one above failed so narrowly that it gets another chance.
+        above = known.get(high)
+        return above.setting if above is not None and _narrow(above, search) else None
+    open_ = [threads for threads in grid if threads < min(known)]
+    if not open_:
+        best = max(known.values(), key=lambda one: one.margin)
+        return best.setting if _narrow(best, search) else None
+    # The first step down is a small one; after that the rest is halved.
+    return _at(search, open_[-1] if len(known) == 1 else open_[(len(open_) - 1) // 2])
+
+
+def _narrow(one: Judged, search: Search) -> bool:
+    return not one.meets and one.margin >= 1 - _NARROW and one.trials < min(search.confirmed, MOST_TRIALS)
+
+
+def _at(search: Search, threads: float) -> Setting:
+    return Setting(threads=threads, low=search.start.low)
+
+
+def _other_ways(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next that is not only another cap: the same with the other priority, a cap on production."""
+    known = {one.setting: one for one in judged}
+    best = best_of([one for one in judged if one.setting == _at(search, one.setting.threads)])
+    if best is not None:
+        other = Setting(threads=best.setting.threads, low=not best.setting.low)
+        if other not in known:
+            return other
+    for cap in search.production_caps:
+        beside = Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
+        if 0 < cap < 100 and beside not in known:
+            return beside
+    return None
+
+
+def _low_helps(judged: Sequence[Judged]) -> bool | None:
+    """Return whether low priority spares production by more than the spread; None when it was not compared."""
+    found = {(one.setting.threads, one.setting.production_threads, one.setting.low): one for one in judged}
+    for (threads, production, low), one in found.items():
+        other = found.get((threads, production, False))
+        if low and other is not None:
+            better = one.kept > other.kept + 0.01
+            calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99
+            return better or calmer
+    return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _mean(known) if known else None

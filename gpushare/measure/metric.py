@@ -1,0 +1,147 @@
+"""What a measured program tells of its own speed: a number or latencies in its output, or only that it finished. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpushare.errors import BadUsage
+from gpushare.measure.statistics import percentile
+
+_NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# "latency_ms=0.41", "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" sums up many.
+LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
+_PERCENTILE: Final = re.compile(
+    r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
+)
+_TAIL_LINES: Final = 5
+# A line without an end must not fill the memory.
+_LONGEST_LINE: Final = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """How the speed of a program is told. Without a pattern it is finished runs per second.
+
+    ``higher_is_better`` False: the number is a time (or another cost) per unit of work.
+    """
+
+    pattern: str | None = None
+    higher_is_better: bool = True
+    latency: str = LATENCY
+
+    @property
+    def printed(self) -> bool:
+        """Return whether the program prints a number."""
+        return self.pattern is not None
+
+    def together(self, values: Sequence[float]) -> float | None:
+        """Return the number of several copies that run at the same time, as if they were one program.
+
+        Rates add up; of times per unit the rates do. None when there is nothing to add.
+        """
+        if not values:
+            return None
+        if self.higher_is_better:
+            return math.fsum(values)
+        return None if min(values) <= 0 else 1 / math.fsum(1 / value for value in values)
+
+    def speed(self, value: float) -> float:
+        """Return a number that is larger when the program is faster, so that speeds can be divided."""
+        return value if self.higher_is_better else 1 / value
+
+
+def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency: str | None = None) -> Metric:
+    """Return the metric that a user asks for.
+
+    Raises:
+        BadUsage: not a regular expression, or it marks no number.
+    """
+    for option, text in (("--metric", pattern), ("--latency", latency)):
+        if text is not None:
+            _checked(option, text)
+    return Metric(pattern=pattern, higher_is_better=higher_is_better, latency=latency or LATENCY)
+
+
+def _checked(option: str, text: str) -> None:
+    hint = f"mark the number with one pair of brackets: {option} 'rate=([0-9.]+)'"
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise BadUsage(f"{option} '{text}' is not a regular expression: {error}", hint, code="bad_metric") from None
+    if groups != 1:
+        raise BadUsage(f"{option} '{text}' has {groups} pairs of brackets, not one", hint, code="bad_metric")
+
+
+def number(text: str | None) -> float | None:
+    """Return the number that a text is, or None; never an infinite one."""
+    match = _NUMBER.fullmatch((text or "").strip())
+    value = float(match.group()) if match else math.nan
+    return value if math.isfinite(value) else None
+
+
+@dataclass
+class Printed:
+    """What one copy has printed so far: numbers with the time at which they were seen, latencies, the last lines."""
+
+    metric: Metric
+    values: list[tuple[float, float]] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    percentiles: dict[int, float] = field(default_factory=dict)
+    tail: list[str] = field(default_factory=list)
+    _rest: str = ""
+
+    def feed(self, text: str, at: float) -> None:
+        """Take in what was printed up to a time (seconds of any clock)."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._line(line, at)
+        if len(self._rest) > _LONGEST_LINE:
+            self.end(at)
+
+    def end(self, at: float) -> None:
+        """Take in a last line without an end."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._line(rest, at)
+
+    def _line(self, line: str, at: float) -> None:
+        # A progress bar draws over itself: what counts stands behind the last return.
+        for part in filter(None, line.split("\r")):
+            self._part(part, at)
+
+    def _part(self, part: str, at: float) -> None:
+        if self.metric.pattern is not None:
+            found = (number(match.group(1)) for match in re.finditer(self.metric.pattern, part))
+            self.values += [(at, value) for value in found if value is not None]
+        for match in re.finditer(self.metric.latency, part):
+            value = number(match.group(1))
+            if value is not None:
+                self.latencies.append(value)
+        for match in _PERCENTILE.finditer(part):
+            value = number(match.group(2))
+            if value is not None:
+                self.percentiles[int(match.group(1))] = value
+        if part.strip():
+            self.tail = [*self.tail[1 - _TAIL_LINES :], part.strip()[:200]]
+
+    def forget_latencies(self) -> None:
+        """Drop the latencies so far: the measurement begins now."""
+        self.latencies.clear()
+
+    def between(self, start: float, end: float) -> float | None:
+        """Return the mean of the numbers that were seen in a time, or None when there was none."""
+        seen = [value for at, value in self.values if start < at <= end]
+        return math.fsum(seen) / len(seen) if seen else None
+
+    @property
+    def last(self) -> float | None:
+        """Return the last number."""
+        return self.values[-1][1] if self.values else None
+
+    def latency(self, percent: int) -> float | None:
+        """Return the 50th or 99th percentile of the latencies, in the unit in which they are printed."""
+        return percentile(self.latencies, percent) if self.latencies else self.percentiles.get(percent)

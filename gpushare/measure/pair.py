@@ -1,0 +1,170 @@
+"""A production job and an opportunistic one beside it, as they are measured: started, awaited, watched in windows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.several import Program, Several, peak_memory
+from gpushare.errors import OperationFailed, TimedOut
+from gpushare.host.activity import BandwidthRecorder
+from gpushare.measure.controller import Search
+from gpushare.measure.metric import Metric
+from gpushare.measure.progress import Progress, Window
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+# Fewer numbers in a window than this say little; then windows become longer, up to the most.
+_LEAST_NUMBERS: Final = 5
+_LONGEST_WINDOW_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """What to run and how long to watch (seconds). ``rounds`` pairs of windows a trial, up to ``most_rounds``."""
+
+    production: Sequence[str]
+    opportunistic: Sequence[str]
+    search: Search
+    metric: Metric = field(default_factory=Metric)
+    opportunistic_metric: Metric = field(default_factory=Metric)
+    window_seconds: float = 1.5
+    rounds: int = 3
+    most_rounds: int = 6
+    settle_seconds: float = 0.4
+    warm_seconds: float = 1.0
+    start_seconds: float = 180.0
+    # A pause waits so long for the drain of a queue; h200.md's deepest one took 0.1 s.
+    drain_seconds: float = 1.5
+
+
+class Pair:
+    """The two jobs in one share. Windows of both are taken here; what they mean is judged elsewhere."""
+
+    def __init__(self, host: Host, device: Device, options: TuneOptions, several: Several) -> None:
+        self._host, self._device, self._options, self.several = host, device, options, several
+        self._bandwidth = BandwidthRecorder(host.nvml, device.gpu.index)
+        self._window_seconds = options.window_seconds
+        self._production: Program | None = None
+        self._seen = Progress(options.metric)
+        self.production_cap: float | None = None
+        self.dram: list[float] = []
+        self.memory: int | None = None
+
+    def opportunistic_alone(self) -> tuple[float | None, float | None, int | None]:
+        """Return the opportunistic job's rate, percent of the DRAM's bandwidth, and memory (bytes), all without production."""
+        program, seen = self.start_opportunistic(MpsLimits())
+        self._bandwidth.since_last()
+        window = self._watch([program], seen, 2 * self._window_seconds)
+        dram = self._bandwidth.since_last()
+        memory = peak_memory(self._host, self._device, program)
+        self.several.kill(program)
+        return window.rate, dram, memory
+
+    def start_opportunistic(self, limits: MpsLimits) -> tuple[Program, Progress]:
+        """Start the opportunistic job under these limits and wait until it prints; errors as `tune`."""
+        seen = Progress(self._options.opportunistic_metric)
+        program = self.several.start("opportunistic", self._options.opportunistic, limits, listen=seen.listen)
+        self._until_warm(program, seen)
+        return program, seen
+
+    def start_production(self, cap: float | None) -> None:
+        """Start the production job; one with another cap is ended first."""
+        if self._production is not None:
+            self.several.end([self._production])
+        self._seen = Progress(self._options.metric)
+        self._production = self.several.start(
+            "production", self._options.production, MpsLimits(threads_percent=cap), listen=self._seen.listen
+        )
+        self.production_cap = cap
+        self._until_warm(self._production, self._seen)
+        self._lengthen()
+
+    def _until_warm(self, program: Program, seen: Progress) -> None:
+        """Wait until a job prints what is measured, and a while longer."""
+        options = self._options
+
+        def ready() -> bool:
+            self._demand_alive(program)
+            return seen.count(0.0, float("inf")) > 0
+
+        if not self.several.wait(options.start_seconds, ready):
+            what = "a line" if not seen.metric.printed else "a number that --metric matches"
+            raise TimedOut(
+                f"the {program.title} job did not print {what} in {options.start_seconds:g} s"
+                f"{f'; its last line: {program.last_line}' if program.last_line else ''}",
+                "let it print its rate again and again, and give --metric 'rate=([0-9.]+)'",
+                code="no_numbers",
+            )
+        self.several.wait(options.warm_seconds)
+        self._demand_alive(program)
+        if self.several.attached(program) is False:
+            raise OperationFailed(
+                f"the {program.title} job is no client of MPS: caps have no effect on it",
+                "see that it uses the GPU, and leaves CUDA_MPS_PIPE_DIRECTORY and CUDA_VISIBLE_DEVICES as they are",
+                code="not_attached",
+            )
+
+    def _demand_alive(self, *programs: Program | None) -> None:
+        for program in (*programs, self._production):
+            if program is not None and not program.runs:
+                raise OperationFailed(
+                    f"the {program.title} job ended before it was measured: {program.failure or 'exit code 0'}",
+                    "give a command that works on until it is ended, at least for some minutes",
+                    code="job_ended",
+                )
+
+    def _lengthen(self) -> None:
+        """Make the windows so long that the production job prints often enough in each."""
+        started = time.monotonic()
+        while True:
+            self.several.wait(self._window_seconds)
+            self._demand_alive()
+            took = time.monotonic() - started
+            count = self._seen.count(started, time.monotonic())
+            if count >= _LEAST_NUMBERS:
+                wanted = _LEAST_NUMBERS * took / count
+                self._window_seconds = min(max(self._window_seconds, wanted), _LONGEST_WINDOW_SECONDS)
+                return
+            if took > 3 * _LONGEST_WINDOW_SECONDS:
+                raise TimedOut(
+                    f"the production job printed only {count} numbers in {took:.0f} s",
+                    "let it print its rate at least once a second",
+                    code="no_numbers",
+                )
+
+    def alone_window(self) -> Window:
+        """Watch the production job while the other does not run or is paused."""
+        self._bandwidth.since_last()
+        window = self._watch([], self._seen, self._window_seconds)
+        dram = self._bandwidth.since_last()
+        if dram is not None and self.production_cap is None:
+            self.dram.append(dram)
+        if self._production is not None and self.production_cap is None:
+            memory = peak_memory(self._host, self._device, self._production)
+            self.memory = memory if self.memory is None else max(self.memory, memory or 0)
+        return window
+
+    def together_window(self, program: Program, seen: Progress) -> tuple[Window, float | None]:
+        """Watch both; return the production job's window and the other's rate."""
+        started = self._now()
+        self.several.wait(self._window_seconds)
+        self._demand_alive(program)
+        ended = time.monotonic()
+        return self._seen.window(started, ended), seen.window(started, ended).rate
+
+    def _watch(self, programs: Sequence[Program], seen: Progress, seconds: float) -> Window:
+        started = self._now()
+        self.several.wait(seconds)
+        self._demand_alive(*programs)
+        return seen.window(started, time.monotonic())
+
+    def _now(self) -> float:
+        """Return the time, after everything that was printed so far has been read: that belongs to what was before."""
+        self.several.look()
+        return time.monotonic()

@@ -1,0 +1,100 @@
+"""What a program's lines say of its speed in a window of time: a rate that it prints, or its lines per second. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpushare.measure.metric import Metric, number
+from gpushare.measure.statistics import percentile
+
+# A p99 that sums up many requests: "p99=0.5", "p99_ms: 1.2".
+_P99: Final = r"(?i)\bp99(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:e[-+]?\d+)?)"
+# Below it the 99th percentile is the largest of a handful.
+LEAST_LATENCIES: Final = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A time in which a program was watched: its rate, latencies, a p99 that it printed itself."""
+
+    rate: float | None
+    latencies: tuple[float, ...] = ()
+    printed_p99: float | None = None
+
+
+@dataclass
+class Progress:
+    """Every line of a program with the time at which it was seen (seconds of any clock that only rises)."""
+
+    metric: Metric
+    lines: list[float] = field(default_factory=list)
+    values: list[tuple[float, float]] = field(default_factory=list)
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    percentiles: list[tuple[float, float]] = field(default_factory=list)
+
+    def listen(self, line: str, at: float) -> None:
+        """Take in a line."""
+        if self.metric.pattern is None:
+            self.lines.append(at)
+        else:
+            found = (number(match.group(1)) for match in re.finditer(self.metric.pattern, line))
+            self.values += [(at, value) for value in found if value is not None]
+        latency = re.search(self.metric.latency, line)
+        value = number(latency.group(1)) if latency else None
+        if value is not None:
+            self.latencies.append((at, value))
+        summed = re.search(_P99, line)
+        value = number(summed.group(1)) if summed else None
+        if value is not None:
+            self.percentiles.append((at, value))
+
+    def count(self, start: float, end: float) -> int:
+        """Return how many rates, or lines, were seen in a window."""
+        return len(_within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
+
+    def window(self, start: float, end: float) -> Window:
+        """Return what was seen in a window: the mean of the printed rates, or lines per second."""
+        if self.metric.printed:
+            speeds = [self.metric.speed(value) for value in _within(self.values, start, end) if value > 0]
+            rate = sum(speeds) / len(speeds) if speeds else None
+        else:
+            done = self._done(end) - self._done(start)
+            rate = done / (end - start) if done > 0 and end > start else None
+        p99s = _within(self.percentiles, start, end)
+        return Window(
+            rate=rate,
+            latencies=tuple(_within(self.latencies, start, end)),
+            printed_p99=percentile(p99s, 50) if p99s else None,
+        )
+
+    def _done(self, at: float) -> float:
+        """Return how many lines were done at a time; between two of them it counts as even progress."""
+        place = bisect.bisect_right(self.lines, at)
+        if place == 0 or (place < 2 and place == len(self.lines)):
+            return float(place)
+        before = self.lines[place - 1]
+        # Of the line that is still to come, the last gap says when it is due.
+        gap = self.lines[place] - before if place < len(self.lines) else before - self.lines[place - 2]
+        return place + (min(1.0, (at - before) / gap) if gap > 0 else 0.0)
+
+
+def p99(windows: Sequence[Window]) -> float | None:
+    """Return the 99th percentile of all windows together; what the program printed itself where it prints no latencies."""
+    latencies = [latency for window in windows for latency in window.latencies]
+    if len(latencies) >= LEAST_LATENCIES:
+        return percentile(latencies, 99)
+    printed = [window.printed_p99 for window in windows if window.printed_p99 is not None]
+    return percentile(printed, 50) if printed else None
+
+
+def _within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:
+    first = bisect.bisect_right(pairs, start, key=lambda pair: pair[0])
+    return [value for at, value in pairs[first:] if at <= end]
+
+
+def _count(times: Sequence[float], start: float, end: float) -> int:
+    return bisect.bisect_right(times, end) - bisect.bisect_right(times, start)

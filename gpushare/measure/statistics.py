@@ -1,0 +1,124 @@
+"""What repeated measurements say: mean, spread, and an interval that tells a difference from noise. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; between two entries the smaller one holds.
+_T: Final = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+    12: 2.179,
+    15: 2.131,
+    20: 2.086,
+    30: 2.042,
+    60: 2.000,
+    120: 1.980,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """So many measurements of one thing; ``low`` to ``high`` is the 95 % interval of the mean, None for one alone."""
+
+    count: int
+    mean: float
+    median: float
+    least: float
+    most: float
+    low: float | None
+    high: float | None
+
+    @property
+    def spread(self) -> float | None:
+        """Return the range of the measurements as a share of their mean; None for one alone."""
+        return (self.most - self.least) / abs(self.mean) if self.count > 1 and self.mean else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """One mean over another, and its 95 % interval (None when one of them was measured only once)."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def summarize(values: Sequence[float]) -> Summary | None:
+    """Return what the measurements say, or None when there is none. The interval is Student's t at 95 %."""
+    if not values:
+        return None
+    mean = math.fsum(values) / len(values)
+    half = None
+    if len(values) > 1:
+        half = t_quantile(len(values) - 1) * deviation(values) / math.sqrt(len(values))
+    return Summary(
+        count=len(values),
+        mean=mean,
+        median=percentile(values, 50),
+        least=min(values),
+        most=max(values),
+        low=None if half is None else mean - half,
+        high=None if half is None else mean + half,
+    )
+
+
+def differ(one: Summary, other: Summary) -> bool | None:
+    """Return whether two means differ: their intervals do not overlap. None: one of them has no interval."""
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return None
+    return one.low > other.high or other.low > one.high
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
+    """Return the ratio of two means of positive measurements; None when there is none.
+
+    The interval is that of the logarithm of the ratio (delta method), with Welch's degrees of freedom.
+    """
+    if not above or not below or min(*above, *below) <= 0:
+        return None
+    means = [math.fsum(values) / len(values) for values in (above, below)]
+    value = means[0] / means[1]
+    if len(above) < 2 or len(below) < 2:
+        return Ratio(value=value, low=None, high=None)
+    parts = [(deviation(values) / mean) ** 2 / len(values) for values, mean in zip((above, below), means, strict=True)]
+    total = math.fsum(parts)
+    if total == 0:
+        return Ratio(value=value, low=value, high=value)
+    freedom = total**2 / math.fsum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (above, below), strict=True)
+    )
+    factor = math.exp(t_quantile(max(1, math.floor(freedom))) * math.sqrt(total))
+    return Ratio(value=value, low=value / factor, high=value * factor)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample (n - 1)."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile: between two measurements the straight line, so that 50 is the median."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    share = place - below
+    return ordered[below] if share == 0 else ordered[below] * (1 - share) + ordered[above] * share
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t, rounded up between the table's entries."""
+    return _T[max(known for known in _T if known <= freedom)]

@@ -1,0 +1,274 @@
+"""`gpushare tune`: run a production job all the time, an opportunistic one beside it under one setting after the other.
+
+A cap is fixed when a context is made, so the opportunistic job starts anew for every trial. Within one trial it is
+paused (SIGSTOP) and continued, so that windows alone and together alternate beside one and the same production process:
+processes of one program differ by up to 15 percent, windows of one process do not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.run_environment import check_program
+from gpushare.actions.several import Several
+from gpushare.actions.share import open_mps_share
+from gpushare.errors import NotSupported, OperationFailed
+from gpushare.measure.controller import (
+    Outcome,
+    Setting,
+    Trial,
+    memory_warning,
+    next_setting,
+    outcome,
+)
+from gpushare.measure.pair import Pair, TuneOptions
+from gpushare.measure.progress import Window, p99
+from gpushare.measure.statistics import Ratio, ratio
+from gpushare.model import Priority
+
+if TYPE_CHECKING:
+    from gpushare.actions.share import Share
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+_GRACE_SECONDS: Final = 5.0
+# The queue of a program that is paused has drained already; this is only to be sure.
+_DRAINED_SECONDS: Final = 0.25
+# Two p99s of a few hundred requests differ by this much on their own.
+_P99_SURE: Final = 0.08
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialReport:
+    """One trial as it was measured: rates in the jobs' own units, shares of production alone with their interval."""
+
+    trial: Trial
+    kept: Ratio
+    rounds: int
+    alone_rate: float
+    together_rate: float
+    alone_p99: float | None
+    together_p99: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What was found, every trial, and what both jobs are alone. Rates per second; percent of the DRAM's bandwidth."""
+
+    outcome: Outcome
+    trials: tuple[TrialReport, ...]
+    production_alone: float | None
+    production_p99: float | None
+    opportunistic_alone: float | None
+    production_memory_bytes: int | None
+    opportunistic_memory_bytes: int | None
+    warning: str | None
+    seconds: float
+
+
+class TuneReporter:
+    """What tune says while it goes on; the command line prints it."""
+
+    def doing(self, what: str) -> None:
+        """Something begins."""
+
+    def measured(self, report: TrialReport) -> None:
+        """A trial was measured."""
+
+
+def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> TuneResult:
+    """Search for the setting of the opportunistic job, and return what was found.
+
+    Raises:
+        NotSupported: the device is a MIG instance, or MPS cannot serve.
+        NotFound, NoPermission: a program is not there, or may not be run.
+        OperationFailed: a job ended, or printed nothing that can be measured.
+    """
+    check_program(options.opportunistic[0])
+    if device.mig is not None:
+        raise NotSupported(
+            "tune measures on a whole GPU, not in a MIG instance",
+            "MIG already keeps jobs apart; see: gpushare advise",
+            code="mig_instance",
+        )
+    share = open_mps_share(host, device, options.production[0], MpsLimits())
+    with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
+        return Tuning(host, device, options, reporter, several).run()
+
+
+def compare(
+    host: Host, share: Share, options: TuneOptions, settings: Sequence[Setting], reporter: TuneReporter
+) -> list[TrialReport]:
+    """Measure settings one after the other beside one production process, and search for none. Errors as `tune`.
+
+    Outside MPS a setting has no effect: the jobs are time-sliced.
+    """
+    with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
+        tuning = Tuning(host, share.device, options, reporter, several)
+        tuning.begin()
+        return [tuning.trial(setting) for setting in settings]
+
+
+class Tuning:
+    """One production process, and the trials beside it."""
+
+    def __init__(
+        self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, several: Several
+    ) -> None:
+        self._options, self._reporter, self._several = options, reporter, several
+        self._pair = Pair(host, device, options, several)
+        self._alone: list[Window] = []
+
+    def run(self) -> TuneResult:
+        """Search, and return what was found; errors as `tune`."""
+        started = time.monotonic()
+        options = self._options
+        self._reporter.doing("measuring the opportunistic job alone")
+        other_alone, other_dram, other_memory = self._pair.opportunistic_alone()
+        self.begin()
+        reports: list[TrialReport] = []
+        while (setting := next_setting(options.search, [one.trial for one in reports])) is not None:
+            self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
+            report = self.trial(setting)
+            reports.append(report)
+        rates = _rates(self._alone)
+        dram = _mean(self._pair.dram) if self._pair.dram else None
+        return TuneResult(
+            outcome=outcome(options.search, [one.trial for one in reports]),
+            trials=tuple(reports),
+            production_alone=_mean(rates) if rates else None,
+            production_p99=p99(self._alone),
+            opportunistic_alone=other_alone,
+            production_memory_bytes=self._pair.memory,
+            opportunistic_memory_bytes=other_memory,
+            warning=memory_warning(other_dram, dram),
+            seconds=time.monotonic() - started,
+        )
+
+    # -- a trial -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the production job and wait until it prints; errors as `tune`."""
+        self._reporter.doing("starting the production job")
+        self._pair.start_production(None)
+
+    def trial(self, setting: Setting) -> TrialReport:
+        """Run the opportunistic job under a setting, with windows together and alone in turn; errors as `tune`."""
+        factor = self._with_production_cap(setting.production_threads)
+        alone = [self._pair.alone_window()]
+        limits = MpsLimits(
+            threads_percent=None if setting.threads >= 100 else setting.threads,
+            priority=Priority.LOW if setting.low else Priority.NORMAL,
+        )
+        program, seen = self._pair.start_opportunistic(limits)
+        together: list[Window] = []
+        other: list[float] = []
+        while True:
+            production, rate = self._pair.together_window(program, seen)
+            together.append(production)
+            other += [] if rate is None else [rate]
+            self._several.pause(program, bound_seconds=self._options.drain_seconds)
+            alone.append(self._pair.alone_window())
+            report = self._judged(setting, alone, together, other, factor)
+            if report is not None and self._enough(report):
+                break
+            silent = not any(window.latencies or window.printed_p99 for window in (*alone, *together))
+            if len(together) >= 2 * self._options.most_rounds or (self._asks_for_p99 and silent):
+                raise self._nothing_printed(report)
+            self._several.resume(program)
+            self._several.wait(self._options.settle_seconds)
+        # It is stopped and its queue has drained: it can be killed.
+        self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
+        if setting.production_threads is None:
+            self._alone += alone
+        self._reporter.measured(report)
+        return report
+
+    def _with_production_cap(self, cap: float | None) -> float:
+        """Let production run under a cap; return what its rate alone under it is of its rate alone without."""
+        if cap != self._pair.production_cap:
+            self._pair.start_production(cap)
+        if cap is None:
+            return 1.0
+        capped = _rates([self._pair.alone_window() for _ in range(self._options.rounds)])
+        before = _rates(self._alone)
+        return _mean(capped) / _mean(before) if capped and before else 1.0
+
+    def _judged(
+        self,
+        setting: Setting,
+        alone: Sequence[Window],
+        together: Sequence[Window],
+        other: Sequence[float],
+        factor: float,
+    ) -> TrialReport | None:
+        rates, base = _rates(together), _rates(alone)
+        # A production job that stands still beside the other has a rate of nearly nothing, not none.
+        if base and len(rates) < len(together):
+            rates += [min(base) * 1e-3] * (len(together) - len(rates))
+        kept = ratio(rates, base)
+        if kept is None:
+            return None
+        kept = Ratio(value=kept.value * factor, low=_times(kept.low, factor), high=_times(kept.high, factor))
+        before, now = p99(alone), p99(together)
+        slower = now / before if before and now is not None else None
+        trial = Trial(setting=setting, kept=kept.value, p99=slower, opportunistic=_mean(other) if other else None)
+        return TrialReport(
+            trial=trial,
+            kept=kept,
+            rounds=len(together),
+            alone_rate=_mean(base),
+            together_rate=_mean(rates),
+            alone_p99=before,
+            together_p99=now,
+        )
+
+    @property
+    def _asks_for_p99(self) -> bool:
+        return self._options.search.goal.p99_factor is not None
+
+    def _enough(self, report: TrialReport) -> bool:
+        if self._asks_for_p99 and report.trial.p99 is None:
+            return False
+        if report.rounds < self._options.rounds:
+            return False
+        return report.rounds >= self._options.most_rounds or self._sure(report)
+
+    @staticmethod
+    def _nothing_printed(report: TrialReport | None) -> OperationFailed:
+        if report is None:
+            return OperationFailed(
+                "the production job printed nothing that can be measured",
+                "give --metric a number that it prints at least once a second",
+                code="no_numbers",
+            )
+        return OperationFailed(
+            "the production job prints too few latencies for a p99",
+            "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
+            code="no_latencies",
+        )
+
+    def _sure(self, report: TrialReport) -> bool:
+        """Return whether more windows would hardly change the verdict."""
+        goal = self._options.search.goal
+        rate = report.kept.low is not None and report.kept.high is not None
+        sure = rate and ((report.kept.low or 0) >= goal.keep or (report.kept.high or 0) < goal.keep)
+        if goal.p99_factor is None or report.trial.p99 is None:
+            return sure
+        return sure and abs(report.trial.p99 / goal.p99_factor - 1) > _P99_SURE
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _rates(windows: Sequence[Window]) -> list[float]:
+    return [window.rate for window in windows if window.rate is not None and window.rate > 0]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,161 @@
+"""What a run draws from its GPU: energy, peak memory of its processes, and who else was there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError
+from gpushare.measure.recording import MPS_SERVER
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.model import GpuProcess
+    from gpushare.selection import Device
+
+# Each look is a few calls of NVML: often enough for a peak, too seldom to disturb. Short runs need the first ones soon.
+_INTERVAL_SECONDS: Final = 0.5
+_FIRST_INTERVAL_SECONDS: Final = 0.1
+_FIRST_LOOKS: Final = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What was drawn. ``energy_joules`` is the whole GPU's; ``others`` are processes that are not of the run."""
+
+    seconds: float
+    energy_joules: float | None
+    memory_peak_bytes: int | None
+    others: tuple[int, ...]
+    # Processes of the run that were not where they should be: outside MPS.
+    outside: tuple[int, ...] = ()
+
+    @property
+    def power_watts(self) -> float | None:
+        """Return the mean power of the GPU."""
+        return None if self.energy_joules is None or self.seconds <= 0 else self.energy_joules / self.seconds
+
+
+class UsageMeter:
+    """Looks at one device again and again while copies run on it.
+
+    NVML: nvmlDeviceGetTotalEnergyConsumption (since Volta), and the process lists. Where the PIDs are not ours (in
+    a container) memory is what the whole device gained, and of others nothing is known.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        *,
+        clients: Callable[[], set[int] | None] | None = None,
+        gpu_instances: Collection[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clients`` asks the MPS daemon where the copies must be its clients; ``gpu_instances`` are those of the run."""
+        self._host, self._device, self._clock, self._clients = host, device, clock, clients
+        self._gpu_instances = gpu_instances
+        self._outside: set[int] = set()
+        self._suspects: set[int] = set()
+        self._mine: set[int] = set()
+        self._others: set[int] = set()
+        self._peak: int | None = None
+        self._pids_are_ours = host.processes.namespace_is_host() is not False
+        self._before = None if self._pids_are_ours else self._used()
+        self._due, self._looks = 0.0, 0
+        self._stopped: tuple[float | None, float] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the energy count from now."""
+        self._started = self._clock()
+        self._energy = self._joules()
+
+    def stop(self) -> None:
+        """Let the energy count up to now; a later stop moves the end."""
+        self._stopped = self._joules(), self._clock()
+
+    def look(self, programs: Collection[int]) -> None:
+        """Look, if it is time to: at the programs with these PIDs, what they started, and who else is there."""
+        at = self._clock()
+        if at < self._due:
+            return
+        self._looks += 1
+        self._due = at + (_FIRST_INTERVAL_SECONDS if self._looks < _FIRST_LOOKS else _INTERVAL_SECONDS)
+        if not self._pids_are_ours:
+            used = self._used()
+            if used is not None and self._before is not None:
+                self._peak = max(self._peak or 0, used - self._before)
+            return
+        try:
+            processes = self._host.nvml.processes(self._device.gpu.index) or ()
+        except GpushareError:
+            return
+        self._mine |= set(programs)
+        here = [process for process in processes if process.compute or process.mps]
+        self._sort_out(here, programs)
+        self._look_outside(here)
+        known = [one.memory_used_bytes for one in here if one.pid in self._mine]
+        if known and None not in known:
+            self._peak = max(self._peak or 0, sum(size for size in known if size is not None))
+
+    def usage(self) -> Usage:
+        """Return what was drawn from the last restart to the last stop, or to now."""
+        joules, until = self._stopped or (self._joules(), self._clock())
+        seconds = until - self._started
+        energy = None if joules is None or self._energy is None else max(0.0, joules - self._energy)
+        return Usage(
+            seconds=seconds,
+            energy_joules=energy,
+            memory_peak_bytes=self._peak,
+            others=tuple(sorted(self._others)),
+            outside=tuple(sorted(self._outside)),
+        )
+
+    def _look_outside(self, processes: Collection[GpuProcess]) -> None:
+        """CUDA runs outside MPS without a word when no daemon answers: then what is measured is not MPS.
+
+        Two looks must agree, and the daemon must not know it: NVML lists a client a moment before it is one.
+        """
+        if self._clients is None:
+            return
+        now = {process.pid for process in processes if process.pid in self._mine and not process.mps}
+        again = (now & self._suspects) - self._outside
+        self._suspects = now
+        known = self._clients() if again else None
+        if known is not None:
+            self._outside |= again - known
+
+    def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
+        """Tell who is of the run; who descends from whom is asked for only when a new PID is seen."""
+        new = {process.pid for process in processes if self._in_device(process)} - self._mine - self._others
+        if not new:
+            return
+        for program in programs:
+            self._mine |= set(self._host.processes.descendants(program))
+        for pid in new - self._mine:
+            info = self._host.processes.describe(pid)
+            # It may have ended since; and the MPS server only serves.
+            if info is not None and info.name is not None and not MPS_SERVER.startswith(info.name[:15]):
+                self._others.add(pid)
+
+    def _in_device(self, process: GpuProcess) -> bool:
+        mig = self._device.mig
+        if self._gpu_instances is not None:
+            return process.gpu_instance_id in self._gpu_instances
+        return mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
+
+    def _joules(self) -> float | None:
+        try:
+            return self._host.nvml.energy_joules(self._device.gpu.index)
+        except GpushareError:
+            return None
+
+    def _used(self) -> int | None:
+        try:
+            gpu = self._host.nvml.gpu(self._device.gpu.index)
+        except GpushareError:
+            return None
+        return gpu.memory_used_bytes

@@ -1,0 +1,251 @@
+"""The ways of sharing that `gpushare bench` compares: their names, and which of them this host and user can run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.actions.mps_device import own_daemon
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.share import check_mps_share
+from gpushare.errors import BadUsage, GpushareError, NotFound
+from gpushare.host.mps import find_daemons
+from gpushare.host.mps_program import max_clients
+from gpushare.model import ComputeMode
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+QUEUE: Final = "queue"
+TIMESLICE: Final = "timeslice"
+MPS: Final = "mps"
+MIG: Final = "mig"
+STREAMS: Final = "streams"
+# One copy that has the device for itself.
+ALONE: Final = "alone"
+DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
+# The simplest first: where nothing differs, the first one is enough. For streams the program must be written anew.
+_SIMPLEST: Final = (QUEUE, TIMESLICE, MPS, MIG, STREAMS)
+_WAY: Final = re.compile(r"(queue|timeslice|mig|streams|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
+_MOST_COPIES: Final = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of sharing. ``percent`` caps the SM threads of each MPS client, divided by the copies if ``divided``."""
+
+    name: str
+    kind: str
+    percent: float | None = None
+    divided: bool = False
+
+    def cap(self, copies: int) -> float | None:
+        """Return the thread percentage of each copy, or None: no cap."""
+        if self.percent is None:
+            return None
+        percent = self.percent / copies if self.divided else self.percent
+        # The daemon keeps one decimal.
+        return None if percent >= 100 else max(0.1, round(percent, 1))
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Return what sorts ways by how much must be set up for them."""
+        return _SIMPLEST.index(self.kind), self.percent is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A way that is not measured, for all numbers of copies (None) or for one, and why."""
+
+    way: str
+    copies: int | None
+    reason: str
+
+
+def parse_ways(text: str) -> tuple[Way, ...]:
+    """Return the ways that a list names, in its order, each once.
+
+    Raises:
+        BadUsage: one is no way of sharing, or its percentage is outside (0, 100].
+    """
+    found: dict[str, Way] = {}
+    for word in (word.strip().lower() for word in text.split(",")):
+        match = _WAY.fullmatch(word)
+        if match is None or (match[2] is not None and match[1] != MPS):
+            raise BadUsage(
+                f"'{word}' is not a way of sharing", f"give some of --ways {DEFAULT_WAYS},mps:50", code="bad_way"
+            )
+        percent, divided = None if match[2] is None else float(match[2]), match[3] is not None
+        if percent is not None and (percent == 0 or (percent > 100 and not divided)):
+            raise BadUsage(f"{percent:g} in '{word}' is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
+        found.setdefault(word, Way(name=word, kind=match[1], percent=percent, divided=divided))
+    return tuple(found.values())
+
+
+def parse_copies(text: str) -> tuple[int, ...]:
+    """Return the numbers of copies that a list names, smallest first, each once.
+
+    Raises:
+        BadUsage: one is not a number from 1 to 512.
+    """
+    numbers = set()
+    for word in (word.strip() for word in text.split(",")):
+        if not (word.isascii() and word.isdigit() and len(word) < 5 and 1 <= int(word) <= _MOST_COPIES):
+            raise BadUsage(
+                f"'{word}' is not a number of copies from 1 to {_MOST_COPIES}", "give --copies 1,2,4", code="bad_copies"
+            )
+        numbers.add(int(word))
+    return tuple(sorted(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasons:
+    """Why a kind of way cannot run here; None: it can. ``clients`` is how many an MPS server takes, if known."""
+
+    outside: str | None
+    timeslice: str | None
+    mps: str | None
+    caps: str | None
+    mig: str | None
+    clients: int | None
+
+    def of(self, way: Way) -> str | None:
+        """Return why a way cannot run, or None."""
+        if way.kind in {QUEUE, STREAMS}:
+            return self.outside
+        if way.kind == TIMESLICE:
+            return self.outside or self.timeslice
+        if way.kind == MIG:
+            return self.mig
+        return self.mps or (self.caps if way.percent is not None else None)
+
+
+def reasons(host: Host, device: Device, program: str) -> Reasons:
+    """Find out what this host and user can run on a device; nothing is changed."""
+    served = _is_served(host, device)
+    outside = _outside(device, served=served)
+    capability = host.nvml.compute_capability(device.gpu.index)
+    return Reasons(
+        outside=outside,
+        timeslice=None
+        if device.mig is not None or device.gpu.compute_mode in {None, ComputeMode.DEFAULT}
+        else f"{device.title} is in compute mode {_mode(device)}: one process at a time; {_default_mode(device)}",
+        mps=_mps(host, device, program, served=served),
+        caps="thread caps need a GPU of the Volta architecture or later"
+        if capability is not None and capability < (7, 0)
+        else None,
+        mig=_mig(device),
+        clients=max_clients(_version(host), capability) if device.mig is None else None,
+    )
+
+
+def _is_served(host: Host, device: Device) -> bool:
+    try:
+        return any(
+            device.gpu.index in found.daemon.gpu_indexes and found.daemon.error is None
+            for found in find_daemons(host, [device.gpu], deep=False)
+        )
+    except GpushareError:
+        return False
+
+
+def _mode(device: Device) -> str:
+    mode = device.gpu.compute_mode
+    return "unknown" if mode is None else mode.title
+
+
+def _default_mode(device: Device) -> str:
+    return f"allow more: sudo nvidia-smi -i {device.gpu.index} -c DEFAULT"
+
+
+def _outside(device: Device, *, served: bool) -> str | None:
+    gpu = device.gpu
+    if device.mig is None and gpu.mig_enabled:
+        return f"{device.title} is in MIG mode: no program can use all of it; gpushare mig disable -g {gpu.index}"
+    if device.mig is not None or gpu.compute_mode in {None, ComputeMode.DEFAULT}:
+        return None
+    if gpu.compute_mode is ComputeMode.PROHIBITED:
+        return f"{device.title} is in compute mode {_mode(device)}; {_default_mode(device)}"
+    if served:
+        return f"{device.title} is in compute mode {_mode(device)}, and its MPS daemon has it"
+    return None
+
+
+def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
+    exclusive = device.mig is None and device.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+    if exclusive and not served:
+        return f"in compute mode {_mode(device)} an MPS server would keep the runs without MPS out; {_default_mode(device)}"
+    try:
+        check_mps_share(host, device, program, MpsLimits())
+        try:
+            own_daemon(host, device)
+        except NotFound:
+            plan_start(host, device, MpsLimits(), transient=True)
+        return _another_user(host, device)
+    except GpushareError as error:
+        return f"{error.message}; {error.hint}"
+
+
+def _another_user(host: Host, device: Device) -> str | None:
+    """Return whose clients hold the MPS server: one user at a time."""
+    for found in find_daemons(host, [device.gpu]):
+        for server in found.daemon.servers:
+            info = host.processes.describe(server.pid)
+            strange = info is not None and info.uid not in {None, host.uid}
+            if strange and server.clients and device.gpu.index in found.daemon.gpu_indexes:
+                return f"clients of user {server.user} hold the MPS server of {device.title}; one user at a time"
+    return None
+
+
+def _mig(device: Device) -> str | None:
+    gpu = device.gpu
+    if device.mig is not None:
+        return "one instance was named; name the GPU to use several of its instances"
+    if not gpu.mig_capable:
+        return f"no MIG on {device.title}"
+    make = f"gpushare mig apply -g {gpu.index} WISH (which: gpushare mig profiles -g {gpu.index})"
+    if not gpu.mig_enabled:
+        return f"MIG is off on {device.title}, and bench changes no MIG; make instances and measure again: {make}"
+    if not gpu.mig_instances:
+        return f"there is no MIG instance on {device.title}, and bench makes none: {make}"
+    return None
+
+
+def _version(host: Host) -> int | None:
+    from gpushare.host.mps_program import probe_version
+
+    try:
+        return probe_version(host.programs)
+    except GpushareError:
+        return None
+
+
+def sort_out(
+    ways: Sequence[Way], copies: Sequence[int], why: Reasons, *, streams: bool, more: Callable[[Way, int], str | None]
+) -> tuple[list[tuple[Way, int]], list[LeftOut]]:
+    """Return which ways are measured with how many copies, and which are not, and why.
+
+    ``streams``: the command can run as streams of one process. ``more`` says why a number of copies cannot be.
+    """
+    cells: list[tuple[Way, int]] = []
+    left: list[LeftOut] = []
+    for way in ways:
+        reason = why.of(way)
+        if way.kind == STREAMS and not streams:
+            reason = "only the built-in workload runs as streams of one process"
+        if reason is not None:
+            left.append(LeftOut(way=way.name, copies=None, reason=reason))
+            continue
+        for number in copies:
+            reason = more(way, number)
+            if way.kind == MPS and why.clients is not None and number > why.clients:
+                reason = f"an MPS server takes {why.clients} clients"
+            if reason is None:
+                cells.append((way, number))
+            else:
+                left.append(LeftOut(way=way.name, copies=number, reason=reason))
+    return cells, left

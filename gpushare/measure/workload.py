@@ -1,0 +1,127 @@
+"""The built-in workload as a program: ``python -m gpushare.measure.workload --backend torch --size 256``.
+
+Multiplies square matrices until it is ended, and prints ``rate=NUMBER`` (multiplications per second since the line
+before) again and again. With ``--cpu`` each multiplication on the GPU is followed by one of the same size on the CPU.
+``--probe`` only prints which back end works here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final
+
+from gpushare.errors import BadUsage
+from gpushare.measure.workload_device import BACKENDS, Multiplier, Unusable, first_usable
+from gpushare.units import parse_memory_limit
+
+# Between two waits for the GPU so much work is queued: long enough to keep it fed, short enough to end soon.
+_BATCH_SECONDS: Final = 0.005
+_MOST_BATCH: Final = 1000
+# Without NumPy and PyTorch the CPU multiplies smaller matrices, in Python itself.
+_PLAIN_SIZE: Final = 48
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the workload; return 0 when it was ended, 1 when it cannot run, with the reason on stderr."""
+    options = _parser().parse_args(arguments)
+    ended: list[int] = []
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        ended.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # From before the libraries are loaded, which takes seconds.
+        signal.signal(number, end)
+    try:
+        if options.probe:
+            sys.stdout.write(f"backend={first_usable([options.backend] if options.backend else list(BACKENDS))}\n")
+            return 0
+        footprint = 0 if options.footprint is None else parse_memory_limit(options.footprint)
+        name = options.backend or first_usable(list(BACKENDS))
+        multiplier = BACKENDS[name](options.size, options.streams, footprint)
+        run(multiplier, options, ended)
+    except (Unusable, RuntimeError, BadUsage) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gpushare.measure.workload")
+    parser.add_argument("--backend", choices=list(BACKENDS), default=None)
+    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--footprint", default=None)
+    parser.add_argument("--every", type=float, default=0.25, help="seconds between two lines")
+    parser.add_argument("--seconds", type=float, default=None, help="end after so long")
+    parser.add_argument("--probe", action="store_true")
+    return parser
+
+
+def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int]) -> None:
+    """Multiply until it is ended, and print the rate."""
+    on_cpu = cpu_multiplication(options.size) if options.cpu else None
+    batch = 1 if options.cpu else _batch(multiplier, options.streams)
+    started = since = time.perf_counter()
+    done = 0
+    while not ended:
+        for _ in range(batch):
+            for stream in range(options.streams):
+                multiplier.launch(stream)
+        multiplier.synchronize()
+        if on_cpu is not None:
+            for _ in range(options.streams):
+                on_cpu()
+        done += batch * options.streams
+        now = time.perf_counter()
+        if now - since >= options.every:
+            sys.stdout.write(f"rate={done / (now - since):.6g}\n")
+            sys.stdout.flush()
+            done, since = 0, now
+        if options.seconds is not None and now - started >= options.seconds:
+            break
+
+
+def _batch(multiplier: Multiplier, streams: int) -> int:
+    """Return how many multiplications a stream gets between two waits."""
+    batch = 1
+    while batch < _MOST_BATCH:
+        start = time.perf_counter()
+        for _ in range(batch):
+            for stream in range(streams):
+                multiplier.launch(stream)
+        multiplier.synchronize()
+        if time.perf_counter() - start >= _BATCH_SECONDS:
+            break
+        batch *= 2
+    return min(batch, _MOST_BATCH)
+
+
+def cpu_multiplication(size: int) -> Callable[[], Any]:
+    """Return what multiplies two matrices on the CPU once: NumPy, else PyTorch, else plain Python on smaller ones."""
+    for name in ("numpy", "torch"):
+        try:
+            module: Any = importlib.import_module(name)
+        except ImportError:
+            continue
+        left, right = module.ones((size, size)), module.ones((size, size))
+        return lambda: left @ right
+    small = min(size, _PLAIN_SIZE)
+    matrix = [[1.0] * small for _ in range(small)]
+
+    def plain() -> list[list[float]]:
+        columns = list(zip(*matrix, strict=True))
+        return [[sum(a * b for a, b in zip(row, column, strict=True)) for column in columns] for row in matrix]
+
+    return plain
+
+
+if __name__ == "__main__":
+    sys.exit(main())

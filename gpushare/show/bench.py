@@ -1,0 +1,251 @@
+"""``gpushare bench``: what each way of sharing gives, as data and as tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from gpushare.show.result import Column, Result, Table
+from gpushare.units import format_bytes
+
+_MARK: Final = "*"
+_MOST_COMMAND: Final = 60
+# Sentences are broken here, whatever the width: they are read, not cut.
+_WIDTH: Final = 80
+
+
+def bench_result(
+    data: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    *,
+    comparison: Sequence[Mapping[str, Any]] | None = None,
+    **more: Any,
+) -> Result:
+    """Return the result of ``gpushare bench`` from its data: keys as the JSON document has them."""
+    tables = [_throughput(data), _details(data)]
+    if comparison is not None:
+        data = {**data, "comparison": [dict(row) for row in comparison]}
+        tables.append(_comparison(comparison))
+    if data["left_out"]:
+        tables.append(_left_out(data["left_out"]))
+    return Result(
+        command="bench",
+        data=data,
+        text=_text(data),
+        tables=tuple(tables),
+        csv=_csv(data),
+        notes=tuple(notes),
+        **more,
+    )
+
+
+def shown(value: float | None) -> str:
+    """Return a figure with three or four digits: ``1214``, ``82.4``, ``0.037``."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    import shlex
+
+    gpu = data["gpu"]
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data["started_at"]))
+    device = f"GPU {gpu['index']} {gpu['name'] or ''}".strip() + (f", MIG {gpu['mig']}" if gpu["mig"] else "")
+    command = shlex.join(data["command"])
+    if data["workload"] is not None:
+        command = str(data["workload"]["title"])
+    elif len(command) > _MOST_COMMAND:
+        command = command[: _MOST_COMMAND - 1] + "…"
+    first = f"{data['host']}   {device}   driver {data['driver'] or '-'}   {began}"
+    answer = [line for text in _answer(data) for line in _wrapped(text, _WIDTH)]
+    return "\n".join([first, command, "", *answer])
+
+
+def _answer(data: Mapping[str, Any]) -> list[str]:
+    best = data["best"]
+    if best is None:
+        return ["Nothing to choose from: fewer than two ways were measured with the same number of copies."]
+    # One copy shares with nobody: how it does under each way stands in the table.
+    lines = [_sentence(pick) for pick in data["picks"] if pick["copies"] > 1 or len(data["picks"]) == 1]
+    if len(lines) > 1:
+        lines.append(f"The most in all: {_copies(best['copies'])}, {best['way']}.")
+    return lines
+
+
+def _copies(number: int) -> str:
+    return f"{number} {'copy' if number == 1 else 'copies'}"
+
+
+def _sentence(pick: Mapping[str, Any]) -> str:
+    cap, gain = pick["threads_percent"], pick["gain"]
+    way = pick["way"] + (f" ({cap:g} % each)" if cap is not None else "")
+    if gain is not None and pick["over"] not in {None, pick["way"]}:
+        way += f", {gain['value']:.2f} x {pick['over']}"
+    others = dict.fromkeys(name for name in (pick["fastest"], *pick["no_difference"]) if name != pick["way"])
+    if not pick["certain"]:
+        way += " (not certain: single runs)"
+    elif others and len(others) == pick["ways"] - 1:
+        return f"{_copies(pick['copies'])}: no difference between the ways; {pick['way']} is the simplest."
+    elif others:
+        way += f"; no difference to {', '.join(others)}"
+    return f"{_copies(pick['copies'])}: {way}."
+
+
+def _throughput(data: Mapping[str, Any]) -> Table:
+    """Return the table of ways and numbers of copies; the chosen way of each number has a mark."""
+    numbers = sorted({cell["copies"] for cell in data["cells"]})
+    ways = list(dict.fromkeys(cell["way"] for cell in data["cells"]))
+    cells = {(cell["way"], cell["copies"]): cell for cell in data["cells"]}
+    rows = [{"way": way, **{f"n{number}": _figure(cells.get((way, number))) for number in numbers}} for way in ways]
+    columns = (
+        Column(key="way", title="way"),
+        *(
+            Column(
+                key=f"n{number}",
+                title=_copies(number),
+                right=True,
+                style=lambda value: "bold green" if str(value or "").startswith(_MARK) else None,
+            )
+            for number in numbers
+        ),
+    )
+    return Table(
+        name="throughput",
+        title=f"{_unit(data)}, all copies together ({_MARK} use this)",
+        columns=columns,
+        rows=tuple(rows),
+        empty="nothing was measured",
+    )
+
+
+def _unit(data: Mapping[str, Any]) -> str:
+    metric, workload = data["metric"], data["workload"]
+    if workload is not None:
+        return str(workload["unit"])
+    if metric["pattern"] is None:
+        return "runs per second"
+    return "printed number" + ("" if metric["higher_is_better"] else ", lower is better")
+
+
+def _figure(cell: Mapping[str, Any] | None) -> str | None:
+    if cell is None:
+        return None
+    if cell["throughput"] is None:
+        return "failed" if cell["failures"] else None
+    figures = cell["throughput"]
+    spread = (
+        "" if figures["low"] is None else f" ±{100 * (figures['high'] - figures['low']) / 2 / figures['mean']:.0f}%"
+    )
+    return f"{_MARK + ' ' if cell['chosen'] else ''}{shown(figures['mean'])}{spread}"
+
+
+def _details(data: Mapping[str, Any]) -> Table:
+    columns = (
+        Column(key="copies", title="copies", right=True),
+        Column(key="way", title="way"),
+        Column(key="threads_percent", title="cap %", right=True, rank=4, optional=True),
+        Column(key="mean", title="rate", right=True, format=shown),
+        Column(key="spread", title="spread", right=True, rank=2, format=_percent),
+        Column(key="gain", title="x alone", right=True, format=_times),
+        Column(key="slowdown", title="slowdown", right=True, format=_times),
+        Column(key="slowdown_worst", title="worst", right=True, rank=3, format=_times),
+        Column(key="latency_p50", title="p50", right=True, rank=1, optional=True, format=shown),
+        Column(key="latency_p99", title="p99", right=True, rank=1, optional=True, format=shown),
+        Column(key="memory_peak_bytes", title="memory", right=True, rank=2, format=format_bytes),
+        Column(key="power_watts", title="W", right=True, rank=3, optional=True, format=shown),
+        Column(key="joules", title="J each", right=True, rank=3, optional=True, format=shown),
+        Column(key="runs", title="runs", right=True, rank=3),
+        Column(key="remark", title="remark", optional=True, rank=1),
+    )
+    alone = {**data["alone"], "way": "alone"}
+    lone = (data["alone"]["way"], 1)
+    own = [cell for cell in data["cells"] if cell["same_as"] is None and (cell["way"], cell["copies"]) != lone]
+    rows = [_flat(cell) for cell in (alone, *sorted(own, key=lambda one: one["copies"]))]
+    return Table(name="cells", title="each way", columns=columns, rows=tuple(rows), empty="nothing was measured")
+
+
+def _flat(cell: Mapping[str, Any]) -> dict[str, Any]:
+    figures = cell["throughput"] or {}
+    remarks = []
+    if cell["failures"]:
+        remarks.append(f"failed {len(cell['failures'])}")
+    if cell["others"]:
+        remarks.append("others there")
+    return {
+        **cell,
+        "mean": figures.get("mean"),
+        "spread": figures.get("spread"),
+        "gain": (cell["gain"] or {}).get("value"),
+        "remark": ", ".join(remarks) or None,
+    }
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = (
+        Column(key="copies", title="copies", right=True),
+        Column(key="way", title="way"),
+        Column(key="before", title="before", right=True, format=shown),
+        Column(key="now", title="now", right=True, format=shown),
+        Column(key="ratio", title="ratio", right=True, format=_times),
+        Column(key="verdict", title="verdict", style={"faster": "green", "slower": "red"}.get),
+    )
+    return Table(
+        name="comparison", title="against the earlier one", columns=columns, rows=tuple(rows), empty="nothing in common"
+    )
+
+
+def _left_out(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = (
+        Column(key="way", title="way", group=True),
+        Column(
+            key="copies",
+            title="copies",
+            right=True,
+            optional=True,
+            format=lambda value: "all" if value is None else str(value),
+        ),
+        Column(key="reason", title="why", least=20),
+    )
+    return Table(
+        name="left_out", title="left out", columns=columns, rows=tuple(rows), draw=lambda width: _reasons(rows, width)
+    )
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]], width: int) -> list[Any]:
+    """Return the reasons as lines that are wrapped, never cut: they end with what to do."""
+    from rich.text import Text
+
+    lines = []
+    for row in rows:
+        name = row["way"] if row["copies"] is None else f"{row['way']}, {_copies(row['copies'])}"
+        lines += _wrapped(f"{name}: {row['reason']}", width)
+    return [Text(line) for line in lines]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _csv(data: Mapping[str, Any]) -> Table:
+    """Return one row a cell, with whole numbers and the bounds."""
+    keys = (
+        "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown", "slowdown_worst",
+        "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
+    )  # fmt: skip
+    rows = tuple(
+        {**_flat(cell), "low": (cell["throughput"] or {}).get("low"), "high": (cell["throughput"] or {}).get("high")}
+        for cell in data["cells"]
+    )
+    return Table(name="cells", columns=tuple(Column(key=key, title=key) for key in keys), rows=rows)

@@ -1,0 +1,75 @@
+"""``gpushare tune``: the curve and the setting that was found, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpushare.show.result import Column, Result, Table
+
+
+def tune_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:
+    """Return the result of ``gpushare tune`` from its data: keys as the JSON document has them."""
+    return Result(
+        command="tune",
+        data=data,
+        text=_text(data),
+        tables=(
+            Table(name="curve", title="settings of the opportunistic job", columns=COLUMNS, rows=tuple(data["curve"])),
+        ),
+        notes=tuple(notes),
+        # It ran as asked, and its answer is that no setting meets the goal.
+        exit_code=0 if data["best"] is not None else 7,
+    )
+
+
+def share(value: Any) -> str:
+    """Return a share of a rate alone: ``0.97``."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def factor(value: Any) -> str:
+    """Return a factor of a latency alone: ``1.05x``."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def rate(value: Any) -> str:
+    """Return a rate to four digits."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+COLUMNS = (
+    Column(key="setting", title="setting", least=12),
+    Column(key="kept", title="production", right=True, format=share),
+    Column(key="p99", title="p99", right=True, format=factor, optional=True),
+    Column(key="opportunistic_share", title="opportunistic", right=True, format=share),
+    Column(key="opportunistic_rate", title="its rate", right=True, rank=2, format=rate),
+    Column(key="trials", title="runs", right=True, rank=3),
+    Column(key="meets", title="meets", rank=1),
+    Column(key="chosen", title="chosen", rank=1),
+)
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    goal = f"production keeps {100 * data['keep']:g} % of its rate alone"
+    if data["p99_factor"] is not None:
+        goal += f", p99 within {data['p99_factor']:g}x"
+    best, nearest = data["best"], data["nearest"]
+    lines = [f"{data['gpu_name'] or '-'}   driver {data['driver'] or '-'}   {data['date']}", f"goal: {goal}"]
+    if best is not None:
+        sure = "" if data["stable"] else " (not confirmed)"
+        lines.append(f"found: {best['setting']}{sure}: {_numbers(best)}")
+    elif nearest is not None:
+        lines.append(f"no setting meets the goal; nearest: {nearest['setting']}: {_numbers(nearest)}")
+    if data["low_priority_helps"] is not None:
+        lines.append("low priority helps" if data["low_priority_helps"] else "low priority makes no difference")
+    return "\n".join(lines)
+
+
+def _numbers(one: Mapping[str, Any]) -> str:
+    words = [f"production {share(one['kept'])} of alone"]
+    words += [] if one["p99"] is None else [f"p99 {factor(one['p99'])}"]
+    words += (
+        [] if one["opportunistic_share"] is None else [f"opportunistic {share(one['opportunistic_share'])} of alone"]
+    )
+    return ", ".join(words)

@@ -1,0 +1,176 @@
+"""A farm of real, short programs on a simulated GPU, with copies that crash, hang, print nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gpushare.actions.farm import Copy, FarmOptions, FarmReporter, farm, numbered, share_of_memory, share_of_threads
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.errors import BadUsage, InUse, NoPermission, NotFound
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.selection import Device, select_one
+from gpushare.sim import admin
+from gpushare.units import GIB
+
+
+class Heard(FarmReporter):
+    """Remembers what a farm says."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str]] = []
+        self.most = 0
+        self.endings: list[tuple[int, bool]] = []
+        self.begun = threading.Event()
+
+    def line(self, copy: int, text: str) -> None:
+        self.lines.append((copy, text))
+        self.begun.set()
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        self.endings.append((copy.number, again))
+
+    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+        self.most = max(self.most, sum(copy.state == "running" for copy in copies))
+
+
+@pytest.fixture
+def host() -> Host:
+    """Return a simulated H200."""
+    return connect("sim:h200")
+
+
+def device_of(host: Host) -> Device:
+    """Return its GPU."""
+    return select_one(None, host.nvml.sweep())
+
+
+def shell(text: str) -> list[str]:
+    """Return a command that runs a line of shell."""
+    return ["sh", "-c", text]
+
+
+def test_each_copy_has_its_number_and_its_limits(host: Host) -> None:
+    heard = Heard()
+    limits = MpsLimits(threads_percent=50.0, memory_limit_bytes=4 * GIB)
+    text = (
+        "echo {} $GPUSHARE_COPY $GPUSHARE_COPIES $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    )
+    result = farm(host, device_of(host), shell(text), FarmOptions(copies=4, limits=limits), heard)
+    assert sorted(heard.lines) == [(copy, f"{copy} {copy} 4 50.0 0=4096M") for copy in range(4)]
+    assert [copy.state for copy in result.copies] == ["done"] * 4
+    assert not result.failed
+    assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+@pytest.mark.parametrize(
+    ("does", "failure"),
+    [
+        ("echo bad luck; exit 3", "exit code 3: bad luck"),
+        ("kill -SEGV $$", "killed by SIGSEGV"),
+        ("exit 1", "exit code 1"),
+    ],
+)
+def test_a_copy_that_fails_is_named_and_the_others_go_on(host: Host, does: str, failure: str) -> None:
+    command = shell(f"if [ {{}} = 1 ]; then {does}; fi; sleep 0.2; echo good")
+    result = farm(host, device_of(host), command, FarmOptions(copies=3), Heard())
+    assert [copy.number for copy in result.failed] == [1]
+    assert result.copies[1].failure == failure
+    assert [result.copies[number].exit_code for number in (0, 2)] == [0, 0]
+
+
+def test_a_copy_that_hangs_is_ended_and_the_others_are_kept(host: Host) -> None:
+    command = shell("if [ {} = 0 ]; then exec sleep 60; fi; echo good")
+    started = time.monotonic()
+    result = farm(host, device_of(host), command, FarmOptions(copies=3, stall_seconds=0.3), Heard())
+    assert time.monotonic() - started < 30
+    assert [copy.number for copy in result.failed] == [0]
+    assert "printed nothing for 0.3 s" in (result.copies[0].failure or "")
+
+
+def test_a_copy_that_prints_nothing_and_ends_well_has_not_failed(host: Host) -> None:
+    result = farm(host, device_of(host), ["true"], FarmOptions(copies=2), Heard())
+    assert not result.failed
+
+
+def test_a_failed_copy_is_started_again_as_often_as_asked(host: Host, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    heard = Heard()
+    once = shell(f"if [ {{}} = 1 ] && ! [ -e {mark} ]; then touch {mark}; exit 7; fi")
+    result = farm(host, device_of(host), once, FarmOptions(copies=2, restarts=1), heard)
+    assert not result.failed
+    assert [copy.tries for copy in result.copies] == [1, 2]
+    assert (1, True) in heard.endings
+    never = farm(host, device_of(host), shell("exit 7"), FarmOptions(copies=1, restarts=2), Heard())
+    assert never.copies[0].tries == 3
+    assert never.copies[0].failure == "exit code 7"
+
+
+def test_what_copies_print_is_kept_per_copy_and_per_start(host: Host, tmp_path: Path) -> None:
+    logs = tmp_path / "logs" / "deep"
+    options = FarmOptions(copies=2, restarts=1, logs=logs)
+    result = farm(host, device_of(host), shell("echo out {}; echo err >&2; exit {}"), options, Heard())
+    assert (logs / "copy-0.log").read_text() == "out 0\nerr\n"
+    assert sorted(path.name for path in logs.iterdir()) == ["copy-0.log", "copy-1.1.log", "copy-1.log"]
+    assert result.copies[1].log == str(logs / "copy-1.1.log")
+
+
+def test_no_more_copies_run_than_fit_into_the_memory(host: Host) -> None:
+    heard = Heard()
+    options = FarmOptions(copies=4, limits=MpsLimits(memory_limit_bytes=60 * GIB))
+    result = farm(host, device_of(host), shell("sleep 0.1"), options, heard)
+    assert heard.most == 2
+    assert not result.failed
+
+
+def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host) -> None:
+    admin.add_process("sim:h200", gpu="0", memory_bytes=100 * GIB)
+    options = FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=60 * GIB))
+    with pytest.raises(InUse) as caught:
+        farm(host, device_of(host), ["true"], options, Heard())
+    assert caught.value.code == "memory_does_not_fit"
+    assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+def test_bad_farms_are_refused(host: Host, tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        farm(host, device_of(host), ["no-such-program"], FarmOptions(copies=2), Heard())
+    with pytest.raises(BadUsage):
+        farm(host, device_of(host), ["true"], FarmOptions(copies=0), Heard())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NoPermission):
+        farm(host, device_of(host), ["true"], FarmOptions(copies=1, logs=tmp_path / "file"), Heard())
+
+
+def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host) -> None:
+    heard = Heard()
+
+    def interrupt() -> None:
+        heard.begun.wait(20)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    command = shell("if [ {} = 2 ]; then exit 0; fi; sleep 0.1; echo on; sleep 60")
+    result = farm(host, device_of(host), command, FarmOptions(copies=3, grace_seconds=0.2), heard)
+    thread.join()
+    assert result.ended_by == signal.SIGTERM
+    assert [copy.state for copy in result.copies] == ["ended", "ended", "done"]
+    assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)
+
+
+def test_shares_are_what_was_measured_to_be_best(host: Host) -> None:
+    assert [share_of_threads(copies) for copies in (1, 2, 4, 16, 3)] == [None, None, 50.0, 12.5, 66.7]
+    share = share_of_memory(host, device_of(host), 4)
+    assert share is not None
+    assert 30 * GIB < share < 36 * GIB
+    assert numbered(["a", "--seed={}", "{}"], 3) == ["a", "--seed=3", "3"]
+    with pytest.raises(InUse):
+        share_of_memory(host, device_of(host), 1000)

@@ -1,0 +1,382 @@
+"""``gpushare bench`` on simulated hosts, with short real programs whose speed is known."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.cli import common
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, alive, same, until
+
+RATE = "^rate=(.+)$"
+WINDOW = ("--metric", RATE, "--for", "0.1")
+
+
+def job(need: int, *more: str) -> list[str]:
+    words = ["--need", str(need), "--rate", "100", "--every", "0.02", *more]
+    return ["--", sys.executable, "-m", "gpushare.sim.job", *words]
+
+
+def bench(cli: Cli, *words: str, host: str = "sim:h200") -> Any:
+    return cli("-o", "json", "bench", *words, host=host).ok().data
+
+
+def test_a_job_that_needs_40_percent_wins_under_mps(cli: Cli, world: World) -> None:
+    data = bench(cli, "--copies", "2", "--ways", "queue,timeslice,mps", "--repeat", "2", *WINDOW, *job(40))
+    assert data["best"]["way"] == "mps"
+    assert data["best"]["certain"]
+    assert data["best"]["no_difference"] == []
+    assert data["best"]["gain"]["value"] == pytest.approx(2, rel=0.05)
+    rates = {cell["way"]: cell["throughput"]["mean"] for cell in data["cells"]}
+    assert rates == {
+        way: pytest.approx(rate, rel=0.05) for way, rate in (("queue", 100), ("timeslice", 100), ("mps", 200))
+    }
+    slowdowns = {cell["way"]: cell["slowdown"] for cell in data["cells"]}
+    assert slowdowns == {way: pytest.approx(by, rel=0.05) for way, by in (("queue", 1), ("timeslice", 2), ("mps", 1))}
+    assert world.state.daemons == []
+    assert world.pids() == []
+
+
+def test_a_job_that_fills_the_gpu_gains_nothing(cli: Cli) -> None:
+    data = bench(cli, "--copies", "2", "--ways", "queue,timeslice,mps", "--repeat", "2", *WINDOW, *job(100))
+    assert data["best"]["way"] == "queue"
+    others = {data["best"]["fastest"], *data["best"]["no_difference"]} | {"queue"}
+    assert others == {"queue", "timeslice", "mps"}
+
+
+def test_caps_win_where_copies_get_in_each_others_way(cli: Cli) -> None:
+    """Four that need 40 lose 20 percent when they want more than there is; with 25 percent each they never do."""
+    words = ("--copies", "4", "--ways", "mps,mps:100/n", "--repeat", "2")
+    data = bench(cli, *words, *WINDOW, *job(40, "--contention", "20"))
+    assert (data["best"]["way"], data["best"]["threads_percent"]) == ("mps:100/n", 25.0)
+
+
+def test_finished_runs_are_counted(cli: Cli) -> None:
+    words = ("--copies", "2", "--ways", "queue,mps", "--repeat", "1")
+    data = bench(cli, *words, *job(40, "--work", "15"))
+    cells = {cell["way"]: cell for cell in data["cells"]}
+    assert data["metric"]["unit"] == "runs_per_second"
+    assert cells["mps"]["throughput"]["mean"] > 1.2 * cells["queue"]["throughput"]["mean"]
+    assert [len(run["results"]) for run in data["runs"] if run["way"] == "queue"] == [2]
+    assert data["best"]["way"] == "mps"
+    assert not data["best"]["certain"], "each ran once"
+
+
+def test_mig_uses_the_instances_that_are_there(cli: Cli, world: World) -> None:
+    world.mig("1g.18gb", "1g.18gb")
+    data = bench(cli, "--copies", "1,2,4", "--repeat", "1", *WINDOW, *job(10))
+    cells = {cell["copies"]: cell for cell in data["cells"]}
+    assert {cell["way"] for cell in data["cells"]} == {"mig"}
+    assert cells[2]["throughput"]["mean"] == pytest.approx(2 * cells[1]["throughput"]["mean"], rel=0.1)
+    reasons = {(one["way"], one["copies"]): one["reason"] for one in data["left_out"]}
+    assert "there are 2" in reasons["mig", 4]
+    assert "MIG mode" in reasons["timeslice", None]
+    assert len(world.state.gpus[0].mig) == 2
+
+
+def test_under_mps_inside_one_instance(cli: Cli, world: World) -> None:
+    uuid = world.mig("1g.18gb")[0]
+    words = ("-g", uuid, "--copies", "2", "--ways", "timeslice,mps,mig", "--repeat", "1")
+    data = bench(cli, *words, *WINDOW, *job(5))
+    rates = {cell["way"]: cell["throughput"]["mean"] for cell in data["cells"]}
+    assert rates == {"timeslice": pytest.approx(100, rel=0.1), "mps": pytest.approx(200, rel=0.1)}
+    assert data["gpu"]["mig"] == "1g.18gb"
+    assert world.state.daemons == []
+
+
+def test_a_daemon_that_was_there_stays_and_time_slicing_is_outside_it(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    data = bench(cli, "--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW, *job(40))
+    rates = {cell["way"]: cell["throughput"]["mean"] for cell in data["cells"]}
+    assert rates == {"timeslice": pytest.approx(100, rel=0.1), "mps": pytest.approx(200, rel=0.1)}
+    assert len(world.state.daemons) == 1
+
+
+def test_a_foreign_daemon_leaves_mps_out(cli: Cli, world: World, sim_dir: Path) -> None:
+    world.foreign_daemon(sim_dir)
+    data = bench(cli, "--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW, *job(40))
+    (left,) = data["left_out"]
+    assert left["way"] == "mps"
+    assert "gpushare did not start" in left["reason"]
+
+
+def test_others_on_the_gpu_are_said(cli: Cli, world: World) -> None:
+    pid = admin.add_process(world.spec, "0", sm_percent=20)
+    answer = cli("bench", "--copies", "2", "--ways", "timeslice", "--repeat", "1", *WINDOW, *job(40)).ok()
+    assert f"other processes were on the GPU while it was measured ({pid})" in answer.err
+    assert "others there" in answer.out
+    assert "\r" not in answer.err, "no progress off a terminal"
+
+
+def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
+    words = ("--copies", "2", "--ways", "mps", "--repeat", "1", "--metric", RATE, "--for", "0.4")
+    (cell,) = bench(cli, *words, *job(40))["cells"]
+    assert cell["throughput"] is None
+    assert "ran outside MPS" in cell["failures"][0]
+
+
+def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it CUDA would run outside MPS without a word, and time-slicing be measured as MPS."""
+    from gpushare.measure.grounds import Grounds
+
+    real = Grounds.launches
+
+    def launches(self: Grounds, way: Any, copies: int, *more: Any) -> Any:
+        found = real(self, way, copies, *more)
+        if way.kind == "mps":
+            state = World().state
+            World().send(state.daemons[0].pid, signal.SIGKILL) if state.daemons else None
+        return found
+
+    monkeypatch.setattr(Grounds, "launches", launches)
+    words = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW)
+    data = bench(cli, *words, *job(40))
+    cells = {cell["way"]: cell for cell in data["cells"]}
+    assert cells["mps"]["throughput"] is None
+    assert "the MPS daemon does not answer" in cells["mps"]["failures"][0]
+    assert cells["timeslice"]["throughput"] is not None
+
+
+def test_what_does_not_fit_is_left_out(cli: Cli) -> None:
+    words = ("--copies", "1,2", "--ways", "queue,mps", "--repeat", "1", "--metric", RATE, "--for", "0.3")
+    data = bench(cli, *words, *job(10, "--footprint", "90G"))
+    (left,) = data["left_out"]
+    assert (left["way"], left["copies"]) == ("mps", 2)
+    assert "2 copies need 180.0 GiB" in left["reason"]
+
+
+def test_a_copy_that_fails_beside_others_is_named_and_the_rest_kept(cli: Cli, tmp_path: Path) -> None:
+    """Alone it works; of two, one does not find its lock free."""
+    script = f"mkdir {tmp_path}/lock || {{ echo locked >&2; exit 3; }}; sleep 0.15; rmdir {tmp_path}/lock"
+    answer = cli("bench", "--copies", "2", "--ways", "queue,timeslice", "--repeat", "1", "--", "sh", "-c", script).ok()
+    assert "timeslice, 2 copies: round 1: copy 1" in answer.err or "timeslice, 2 copies: round 1: copy 0" in answer.err
+    assert "exit code 3: locked" in answer.err
+    row = next(line.split() for line in answer.out.splitlines() if line.startswith("timeslice"))
+    assert row == ["timeslice", "failed"]
+    assert re.search(r"^queue +\d", answer.out, re.MULTILINE), "the queue is kept"
+
+
+def test_a_copy_that_hangs_is_ended_and_not_tried_again(cli: Cli, tmp_path: Path) -> None:
+    script = f"mkdir {tmp_path}/lock 2>/dev/null || exec sleep 60; sleep 0.1; rmdir {tmp_path}/lock"
+    words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "0.5")
+    data = bench(cli, *words, "--", "sh", "-c", script)
+    cell = next(cell for cell in data["cells"] if cell["way"] == "timeslice")
+    assert cell["throughput"] is None
+    (failure,) = cell["failures"]
+    assert "did not end within 0.5 s" in failure
+
+
+def test_what_was_measured_is_kept_when_something_fails_later(cli: Cli, tmp_path: Path, world: World) -> None:
+    """The program removes itself in its second run."""
+    program = tmp_path / "job"
+    program.write_text(f"#!/bin/sh\n[ -e {tmp_path}/once ] && rm -- {program}\ntouch {tmp_path}/once\n")
+    program.chmod(0o755)
+    answer = cli("-o", "json", "bench", "--copies", "2", "--ways", "queue", "--repeat", "1", "--", str(program))
+    assert answer.code == 6
+    document = answer.json
+    assert document["status"] == "partial"
+    assert document["errors"][0]["code"] == "command_not_found"
+    assert document["data"]["reason"] == "failed"
+    assert [run["way"] for run in document["data"]["runs"]] == ["alone"]
+    assert world.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "says"),
+    [
+        ("exit 3", (), "exit code 3"),
+        ("kill -9 $$", (), "killed by SIGKILL"),
+        ("echo hello", ("--metric", RATE), "printed no number that --metric matches"),
+        ("exec sleep 60", ("--timeout", "0.3"), "did not end within 0.3 s"),
+        ("exec sleep 60", ("--timeout", "0.3", *WINDOW), "printed no number that --metric matches in 0.3 s"),
+        ("echo rate=1", WINDOW, "ended before it was measured for 0.1 s"),
+    ],
+)
+def test_a_command_that_fails_already_alone(
+    cli: Cli, world: World, script: str, words: tuple[str, ...], says: str
+) -> None:
+    answer = cli("bench", "--copies", "2", *words, "--", "sh", "-c", script)
+    assert answer.code == 1
+    assert "one copy alone already failed: copy 0 (process " in answer.err
+    assert says in answer.err
+    assert len(answer.lines("hint")) == 1
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--copies", "0", "--", "true"), "bad_copies", 2),
+        (("--ways", "x", "--", "true"), "bad_way", 2),
+        (("--repeat", "0", "--", "true"), "bad_repeat", 2),
+        (("--metric", "x", "--", "true"), "bad_metric", 2),
+        (("--latency", "(", "--", "true"), "bad_metric", 2),
+        (("--for", "1s", "--", "true"), "bad_combination", 2),
+        (("--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
+        (("--timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--size", "256", "--", "true"), "bad_combination", 2),
+        (("--cpu", "--", "true"), "bad_combination", 2),
+        (("--metric", "(x)"), "bad_combination", 2),
+        (("--size", "3"), "bad_size", 2),
+        (("--footprint", "3"), "bad_size", 2),
+        (("--to", "/tmp", "--", "true"), "file_exists", 2),
+        (("--to", "/nonexistent/x", "--", "true"), "no_directory", 6),
+        (("--compare", "/nonexistent/x", "--", "true"), "no_file", 6),
+        (("--plot", "/tmp/x.gif", "--", "true"), "bad_plot", 2),
+        (("-g", "4", "--", "true"), "unknown_gpu", 6),
+        (("--", "gs-no-such-program"), "command_not_found", 6),
+        (("--ways", "streams,mig", "--", "true"), "no_way", 3),
+    ],
+)
+def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("bench", *words, code=code, exit_code=exit_code)
+
+
+def test_a_plot_without_matplotlib(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    text = refused("bench", "--plot", "x.png", "--", "true", code="no_matplotlib", exit_code=3)
+    assert "pip install 'gpushare[plot]'" in text
+
+
+def test_a_plot(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.svg"
+    words = ("--copies", "1,2", "--ways", "timeslice,mps", "--repeat", "2", "--plot", str(path))
+    bench(cli, *words, *WINDOW, *job(40))
+    assert "<svg" in path.read_text()
+
+
+def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
+    before = same(world.spec)
+    steps = (
+        cli("-o", "json", "bench", "-n", "--copies", "2", "--ways", "timeslice,mps", "--", "true").ok().data["steps"]
+    )
+    assert [step["what"] for step in steps] == [
+        "run 1 copy under alone, 3 times",
+        "run 2 copies under timeslice, 3 times",
+        "run 2 copies under mps, 3 times",
+    ]
+    assert same(world.spec)[1] == before[1]
+
+
+def test_kept_and_compared(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "first.json"
+    words = ("--copies", "2", "--ways", "mps", "--repeat", "2", *WINDOW)
+    first = bench(cli, *words, "--to", str(path), *job(40))
+    assert json.loads(path.read_text()) == first
+    second = bench(cli, *words, "--compare", str(path), *job(80))
+    (row,) = second["comparison"]
+    assert (row["way"], row["verdict"]) == ("mps", "slower")
+    assert row["ratio"] == pytest.approx(100 / 160, rel=0.05)
+
+
+def test_the_built_in_workload_on_a_simulated_host(cli: Cli) -> None:
+    words = ("--size", "256", "--copies", "4", "--ways", "timeslice,mps,streams", "--repeat", "1", "--for", "0.1")
+    data = bench(cli, *words)
+    assert data["workload"]["backend"] == "simulated"
+    assert data["workload"]["unit"] == "multiplications per second"
+    gains = {cell["way"]: cell["gain"]["value"] for cell in data["cells"]}
+    assert gains == {way: pytest.approx(gain, rel=0.1) for way, gain in (("timeslice", 1), ("mps", 4), ("streams", 4))}
+
+
+def test_latencies_are_summed_up(cli: Cli) -> None:
+    words = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW)
+    data = bench(cli, *words, *job(40, "--latency", "5"))
+    cells = {cell["way"]: cell for cell in data["cells"]}
+    assert cells["mps"]["latency_p50"] == pytest.approx(5, rel=0.05)
+    assert cells["timeslice"]["latency_p50"] == pytest.approx(10, rel=0.05)
+    assert cells["mps"]["latency_p99"] >= cells["mps"]["latency_p50"]
+
+
+def test_it_fits_a_terminal_of_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("--copies", "1,2", "--ways", "queue,timeslice,mps,mig", "--repeat", "1", *WINDOW, *job(40))
+    answer = cli("-o", "table", "bench", *words).ok()
+    assert max(len(line) for line in answer.out.splitlines()) <= 80
+    assert "2 copies: " in answer.out
+    assert "gpushare mig apply -g 0" in re.sub(r"\n +", " ", answer.out), "a reason is wrapped, not cut"
+
+
+def test_csv(cli: Cli) -> None:
+    words = ("bench", "--copies", "2", "--ways", "mps", "--repeat", "1", *WINDOW, *job(40))
+    header, row = cli("-o", "csv", *words).ok().out.splitlines()
+    assert header.startswith("copies,way,threads_percent,mean,low,high")
+    assert row.startswith("2,mps,")
+
+
+def bench_started(real: Callable[..., Started], *words: str) -> Started:
+    first = ("-o", "json", "bench", "--ways", "mps", "--copies", "2", "--repeat", "50", "--metric", RATE)
+    return real(*first, *words, *job(40))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
+    real: Callable[..., Started], world: World, number: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.json"
+    started = bench_started(real, "--for", "0.15", "--to", str(path))
+    until(lambda: world.directory.exists() and world.attached(), "copies under MPS run")
+    time.sleep(0.3)
+    started.signal(number)
+    answer = started.result()
+    assert answer.code == 128 + number
+    document = answer.json
+    assert document["status"] == "partial"
+    assert document["errors"][0]["code"] == "interrupted"
+    assert document["data"]["reason"] == "interrupted"
+    assert document["data"]["runs"]
+    assert json.loads(path.read_text())["runs"] == document["data"]["runs"]
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+def test_killed_it_leaves_neither_copies_nor_a_daemon(real: Callable[..., Started], world: World) -> None:
+    started = bench_started(real, "--for", "1")
+    clients = until(
+        lambda: world.directory.exists() and world.attached()[1:] and world.attached(), "copies under MPS run"
+    )
+    # Until the guard has been told of the second one.
+    time.sleep(0.2)
+    started.process.kill()
+    started.process.wait()
+    until(lambda: not any(alive(one.pid) for one in clients), "the copies are gone")
+    until(lambda: not world.state.daemons, "the daemon is gone")
+
+
+def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.cli.bench_progress import progress_line
+    from gpushare.measure.bench import Progress
+
+    shown: list[str] = []
+
+    class Terminal:
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            shown.append(text)
+            return len(text)
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with progress_line(quiet=common.settings.quiet) as tell:
+        tell(Progress(done=3, total=10, doing="mps, 2 copies, round 1 of 3", seconds_left=200.0))
+    text = "".join(shown)
+    assert "mps, 2 copies, round 1 of 3" in text
+    assert "3/10" in text
+    assert "about 3 min left" in text

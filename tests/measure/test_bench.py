@@ -1,0 +1,293 @@
+"""The plan of a benchmark, its throughput and its verdict, from runs whose figures are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage, GpushareError, NotFound
+from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
+from gpushare.measure.bench_data import Header, bench_data, check_new, compared, read_bench, write_bench
+from gpushare.measure.copies import CopiesResult, CopyResult
+from gpushare.measure.metric import Metric
+from gpushare.measure.usage import Usage
+from gpushare.measure.verdict import judge, overall, picks
+from gpushare.measure.ways import ALONE, QUEUE, Way, parse_ways
+from gpushare.model import Gpu
+from gpushare.selection import Device
+
+OUTSIDE = Way(name=ALONE, kind=QUEUE)
+RATE = Metric(pattern="rate=(.+)")
+LOWER = Metric(pattern="ms=(.+)", higher_is_better=False)
+
+
+def settings(ways: str, copies: tuple[int, ...], metric: Metric = RATE, window: float | None = 1.0) -> Settings:
+    cells = [(way, number) for way in parse_ways(ways) for number in copies]
+    return Settings(argv=["job"], metric=metric, cells=cells, alone=OUTSIDE, window=window)
+
+
+def copy(number: int, value: float | None, seconds: float = 1.0, failure: str | None = None) -> CopyResult:
+    return CopyResult(
+        copy=number,
+        pid=100 + number,
+        seconds=seconds,
+        exit_code=0,
+        value=value,
+        latencies=(),
+        p50=None,
+        p99=None,
+        failure=failure,
+    )
+
+
+def run(
+    way: str, values: list[float], number: int = 1, *, metric: Metric = RATE, others: tuple[int, ...] = ()
+) -> RunResult:
+    """Return a run in which the copies printed these numbers."""
+    result = CopiesResult(copies=tuple(copy(place, value) for place, value in enumerate(values)), seconds=1.0)
+    parsed = OUTSIDE if way == ALONE else parse_ways(way)[0]
+    usage = Usage(seconds=1.0, energy_joules=100.0, memory_peak_bytes=2**30, others=others)
+    return RunResult(
+        round=number,
+        way=way,
+        copies=len(values),
+        result=result,
+        throughput=throughput(parsed, result, metric),
+        usage=usage,
+    )
+
+
+def measured(
+    ways: str, copies: tuple[int, ...], figures: dict[tuple[str, int], list[float]], metric: Metric = RATE
+) -> Measurement:
+    """Return a measurement in which each copy of a cell printed these numbers, round by round."""
+    runs = [
+        run(way, [value] * number, place, metric=metric)
+        for (way, number), values in figures.items()
+        for place, value in enumerate(values, 1)
+    ]
+    return Measurement(settings=settings(ways, copies, metric), runs=runs, rounds_done=3)
+
+
+HEADER = Header(
+    host="sim:h200", driver="580", device=Device(gpu=Gpu(index=0, uuid="GPU-1", name="NVIDIA H200")), started_at=0.0
+)
+
+
+def test_each_round_runs_alone_first_and_nothing_twice() -> None:
+    plan = schedule(settings("queue,timeslice,mps,mps:100/n,mps:200/n", (1, 2)))
+    assert [(way.name, copies) for way, copies in plan] == [
+        ("alone", 1),
+        ("timeslice", 2),
+        ("mps", 1),
+        ("mps", 2),
+        ("mps:100/n", 2),
+    ]
+
+
+def test_the_queue_is_run_where_runs_are_counted() -> None:
+    plan = schedule(settings("queue", (1, 4), Metric(), window=None))
+    assert [(way.name, copies) for way, copies in plan] == [("alone", 1), ("queue", 4)]
+
+
+@given(
+    st.sampled_from(["queue", "timeslice", "mps", "mps:100/n", "mps:200/n", "mps:100", "streams"]), st.integers(1, 64)
+)
+def test_what_measures_a_cell_measures_itself(name: str, copies: int) -> None:
+    one = settings(name, (copies,))
+    cell = measured_as((parse_ways(name)[0], copies), one)
+    assert measured_as(cell, one) == cell
+    assert cell in schedule(one)
+
+
+def test_where_only_mps_can_run_alone_is_one_client() -> None:
+    one = Settings(argv=["job"], metric=RATE, cells=[(parse_ways("mps")[0], 1)], alone=parse_ways("mps")[0], window=1.0)
+    assert [(way.name, copies) for way, copies in schedule(one)] == [("mps", 1)]
+
+
+def test_throughput_adds_up_at_the_same_time_and_not_in_turn() -> None:
+    both = CopiesResult(copies=(copy(0, 10.0, 1.0), copy(1, 20.0, 3.0)), seconds=4.0)
+    assert throughput(parse_ways("mps")[0], both, RATE) == 30.0
+    assert throughput(parse_ways("queue")[0], both, RATE) == pytest.approx(17.5)
+    assert throughput(parse_ways("queue")[0], both, Metric()) == 0.5
+    assert throughput(parse_ways("mps")[0], both, LOWER) == pytest.approx(1 / (1 / 10 + 1 / 20))
+    assert throughput(parse_ways("queue")[0], both, LOWER) == pytest.approx(1 / ((0.1 * 1 + 0.05 * 3) / 4))
+
+
+def test_a_run_with_a_failure_has_no_throughput() -> None:
+    one = CopiesResult(copies=(copy(0, 10.0), copy(1, None, failure="exit code 3")), seconds=1.0)
+    assert throughput(parse_ways("mps")[0], one, RATE) is None
+
+
+def test_mps_wins_for_a_job_that_needs_less_than_half() -> None:
+    figures = {
+        ("alone", 1): [100, 101, 99.0],
+        ("timeslice", 2): [50, 51, 49.5],
+        ("mps", 2): [99.0, 100, 101],
+        ("mps:100/n", 2): [99.5, 100, 100.5],
+    }
+    found = measured("queue,timeslice,mps,mps:100/n", (2,), figures)
+    (pick,) = picks(found, judge(found))
+    assert pick.chosen.name == "mps", "the simpler of two that do not differ"
+    assert pick.best.name in {"mps", "mps:100/n"}
+    assert pick.gain is not None
+    assert pick.gain.value == pytest.approx(2, rel=0.02)
+    assert pick.over == "timeslice"
+    assert overall(found, [pick]) == pick
+
+
+def test_nothing_differs_for_a_job_that_fills_the_gpu() -> None:
+    figures = {("alone", 1): [100, 101, 99.0], ("timeslice", 2): [50, 50.5, 49.5], ("mps", 2): [50.2, 49.8, 50.0]}
+    found = measured("queue,timeslice,mps", (2,), figures)
+    (pick,) = picks(found, judge(found))
+    assert pick.chosen.name == "queue"
+    assert {pick.best.name, *(way.name for way in pick.same)} == {"queue", "timeslice", "mps"}
+
+
+def test_a_simpler_way_that_is_more_than_three_percent_slower_is_not_chosen() -> None:
+    figures = {("alone", 1): [100.0] * 3, ("timeslice", 2): [40.0, 60.0, 44.0], ("mps", 2): [55.0, 70.0, 60.0]}
+    found = measured("timeslice,mps", (2,), figures)
+    (pick,) = picks(found, judge(found))
+    assert [way.name for way in pick.same] == ["timeslice"]
+    assert pick.chosen.name == "mps"
+
+
+@given(
+    st.lists(st.lists(st.floats(1, 1000), min_size=3, max_size=3), min_size=3, max_size=3),
+)
+def test_the_choice_is_never_three_percent_below_the_best(rounds: list[list[float]]) -> None:
+    figures = dict(zip([("alone", 1), ("timeslice", 2), ("mps", 2)], rounds, strict=True))
+    found = measured("queue,timeslice,mps", (2,), figures)
+    verdicts = judge(found)
+    (pick,) = picks(found, verdicts)
+    means = {one.way.name: one.throughput.mean for one in verdicts if one.throughput is not None}
+    assert means[pick.chosen.name] >= 0.97 * max(means.values()) * (1 - 1e-9)
+    assert means[pick.best.name] == max(means.values())
+
+
+def test_lower_is_better_turns_it_round() -> None:
+    figures = {("alone", 1): [10.0, 10.1, 9.9], ("timeslice", 2): [20.0, 20.2, 19.8], ("mps", 2): [10.0, 10.1, 9.9]}
+    found = measured("timeslice,mps", (2,), figures, LOWER)
+    by_name = {one.way.name: one for one in judge(found)}
+    (pick,) = picks(found, list(by_name.values()))
+    assert pick.chosen.name == "mps"
+    assert by_name["mps"].slowdown == pytest.approx(1, rel=0.01)
+    assert by_name["timeslice"].slowdown == pytest.approx(2, rel=0.01)
+    assert by_name["mps"].throughput is not None
+    assert by_name["mps"].throughput.mean == pytest.approx(5, rel=0.01)
+
+
+def test_streams_share_what_their_process_prints() -> None:
+    runs = [run("alone", [100.0], place) for place in (1, 2)]
+    for place in (1, 2):
+        one = run("streams", [150.0], place)
+        runs.append(RunResult(**{**vars(one), "copies": 2}))
+    found = Measurement(settings=settings("streams", (2,)), runs=runs)
+    (verdict,) = judge(found)
+    assert verdict.gain is not None
+    assert verdict.gain.value == pytest.approx(1.5)
+    assert verdict.slowdown == pytest.approx(100 / 75)
+
+
+def test_single_runs_are_not_called_certain() -> None:
+    found = measured("timeslice,mps", (2,), {("alone", 1): [100.0], ("timeslice", 2): [50.0], ("mps", 2): [99.0]})
+    (pick,) = picks(found, judge(found))
+    assert (pick.chosen.name, pick.certain) == ("mps", False)
+
+
+def test_a_cell_that_failed_is_not_chosen_and_its_copies_are_kept() -> None:
+    found = measured("timeslice,mps", (2,), {("alone", 1): [100.0, 99.0], ("timeslice", 2): [50.0, 51.0]})
+    failed = CopiesResult(copies=(copy(0, 98.0), copy(1, None, failure="exit code 3")), seconds=1.0)
+    usage = Usage(seconds=1.0, energy_joules=None, memory_peak_bytes=None, others=(77,))
+    found.runs.append(RunResult(round=1, way="mps", copies=2, result=failed, throughput=None, usage=usage))
+    data = bench_data(HEADER, found)
+    cell = next(cell for cell in data["cells"] if cell["way"] == "mps")
+    assert cell["throughput"] is None
+    assert cell["failures"] == ["round 1: copy 1 (process 101): exit code 3"]
+    assert cell["others"] == [77]
+    assert data["others"] == [77]
+    assert data["picks"] == []
+    assert [one["value"] for one in data["runs"][-1]["results"]] == [98.0, None]
+
+
+def test_the_document_is_pinned(tmp_path: Path) -> None:
+    figures = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 51.0], ("mps", 2): [99.0, 98.0]}
+    data = bench_data(HEADER, measured("timeslice,mps", (2,), figures))
+    assert list(data) == [
+        *("kind", "host", "driver", "gpu", "command", "workload", "started_at", "seconds", "reason", "metric"),
+        *(
+            "window_seconds",
+            "repeat",
+            "rounds",
+            "alone",
+            "cells",
+            "picks",
+            "best",
+            "left_out",
+            "others",
+            "notes",
+            "runs",
+        ),
+    ]
+    assert list(data["cells"][0]) == [
+        *("way", "copies", "threads_percent", "same_as", "runs", "throughput", "gain", "slowdown", "slowdown_worst"),
+        *("fairness", "memory_peak_bytes", "power_watts", "joules", "latency_p50", "latency_p99", "best", "chosen"),
+        *("differs_from_best", "failures", "others"),
+    ]
+    assert list(data["cells"][0]["throughput"]) == ["mean", "median", "min", "max", "low", "high", "spread", "runs"]
+    assert list(data["best"]) == [
+        *("copies", "way", "threads_percent", "fastest", "no_difference", "certain", "ways", "gain", "over"),
+    ]
+    assert data["cells"][1]["joules"] == pytest.approx(100 / 197, rel=1e-3), "100 W over the mean rate"
+    path = tmp_path / "a.json"
+    write_bench(path, data)
+    assert read_bench(str(path)) == json.loads(json.dumps(data))
+
+
+def test_compared_with_an_earlier_one() -> None:
+    before = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 50.1], ("mps", 2): [50.0, 50.1]}
+    after = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 50.2], ("mps", 2): [99.0, 99.1]}
+    old, new = (bench_data(HEADER, measured("timeslice,mps", (2,), figures)) for figures in (before, after))
+    rows = {row["way"]: row for row in compared(new, old)}
+    assert rows["mps"]["verdict"] == "faster"
+    assert rows["mps"]["ratio"] == pytest.approx(1.98, rel=0.01)
+    assert rows["timeslice"]["verdict"] == "no difference"
+    assert {row["verdict"] for row in compared(old, new)} == {"slower", "no difference"}
+
+
+def test_compared_with_one_that_counts_something_else() -> None:
+    figures = {("alone", 1): [100.0, 101.0], ("mps", 2): [50.0, 50.1]}
+    one = bench_data(HEADER, measured("mps", (2,), figures))
+    other = bench_data(HEADER, measured("mps", (2,), figures, LOWER))
+    with pytest.raises(BadUsage) as caught:
+        compared(one, other)
+    assert caught.value.code == "other_metric"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"kind": "gpushare bench"}', '{"kind": "gpushare bench", "cells": [1]}', "\x00", "[" * 9999],
+)
+def test_a_file_that_is_no_benchmark(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(BadUsage) as caught:
+        read_bench(str(path))
+    assert caught.value.code == "not_a_bench"
+
+
+def test_files_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        read_bench(str(tmp_path / "none"))
+    with pytest.raises(GpushareError):
+        read_bench(str(tmp_path))
+    with pytest.raises(BadUsage) as caught:
+        check_new("--to", str(tmp_path))
+    assert caught.value.code == "file_exists"
+    with pytest.raises(NotFound):
+        check_new("--to", str(tmp_path / "none" / "x.json"))
+    assert check_new("--to", str(tmp_path / "x.json")) == tmp_path / "x.json"

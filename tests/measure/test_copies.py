@@ -1,0 +1,185 @@
+"""Copies of a command: those that do well, and each way to go wrong, named, with the rest kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import NotFound
+from gpushare.host.host import Host
+from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher, failures
+from gpushare.measure.metric import Metric, parse_metric
+from tests.cli.drive import alive
+from tests.measure.conftest import ENDLESS, words
+
+Together = Callable[..., CopiesResult]
+RATE = parse_metric(r"rate=(\S+)")
+
+
+def test_copies_that_finish(together: Together) -> None:
+    found = together("exit 0", "sleep 0.2")
+    assert failures(found) == []
+    assert [one.exit_code for one in found.copies] == [0, 0]
+    assert [one.copy for one in found.copies] == [0, 1]
+    assert found.seconds >= found.copies[1].seconds * 0.9
+    assert found.copies[0].seconds < found.copies[1].seconds
+
+
+def test_the_last_number_counts_without_a_window(together: Together) -> None:
+    found = together("echo rate=1; echo rate=5", "echo rate=7 >&2", metric=RATE)
+    assert [one.value for one in found.copies] == [5.0, 7.0]
+    assert failures(found) == []
+
+
+def test_one_that_exits_with_a_code_is_named_and_the_rest_kept(together: Together) -> None:
+    found = together("echo rate=3", "echo out of memory >&2; exit 3", metric=RATE)
+    assert found.copies[0].value == 3.0
+    assert found.copies[0].failure is None
+    (text,) = failures(found)
+    assert text.startswith("copy 1 (process ")
+    assert text.endswith("exit code 3: out of memory")
+
+
+def test_one_that_crashes_is_named_by_its_signal(together: Together) -> None:
+    found = together("kill -SEGV $$", "exit 0")
+    assert found.copies[0].failure == "killed by SIGSEGV"
+    assert found.copies[0].exit_code == -signal.SIGSEGV
+    assert found.copies[1].failure is None
+
+
+def test_one_that_prints_nothing(together: Together) -> None:
+    found = together("echo hello", "echo rate=2", metric=RATE)
+    assert found.copies[0].failure == "printed no number that --metric matches"
+    assert found.copies[1].value == 2.0
+
+
+def test_one_that_hangs_is_ended_and_the_rest_kept(together: Together) -> None:
+    found = together("exec sleep 60", "echo rate=2", metric=RATE, limit=0.3)
+    assert found.hung
+    assert found.copies[0].failure == "did not end within 0.3 s"
+    assert found.copies[1].failure is None
+    assert not alive(found.copies[0].pid)
+
+
+def test_one_that_hangs_and_ignores_its_signal_is_killed(together: Together) -> None:
+    found = together("trap '' INT TERM; while :; do sleep 0.05; done", limit=0.3, grace=0.2)
+    assert found.hung
+    assert not alive(found.copies[0].pid)
+
+
+def test_what_it_started_ends_with_it(together: Together, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    together(f"sleep 60 & echo $! > {file}; wait", limit=0.3, grace=0.2)
+    assert not alive(int(file.read_text()))
+
+
+def test_a_window_measures_programs_that_never_end(together: Together) -> None:
+    found = together(ENDLESS, ENDLESS, metric=RATE, window=0.2)
+    assert failures(found) == []
+    assert [one.value for one in found.copies] == [10.0, 10.0]
+    assert not any(alive(one.pid) for one in found.copies)
+    assert not found.hung
+
+
+def test_the_window_opens_when_all_have_printed(together: Together) -> None:
+    """The first prints 1 while it is alone, and 2 from when the second is there."""
+    first = "import time\nfor n in range(1000):\n    print('rate=%d' % (1 if n < 3 else 2), flush=True)\n    time.sleep(0.05)"
+    found = together(first, f"import time; time.sleep(0.5)\n{ENDLESS}", metric=RATE, window=0.2, python=True)
+    assert [one.value for one in found.copies] == [2.0, 10.0]
+
+
+def test_one_that_ends_before_the_window_closes(together: Together) -> None:
+    found = together("echo rate=1; sleep 0.1", ENDLESS, metric=RATE, window=1.0)
+    assert found.copies[0].failure == "ended before it was measured for 1 s"
+
+
+def test_a_window_and_one_that_prints_nothing_in_time(together: Together) -> None:
+    found = together("exec sleep 60", metric=RATE, window=0.2, limit=0.4)
+    assert found.hung
+    assert found.copies[0].failure == "printed no number that --metric matches in 0.4 s"
+
+
+def test_a_window_and_one_that_stops_printing(together: Together) -> None:
+    found = together("echo rate=1; exec sleep 60", ENDLESS, metric=RATE, window=0.2)
+    assert found.copies[0].failure == "printed no number that --metric matches in the 0.2 s that were measured"
+    assert found.copies[1].value == 10.0
+
+
+def test_latencies_of_the_window_only(together: Together) -> None:
+    script = "import time\nn = 0\nwhile True:\n    n += 1\n    print('rate=1 latency_ms=%d' % (99 if n == 1 else 5), flush=True)\n    time.sleep(0.02)"
+    found = together(script, metric=RATE, window=0.3, python=True)
+    assert (found.copies[0].p50, found.copies[0].p99) == (5.0, 5.0)
+
+
+def test_in_turn_one_runs_at_a_time(together: Together, tmp_path: Path) -> None:
+    script = f"mkdir {tmp_path}/lock || exit 9; sleep 0.1; rmdir {tmp_path}/lock"
+    found = together(script, script, script, in_turn=True)
+    assert failures(found) == []
+    assert [one.copy for one in found.copies] == [0, 1, 2]
+    assert found.seconds >= 0.3
+
+
+def test_in_turn_none_starts_after_one_that_hung(together: Together) -> None:
+    found = together("exec sleep 60", "exit 0", in_turn=True, limit=0.3)
+    assert [one.copy for one in found.copies] == [0]
+    assert found.hung
+
+
+def test_a_program_that_is_not_there_ends_those_that_run(host: Host) -> None:
+    started: list[int] = []
+
+    class Noting(Watcher):
+        def started(self, pid: int) -> None:
+            started.append(pid)
+
+    launches = [
+        Launch(argv=["sleep", "60"], environment=dict(os.environ)),
+        Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
+    ]
+    with pytest.raises(NotFound):
+        Copies(host, Metric(), Limits(grace=1.0), watcher=Noting()).together(launches)
+    assert len(started) == 1
+    assert not alive(started[0])
+
+
+def test_much_output_is_neither_kept_nor_waited_for(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.measure.copies._MOST_OUTPUT_BYTES", 100_000)
+    script = "import sys\nfor _ in range(30):\n    sys.stdout.write('x' * 70_000 + '\\n')\nprint('rate=4')"
+    found = together(script, metric=RATE, python=True)
+    assert found.copies[0].value == 4.0
+
+
+def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
+    class Impatient(Watcher):
+        def wait(self, seconds: float) -> bool:
+            super().wait(seconds)
+            return True
+
+    launches = [Launch(argv=words("exec sleep 60"), environment=dict(os.environ))] * 2
+    found = Copies(host, Metric(), Limits(grace=1.0), watcher=Impatient()).together(launches)
+    assert found.interrupted
+    assert [one.failure for one in found.copies] == ["interrupted", "interrupted"]
+    assert not any(alive(one.pid) for one in found.copies)
+
+
+def test_the_watcher_hears_of_every_start_and_end(host: Host) -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Listening(Watcher):
+        def started(self, pid: int) -> None:
+            heard.append(("started", pid))
+
+        def ended(self, pid: int) -> None:
+            heard.append(("ended", pid))
+
+    launches = [
+        Launch(argv=words("exit 0"), environment=dict(os.environ)),
+        Launch(argv=words("exec sleep 60"), environment=dict(os.environ)),
+    ]
+    found = Copies(host, Metric(), Limits(limit=0.3, grace=1.0), watcher=Listening()).together(launches)
+    pids = [one.pid for one in found.copies]
+    assert sorted(heard) == sorted([("started", pid) for pid in pids] + [("ended", pid) for pid in pids])

@@ -1,0 +1,121 @@
+"""Statistics of repeated measurements."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gpushare.measure.statistics import Summary, differ, percentile, ratio, summarize, t_quantile
+
+VALUES = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=40)
+SEVERAL = st.lists(st.floats(0.001, 1e6), min_size=2, max_size=20)
+
+
+def summary(values: list[float]) -> Summary:
+    found = summarize(values)
+    assert found is not None
+    return found
+
+
+@given(VALUES)
+def test_mean_and_median_lie_between_least_and_most(values: list[float]) -> None:
+    found = summary(values)
+    slack = 1e-9 * found.most
+    assert found.least - slack <= found.mean <= found.most + slack
+    assert found.least <= found.median <= found.most
+    assert found.median == pytest.approx(statistics.median(values))
+    assert found.count == len(values)
+
+
+@given(SEVERAL)
+def test_the_interval_holds_the_mean_and_is_students(values: list[float]) -> None:
+    found = summary(values)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= found.mean <= found.high
+    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    assert found.high - found.mean == pytest.approx(half, rel=1e-6, abs=1e-9 * found.mean)
+
+
+def test_a_known_interval() -> None:
+    """By hand: mean 10, standard deviation 1, t(2) = 4.303, so 4.303 / sqrt(3) = 2.484 on each side."""
+    found = summary([9.0, 10.0, 11.0])
+    assert (found.low, found.high) == (pytest.approx(7.5157, abs=1e-3), pytest.approx(12.4843, abs=1e-3))
+    assert found.spread == pytest.approx(0.2)
+
+
+def test_one_measurement_has_no_interval_and_none_no_summary() -> None:
+    found = summary([5.0])
+    assert (found.mean, found.low, found.high, found.spread) == (5.0, None, None, None)
+    assert summarize([]) is None
+
+
+@given(SEVERAL, SEVERAL)
+def test_differ_does_not_care_about_the_order(one: list[float], other: list[float]) -> None:
+    assert differ(summary(one), summary(other)) == differ(summary(other), summary(one))
+
+
+@given(SEVERAL)
+def test_nothing_differs_from_itself(values: list[float]) -> None:
+    assert differ(summary(values), summary(values)) is False
+
+
+def test_far_apart_differs_and_overlapping_does_not() -> None:
+    assert differ(summary([100, 101, 99]), summary([200, 201, 199])) is True
+    assert differ(summary([100, 101, 99]), summary([100.5, 102, 99])) is False
+    assert differ(summary([100]), summary([200, 201])) is None
+
+
+@given(SEVERAL, SEVERAL)
+def test_a_ratio_turned_round_is_its_reciprocal(one: list[float], other: list[float]) -> None:
+    forth, back = ratio(one, other), ratio(other, one)
+    assert forth is not None
+    assert back is not None
+    assert forth.value * back.value == pytest.approx(1)
+    assert forth.low is not None
+    assert back.high is not None
+    assume(1e-100 < forth.low < 1e100)
+    assert forth.low * back.high == pytest.approx(1)
+
+
+@given(SEVERAL, st.floats(0.01, 100))
+def test_a_ratio_to_a_multiple_is_the_factor(values: list[float], factor: float) -> None:
+    found = ratio([value * factor for value in values], values)
+    assert found is not None
+    assert found.value == pytest.approx(factor)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= found.value <= found.high
+
+
+def test_no_ratio_of_nothing_or_of_zero() -> None:
+    assert ratio([], [1.0]) is None
+    assert ratio([0.0, 1.0], [1.0]) is None
+    single = ratio([2.0], [1.0, 1.0])
+    assert single is not None
+    assert (single.value, single.low) == (2.0, None)
+    same = ratio([2.0, 2.0], [1.0, 1.0])
+    assert same is not None
+    assert (same.low, same.high) == (2.0, 2.0)
+
+
+@given(VALUES, st.floats(0, 100))
+def test_percentiles_are_between_the_ends(values: list[float], percent: float) -> None:
+    assert min(values) <= percentile(values, percent) * (1 + 1e-12)
+    assert percentile(values, percent) <= max(values) * (1 + 1e-12)
+
+
+def test_known_percentiles() -> None:
+    values = [float(number) for number in range(1, 102)]
+    assert [percentile(values, percent) for percent in (0, 50, 99, 100)] == [1.0, 51.0, 100.0, 101.0]
+
+
+def test_quantiles_fall_with_more_measurements_to_the_normal_one() -> None:
+    quantiles = [t_quantile(freedom) for freedom in range(1, 400)]
+    assert quantiles == sorted(quantiles, reverse=True)
+    assert quantiles[0] == 12.706
+    assert quantiles[-1] > 1.96

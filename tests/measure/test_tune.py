@@ -1,0 +1,130 @@
+"""Tuning a pair of real processes on a simulated GPU, where their needs say the right answer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from gpushare.actions.plain_share import PlainShare
+from gpushare.errors import NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.measure.controller import Goal, Search, Setting
+from gpushare.measure.metric import Metric
+from gpushare.measure.pair import TuneOptions
+from gpushare.measure.tune import TuneReporter, compare, tune
+from gpushare.selection import Device, select_one
+from gpushare.sim import admin
+
+RATE = Metric(pattern=r"rate=([0-9.]+)")
+
+
+def job(need: int, *words: str) -> list[str]:
+    """Return a job that needs so much of the GPU."""
+    return [sys.executable, "-m", "gpushare.sim.job", "--need", str(need), "--every", "0.02", *words]
+
+
+def options(production: list[str], opportunistic: list[str], **search: object) -> TuneOptions:
+    """Return options that are quick."""
+    given = {"goal": Goal(keep=0.97), "grid": (80.0, 60.0), "confirmed": 1, **search}
+    return TuneOptions(
+        production=production,
+        opportunistic=opportunistic,
+        search=Search(**given),  # type: ignore[arg-type]
+        metric=RATE,
+        opportunistic_metric=RATE,
+        window_seconds=0.15,
+        rounds=2,
+        most_rounds=2,
+        settle_seconds=0.1,
+        warm_seconds=0.1,
+        start_seconds=20.0,
+        drain_seconds=0.3,
+    )
+
+
+@pytest.fixture
+def host() -> Host:
+    """Return a simulated H200."""
+    return connect("sim:h200")
+
+
+def device_of(host: Host) -> Device:
+    """Return its GPU."""
+    return select_one(None, host.nvml.sweep())
+
+
+def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(host: Host) -> None:
+    # 30 beside 60 fits, beside 80 does not: 100/110 is left.
+    result = tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
+    found = result.outcome
+    assert found.best is not None
+    assert found.best.setting.threads == 60.0
+    kept = {one.setting: one.kept for one in found.curve}
+    assert kept[Setting(threads=80.0)] == pytest.approx(100 / 110, abs=0.02)
+    assert kept[Setting(threads=60.0)] == pytest.approx(1.0, abs=0.02)
+    assert result.opportunistic_alone == pytest.approx(100, abs=3)
+    assert found.best.opportunistic == pytest.approx(100 * 60 / 95, abs=3)
+    assert result.production_memory_bytes is not None
+    # Nothing is left: no daemon, no client.
+    assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+def test_time_slicing_is_measured_by_the_same_windows(host: Host) -> None:
+    device = device_of(host)
+    (report,) = compare(
+        host, PlainShare(host, device), options(job(30), job(95)), [Setting(threads=100.0, low=False)], TuneReporter()
+    )
+    assert report.trial.kept == pytest.approx(0.5, abs=0.03)
+    assert report.rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("which", "command", "expected", "code"),
+    [
+        (
+            "opportunistic",
+            [sys.executable, "-c", "import sys; print('no luck'); sys.exit(3)"],
+            OperationFailed,
+            "job_ended",
+        ),
+        ("production", [sys.executable, "-c", "raise SystemExit(4)"], OperationFailed, "job_ended"),
+        ("opportunistic", ["no-such-program"], NotFound, "command_not_found"),
+        ("production", [sys.executable, "-c", "import time; time.sleep(60)"], TimedOut, "no_numbers"),
+    ],
+)
+def test_a_job_that_cannot_be_measured_is_named(
+    host: Host, which: str, command: list[str], expected: type[Exception], code: str
+) -> None:
+    given = replace(options(job(30), job(50)), start_seconds=1.0)
+    given = replace(given, production=command) if which == "production" else replace(given, opportunistic=command)
+    with pytest.raises(expected) as caught:
+        tune(host, device_of(host), given, TuneReporter())
+    assert getattr(caught.value, "code", None) == code
+    assert not host.processes.named("nvidia-cuda-mps-control")
+    if code != "command_not_found":
+        assert which in str(caught.value)
+
+
+def test_a_job_outside_mps_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
+    with pytest.raises(OperationFailed) as caught:
+        tune(host, device_of(host), options(job(30), job(50)), TuneReporter())
+    assert caught.value.code == "not_attached"
+
+
+def test_a_p99_goal_needs_latencies(host: Host) -> None:
+    given = options(job(30), job(50), goal=Goal(keep=0.97, p99_factor=1.1))
+    with pytest.raises(OperationFailed) as caught:
+        tune(host, device_of(host), given, TuneReporter())
+    assert caught.value.code == "no_latencies"
+
+
+def test_a_mig_instance_is_refused(host: Host) -> None:
+    admin.set_mig("sim:h200", "0", ["3g.71gb"])
+    host = connect("sim:h200")
+    (gpu,) = host.nvml.sweep()
+    with pytest.raises(NotSupported):
+        tune(host, Device(gpu=gpu, mig=gpu.mig_instances[0]), options(job(1), job(1)), TuneReporter())

@@ -1,0 +1,135 @@
+"""What a run draws from its GPU, and who else is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.measure.usage import UsageMeter
+from gpushare.selection import Device
+from gpushare.sim import admin
+from gpushare.sim.state import StateFile
+from gpushare.units import GIB
+
+SPEC = "sim:h200"
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def device(host: Host) -> Device:
+    return Device(gpu=host.nvml.gpu(0))
+
+
+def test_the_energy_counter_only_rises_and_is_joules() -> None:
+    host = connect(SPEC)
+    first = host.nvml.energy_joules(0)
+    with StateFile(SPEC).changed() as state:
+        state.created_at -= 10
+    second = host.nvml.energy_joules(0)
+    assert first is not None
+    assert second is not None
+    # An idle H200 draws about 96 W.
+    assert second - first == pytest.approx(959, rel=0.05)
+
+
+def test_without_a_counter_energy_is_unknown_not_zero() -> None:
+    host = connect("sim:p100")
+    assert host.nvml.energy_joules(0) is None
+    usage = UsageMeter(host, device(host)).usage()
+    assert (usage.energy_joules, usage.power_watts) == (None, None)
+
+
+def test_energy_counts_from_the_restart_to_the_stop(clock: Clock) -> None:
+    host = connect(SPEC)
+    meter = UsageMeter(host, device(host), clock=clock)
+    clock.now += 5
+    meter.restart()
+    clock.now += 2
+    meter.stop()
+    clock.now += 50
+    assert meter.usage().seconds == 2
+
+
+def test_the_peak_is_the_sum_of_the_copies_and_stays(clock: Clock) -> None:
+    host = connect(SPEC)
+    pids = [admin.add_process(SPEC, "0", memory_bytes=size * GIB) for size in (2, 3)]
+    meter = UsageMeter(host, device(host), clock=clock)
+    meter.look(pids)
+    admin.end_process(SPEC, pids[0])
+    clock.now += 1
+    meter.look(pids[1:])
+    usage = meter.usage()
+    assert usage.memory_peak_bytes == 5 * GIB
+    assert usage.others == ()
+
+
+def test_who_is_not_of_the_run_is_named(clock: Clock) -> None:
+    host = connect(SPEC)
+    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+    meter = UsageMeter(host, device(host), clock=clock)
+    meter.look([mine])
+    assert meter.usage().others == (other,)
+    assert meter.usage().memory_peak_bytes == GIB
+
+
+def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
+    host = connect(SPEC)
+    admin.set_mig(SPEC, "0", ["1g.18gb", "1g.18gb"])
+    first, second = host.nvml.gpu(0).mig_instances
+    mine = admin.add_process(SPEC, "0", mig=first.uuid)
+    beside = admin.add_process(SPEC, "0", mig=second.uuid)
+    for instances, others in (
+        ((first.gpu_instance_id,), ()),
+        ((first.gpu_instance_id, second.gpu_instance_id), (beside,)),
+    ):
+        meter = UsageMeter(host, device(host), gpu_instances=[one for one in instances if one is not None], clock=clock)
+        meter.look([mine])
+        assert meter.usage().others == others
+
+
+def test_in_a_container_memory_is_what_the_device_gained(clock: Clock) -> None:
+    host = connect(SPEC)
+    with StateFile(SPEC).changed() as state:
+        state.pid_namespace_is_host = False
+    admin.add_process(SPEC, "0", memory_bytes=GIB)
+    meter = UsageMeter(host, device(host), clock=clock)
+    admin.add_process(SPEC, "0", memory_bytes=4 * GIB)
+    meter.look([12345])
+    assert meter.usage().memory_peak_bytes == 4 * GIB
+    assert meter.usage().others == ()
+
+
+def test_outside_mps_needs_two_looks_and_the_daemons_word(clock: Clock) -> None:
+    host = connect(SPEC)
+    mine = admin.add_process(SPEC, "0")
+    for known, outside in ((set(), (mine,)), ({mine}, ()), (None, ())):
+        meter = UsageMeter(host, device(host), clients=lambda known=known: known, clock=clock)
+        meter.look([mine])
+        assert meter.usage().outside == ()
+        clock.now += 1
+        meter.look([mine])
+        assert meter.usage().outside == outside
+
+
+def test_a_lost_gpu_ends_no_measurement(clock: Clock) -> None:
+    host = connect(SPEC)
+    here = device(host)
+    meter = UsageMeter(host, here, clock=clock)
+    admin.set_fault(SPEC, "lost", "0", None)
+    meter.look([1])
+    meter.stop()
+    assert meter.usage().energy_joules is None

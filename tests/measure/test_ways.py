@@ -1,0 +1,134 @@
+"""Names of ways, caps, and which of them a host can run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage
+from gpushare.host.connect import connect
+from gpushare.measure.ways import DEFAULT_WAYS, Reasons, parse_copies, parse_ways, reasons, sort_out
+from gpushare.selection import select_one
+from gpushare.sim import admin
+from gpushare.sim.state import StateFile
+
+ALL = Reasons(outside=None, timeslice=None, mps=None, caps=None, mig=None, clients=None)
+
+
+def here(spec: str = "sim:h200") -> Reasons:
+    host = connect(spec)
+    return reasons(host, select_one("0", host.nvml.sweep()), "true")
+
+
+def test_names_in_their_order_each_once() -> None:
+    assert [way.name for way in parse_ways("mps, queue,MPS:200/n,mps")] == ["mps", "queue", "mps:200/n"]
+    assert len(parse_ways(DEFAULT_WAYS)) == 7
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mps:", "mps:0", "mps:101", "mps:0/n", "queue:50", "mig:2", "foo", "mps,,queue", "mps:x"]
+)
+def test_what_is_no_way(text: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse_ways(text)
+    assert caught.value.code == "bad_way"
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "cap"),
+    [
+        ("mps", 4, None),
+        ("mps:100/n", 1, None),
+        ("mps:100/n", 8, 12.5),
+        ("mps:200/n", 2, None),
+        ("mps:200/n", 16, 12.5),
+        ("mps:100/n", 3, 33.3),
+        ("mps:60", 5, 60.0),
+        ("mps:100", 5, None),
+    ],
+)
+def test_caps(name: str, copies: int, cap: float | None) -> None:
+    assert parse_ways(name)[0].cap(copies) == cap
+
+
+@given(st.integers(1, 512), st.sampled_from([50, 100, 150, 200, 999]))
+def test_a_cap_is_what_mps_takes(copies: int, percent: int) -> None:
+    cap = parse_ways(f"mps:{percent}/n")[0].cap(copies)
+    assert cap is None or 0.1 <= cap < 100
+
+
+def test_copies() -> None:
+    assert parse_copies("8,1, 2,2") == (1, 2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "1,", "-1", "513", "1.5", "٣", "9" * 5000])
+def test_what_is_no_number_of_copies(text: str) -> None:
+    with pytest.raises(BadUsage) as caught:
+        parse_copies(text)
+    assert caught.value.code == "bad_copies"
+
+
+def test_a_host_with_everything_but_mig() -> None:
+    found = here()
+    assert (found.outside, found.timeslice, found.mps, found.caps) == (None, None, None, None)
+    assert "MIG is off on GPU 0" in (found.mig or "")
+    assert "gpushare mig apply" in (found.mig or "")
+    assert found.clients == 48
+
+
+def test_a_gpu_without_mig() -> None:
+    assert here("sim:t4").mig == "no MIG on GPU 0"
+
+
+def test_a_gpu_before_volta_has_no_caps() -> None:
+    assert "Volta" in (here("sim:p100").caps or "")
+
+
+def test_in_mig_mode_only_mig_is_left() -> None:
+    connect("sim:h200")
+    admin.set_mig("sim:h200", "0", ["1g.18gb", "1g.18gb"])
+    found = here()
+    assert found.mig is None
+    assert "MIG mode" in (found.outside or "")
+    assert "MIG mode" in (found.mps or "")
+
+
+def test_without_the_program_there_is_no_mps() -> None:
+    connect("sim:h200")
+    admin.set_fault("sim:h200", "missing", None, "nvidia-cuda-mps-control")
+    found = here()
+    assert "nvidia-cuda-mps-control" in (found.mps or "")
+    assert found.outside is None
+
+
+@pytest.mark.parametrize("mode", [2, 3])
+def test_compute_modes(mode: int) -> None:
+    host = connect("sim:h200")
+    with StateFile(host.spec).changed() as state:
+        state.gpus[0].compute_mode = mode
+    found = here()
+    assert (found.outside is None) == (mode == 3), "prohibited lets nobody in, exclusive-process one"
+    assert "one process at a time" in (found.timeslice or "")
+    assert found.mps is not None
+
+
+def test_left_out_are_named_with_reason() -> None:
+    ways = parse_ways("queue,mps,mps:100/n,mig,streams")
+    why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", clients=4)
+    cells, left = sort_out(ways, (2, 8), why, streams=False, more=lambda _way, _copies: None)
+    assert [(way.name, copies) for way, copies in cells] == [("queue", 2), ("queue", 8), ("mps", 2)]
+    assert {(one.way, one.copies): one.reason for one in left} == {
+        ("mps", 8): "an MPS server takes 4 clients",
+        ("mps:100/n", None): "no caps here",
+        ("mig", None): "no MIG here",
+        ("streams", None): "only the built-in workload runs as streams of one process",
+    }
+
+
+def test_numbers_of_copies_that_cannot_be() -> None:
+    cells, left = sort_out(
+        parse_ways("mig"), (1, 4), ALL, streams=False, more=lambda _way, copies: "too few" if copies > 2 else None
+    )
+    assert [copies for _, copies in cells] == [1]
+    assert [(one.copies, one.reason) for one in left] == [(4, "too few")]

@@ -1,0 +1,144 @@
+"""The simulated job: its speed is what its documented model says, and it runs as a program."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gpushare.host.connect import connect
+from gpushare.sim import admin
+from gpushare.sim.job import speed_of
+from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
+
+SPEC = "sim:h200"
+
+
+@pytest.fixture
+def state() -> SimulatedHostState:
+    connect(SPEC)
+    found = StateFile(SPEC).read()
+    assert found is not None
+    return found
+
+
+def job(
+    state: SimulatedHostState, need: float, *, server: int | None = None, threads: float = 100.0
+) -> SimulatedProcess:
+    process = SimulatedProcess(
+        pid=state.new_pid(),
+        real=False,
+        gpu_uuid=state.gpus[0].uuid,
+        name="job",
+        user="u",
+        uid=0,
+        started_at=0.0,
+        sm_percent=round(min(need, threads)),
+        mps_daemon=server,
+        mps_server=server,
+        threads=threads if server else None,
+    )
+    state.processes.append(process)
+    return process
+
+
+def test_alone_it_runs_at_its_full_rate(state: SimulatedHostState) -> None:
+    assert speed_of(state, job(state, 40), 40) == 1.0
+
+
+@pytest.mark.parametrize("copies", [2, 4, 8])
+def test_time_sliced_each_gets_its_part_however_little_it_needs(state: SimulatedHostState, copies: int) -> None:
+    jobs = [job(state, 5) for _ in range(copies)]
+    assert [speed_of(state, one, 5) for one in jobs] == [1 / copies] * copies
+
+
+@pytest.mark.parametrize(("copies", "speed"), [(2, 1.0), (4, 100 / 160), (8, 100 / 320)])
+def test_under_mps_they_run_at_the_same_time(state: SimulatedHostState, copies: int, speed: float) -> None:
+    jobs = [job(state, 40, server=9) for _ in range(copies)]
+    assert speed_of(state, jobs[0], 40) == pytest.approx(speed)
+
+
+def test_a_cap_holds_it_down_and_leaves_room(state: SimulatedHostState) -> None:
+    jobs = [job(state, 40, server=9, threads=25.0) for _ in range(4)]
+    assert speed_of(state, jobs[0], 40) == pytest.approx(25 / 40)
+
+
+def test_contention_costs_only_where_they_want_too_much(state: SimulatedHostState) -> None:
+    jobs = [job(state, 40, server=9) for _ in range(2)]
+    assert speed_of(state, jobs[0], 40, contention=10) == 1.0
+    job(state, 40, server=9)
+    assert speed_of(state, jobs[0], 40, contention=10) == pytest.approx(100 / 120 * 0.9)
+
+
+def test_one_outside_takes_turns_with_all_clients_together(state: SimulatedHostState) -> None:
+    clients = [job(state, 40, server=9) for _ in range(2)]
+    outside = job(state, 40)
+    assert speed_of(state, outside, 40) == 0.5
+    assert speed_of(state, clients[0], 40) == 0.5
+
+
+def test_streams_need_as_much_again(state: SimulatedHostState) -> None:
+    one = job(state, 40)
+    assert speed_of(state, one, 40, streams=2) == 1.0
+    assert speed_of(state, one, 40, streams=5) == 0.5
+
+
+def test_a_stopped_one_stands_still(state: SimulatedHostState) -> None:
+    one = job(state, 40)
+    one.stopped_at = 1.0
+    assert speed_of(state, one, 40) == 0.0
+
+
+def test_an_instance_has_its_share_and_no_neighbours() -> None:
+    connect(SPEC)
+    admin.set_mig(SPEC, "0", ["1g.18gb", "1g.18gb"])
+    state = StateFile(SPEC).read()
+    assert state is not None
+    jobs = [job(state, 40) for _ in range(2)]
+    for one, mig in zip(jobs, state.gpus[0].mig, strict=True):
+        one.gpu_instance_id, one.compute_instance_id = mig.gpu_instance_id, mig.compute_instance_id
+    # 16 of 132 SMs.
+    assert speed_of(state, jobs[0], 40) == pytest.approx(100 * 16 / 132 / 40)
+    assert speed_of(state, jobs[0], 5) == 1.0
+
+
+def test_it_says_where_it_must_run() -> None:
+    done = subprocess.run([sys.executable, "-m", "gpushare.sim.job"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "gpushare --host sim:h200 run" in done.stderr
+
+
+def test_it_runs_on_its_host_and_ends_after_its_work(capfd: pytest.CaptureFixture[str]) -> None:
+    from gpushare.cli import main
+
+    words = [
+        sys.executable,
+        "-m",
+        "gpushare.sim.job",
+        "--need",
+        "40",
+        "--rate",
+        "100",
+        "--work",
+        "10",
+        "--latency",
+        "4",
+    ]
+    assert main(["--host", SPEC, "run", "--", "sh", "-c", " ".join(words)]) == 0
+    out = capfd.readouterr().out
+    rates = [float(text) for text in re.findall(r"^rate=(.+)$", out, re.MULTILINE)]
+    assert rates
+    assert all(98 < rate < 102 for rate in rates)
+    assert "latency_ms=4.0" in out or "latency_ms=3.9" in out
+
+
+def test_what_does_not_fit_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    from gpushare.cli import main
+
+    words = [sys.executable, "-m", "gpushare.sim.job", "--work", "1"]
+    assert main(["--host", SPEC, "run", "--", *words, "--footprint", "200G"]) == 1
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
+    assert main(["--host", SPEC, "run", "--memory", "1G", "--", *words, "--footprint", "2G"]) == 1
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
