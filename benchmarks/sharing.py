@@ -76,6 +76,7 @@ class Bench:
     device: Device
     pretend: bool
     window: float
+    pairs: tuple[Pair, ...] = PAIRS
 
     def job(self, name: str, *words: str) -> list[str]:
         """Return the command of a job."""
@@ -140,10 +141,12 @@ def alone_rate(bench: Bench, name: str) -> float:
     return sum(rates) / len(rates)
 
 
-def pairs(bench: Bench) -> dict[str, Any]:
+Keep = Callable[[], None]
+
+
+def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Tune every pair, and measure what was found anew."""
-    found = {}
-    for pair in PAIRS:
+    for pair in bench.pairs:
         sys.stderr.write(f"{pair.name}: tune\n")
         words = ["--production", " ".join(bench.job(pair.production))]
         words += ["--opportunistic", " ".join(bench.job(pair.opportunistic))]
@@ -172,13 +175,12 @@ def pairs(bench: Bench) -> dict[str, Any]:
             "tune_seconds": tuned["seconds"],
             "warning": tuned["warning"],
         }
-    return found
+        keep()
 
 
-def ways(bench: Bench) -> dict[str, Any]:
+def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Measure the pairs that are compared with published systems, under the ways that need no tuning."""
-    found: dict[str, Any] = {}
-    for pair in (pair for pair in PAIRS if pair.compared):
+    for pair in (pair for pair in bench.pairs if pair.compared):
         alone = alone_rate(bench, pair.opportunistic)
         openers: tuple[tuple[Callable[[], Share], Mapping[str, Setting]], ...] = (
             (lambda: PlainShare(bench.host, bench.device), {"time-slicing": Setting(threads=100.0, low=False)}),
@@ -192,7 +194,7 @@ def ways(bench: Bench) -> dict[str, Any]:
             reports = compare(bench.host, opener(), options_of(bench, pair, REPEATS), list(settings.values()), Lines())
             for title, report in zip(settings, reports, strict=True):
                 found[f"{pair.name}: {title}"] = {**figures(report, alone), "setting": title}
-    return found
+            keep()
 
 
 def figures(report: TrialReport, alone: float | None) -> dict[str, Any]:
@@ -211,9 +213,8 @@ def figures(report: TrialReport, alone: float | None) -> dict[str, Any]:
     }
 
 
-def farm(bench: Bench) -> dict[str, Any]:
+def farm(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Measure copies of one job under each way that needs no root."""
-    found = {}
     for name, copies, goal in FARMS:
         sys.stderr.write(f"farm: {copies} x {name}\n")
         data = bench.gpushare(
@@ -237,10 +238,10 @@ def farm(bench: Bench) -> dict[str, Any]:
             "of_best": None if chosen is None else chosen / max(means.values()),
             "goal": goal,
         }
-    return found
+        keep()
 
 
-def pause(bench: Bench) -> dict[str, Any]:
+def pause(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Measure a production job that works 2 s in 10, alone and beside a job that stands still meanwhile."""
     on, off, cycles = (2.0, 8.0, 3) if not bench.pretend else (0.6, 1.4, 2)
     alone = alone_rate(bench, "big")
@@ -260,14 +261,15 @@ def pause(bench: Bench) -> dict[str, Any]:
     if base is None or beside is None:
         raise SystemExit("the production job printed no rate")
     done = sum(rate * (at - earlier) for (earlier, _), (at, rate) in itertools.pairwise(other))
-    return {
-        "kept": beside.mean / base.mean,
-        "opportunistic": done / seconds / alone,
-        "production_alone": base.mean,
-        "opportunistic_alone": alone,
-        "cycles": cycles,
-        "goal": {"rate": PAUSE_RATE, "opportunistic": PAUSE_SHARE},
-    }
+    found.update(
+        kept=beside.mean / base.mean,
+        opportunistic=done / seconds / alone,
+        production_alone=base.mean,
+        opportunistic_alone=alone,
+        cycles=cycles,
+        goal={"rate": PAUSE_RATE, "opportunistic": PAUSE_SHARE},
+    )
+    keep()
 
 
 def _beside(bench: Bench, several: Several, pid: int, seconds: float) -> tuple[list[tuple[float, float]], float]:
@@ -301,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print the table, and keep the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--pairs", default=None, help="only these of the pairs: infer+big,mid+big")
     parser.add_argument("-g", "--gpu", default="0")
     parser.add_argument("--into", type=Path, default=None, help="results of an earlier run to add to")
     parser.add_argument("--window", type=float, default=None, help="seconds of one window of measuring")
@@ -313,7 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GPUSHARE_SIM_DIR", tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     host = connect("sim:h200" if given.pretend else "local")
     device = select_one(given.gpu, host.nvml.sweep())
-    bench = Bench(host, device, given.pretend, given.window or (0.3 if given.pretend else 1.5))
+    names = None if given.pairs is None else given.pairs.replace(" ", "").split(",")
+    chosen = tuple(pair for pair in PAIRS if names is None or pair.name.replace(" ", "") in names)
+    bench = Bench(host, device, given.pretend, given.window or (0.3 if given.pretend else 1.5), chosen)
     date = dt.datetime.now().astimezone()
     name = (device.gpu.name or "gpu").lower().replace(" ", "-")
     path = given.into or Path(__file__).with_name(f"results-{name}-{date:%Y%m%d}.json")
@@ -322,12 +327,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         date=f"{date:%Y-%m-%d %H:%M}", gpu=device.gpu.name, driver=host.nvml.driver_version(), gpushare=__version__
     )
     results["method"] = f"windows of {bench.window:g} s, {REPEATS} together and alone in turn, one production process"
-    for part in wanted:
-        started = time.monotonic()
-        results[part] = {"pairs": pairs, "ways": ways, "farm": farm, "pause": pause}[part](bench)
-        results.setdefault("seconds", {})[part] = round(time.monotonic() - started, 1)
+
+    def keep() -> None:
+        # At once: the machine may be borrowed for less time than all of it takes.
         if not given.pretend or given.into is not None:
             path.write_text(json.dumps(results, indent=2) + "\n")
+
+    for part in wanted:
+        started = time.monotonic()
+        {"pairs": pairs, "ways": ways, "farm": farm, "pause": pause}[part](bench, results.setdefault(part, {}), keep)
+        results.setdefault("seconds", {})[part] = round(time.monotonic() - started, 1)
+        keep()
     sys.stdout.write(table(results))
     return 0
 

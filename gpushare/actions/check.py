@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from gpushare.model import Gpu, TimeSlice
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.mps import FoundDaemon
+    from gpushare.layout.hostfile import Entry
 
 
 class Verdict(str, Enum):
@@ -59,6 +61,8 @@ class Examination:
     daemons: list[FoundDaemon] = field(default_factory=list)
     # Time-slice by GPU index; empty where nvidia-smi does not tell.
     levels: dict[int, TimeSlice | None] = field(default_factory=dict)
+    # What the last gpushare.yaml that held says, by GPU index.
+    wanted: Mapping[int, Entry] = field(default_factory=dict)
 
     @property
     def answering(self) -> list[Gpu]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpushare.actions.host_units import users_of, with_units
 from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.layout.description import (
     GpuDescription,
@@ -46,7 +47,7 @@ def describe_host(host: Host, gpus: Sequence[Gpu], *, node: str | None = None) -
     for gpu in gpus:
         if gpu.error is not None:
             raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))
-    daemons = tuple(found.daemon for found in find_daemons(host, gpus) if _stays(found.daemon))
+    daemons = tuple(found.daemon for found in with_units(host, find_daemons(host, gpus), gpus) if _stays(found.daemon))
     for daemon in daemons:
         _check_answers(daemon)
     levels = host.policy.read() if any(not gpu.mig_enabled for gpu in gpus) else {}
@@ -108,25 +109,26 @@ def _gpu(
         compute_mode=gpu.compute_mode,
         mig_capable=gpu.mig_capable,
         time_slice=None if gpu.mig_enabled else levels.get(gpu.index),
-        mps=_mps_of(own, gpu.index) if sharing is Sharing.MPS else None,
+        mps=_mps_of(host, own, gpu.index) if sharing is Sharing.MPS else None,
         mig=_instances(host, gpu, daemons) if gpu.mig_enabled else (),
     )
 
 
-def _mps_of(daemons: Sequence[MpsDaemon], index: int) -> MpsDescription | None:
+def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsDescription | None:
     for daemon in daemons:
         if index in {daemon.gpu_index, *daemon.gpu_indexes}:
-            return _mps(daemon)
+            return _mps(host, daemon)
     return None
 
 
-def _mps(daemon: MpsDaemon) -> MpsDescription:
+def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
     return MpsDescription(
         # A daemon without a limit says 100.
         threads_percent=None if daemon.threads_percent == 100 else daemon.threads_percent,
         memory_limit_bytes=daemon.memory_limit_bytes,
         priority=daemon.priority,
-        users=(daemon.user,) if daemon.user else (),
+        # A daemon of a user who is not root serves that user alone.
+        users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
         pipe_directory=daemon.pipe_directory,
     )
 
@@ -153,7 +155,7 @@ def _instances(host: Host, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigD
                 memory_total_bytes=mig.memory_total_bytes,
                 capabilities=_capabilities(host, gpu.index, mig),
                 name=None if named is None else named.name,
-                mps=None if daemon is None else _mps(daemon),
+                mps=None if daemon is None else _mps(host, daemon),
             )
         )
     return tuple(found)

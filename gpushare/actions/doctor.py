@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.check import Check, Examination, Verdict, counted, remedy_of
@@ -21,14 +21,20 @@ from gpushare.host.snapshot import BLIND
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.layout.hostfile import Entry
+    from gpushare.model import Gpu
 
 
-def examine(host: Host) -> list[Check]:
-    """Run every check. None of them changes anything, and none fails because another did."""
+def examine(host: Host, wanted: Callable[[Sequence[Gpu]], Mapping[int, Entry]] | None = None) -> list[Check]:
+    """Run every check. None of them changes anything, and none fails because another did.
+
+    ``wanted`` tells what the last gpushare.yaml that held says of these GPUs: what it asks for was not left over.
+    """
     examination = Examination(host)
     try:
         examination.gpus = host.nvml.sweep()
         examination.driver = host.nvml.driver_version()
+        examination.wanted = {} if wanted is None else wanted(examination.gpus)
     except GpushareError as error:
         examination.nvml_error = error
     try:

@@ -7,6 +7,7 @@ from typing import Final
 
 from gpushare.actions.check import Check, Examination, Verdict
 from gpushare.host.machine import Xid
+from gpushare.layout.description import Sharing
 from gpushare.model import ComputeMode, Gpu
 
 # NVIDIA's Xid catalogue: after these a GPU is not right again before a reset, or before it is exchanged.
@@ -33,7 +34,7 @@ def persistence(seen: Examination) -> Iterator[Check]:
 
 
 def compute_mode(seen: Examination) -> Iterator[Check]:
-    """Check that no compute mode was left over by an MPS daemon that is gone."""
+    """Check that no compute mode was left over by an MPS daemon that is gone; one that was applied was not."""
     kept = {
         found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
     }
@@ -41,7 +42,10 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     left = [
         gpu
         for gpu in seen.gpus
-        if gpu.compute_mode not in {None, ComputeMode.DEFAULT} and gpu.uuid not in kept and gpu.index not in foreign
+        if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+        and gpu.uuid not in kept
+        and gpu.index not in foreign
+        and not _is_wanted(seen, gpu)
     ]
     for gpu in left:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
@@ -55,6 +59,12 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         )
     if seen.gpus and not left:
         yield Check(id="gpu.compute_mode", verdict=Verdict.PASS, seen="no compute mode is left over")
+
+
+def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
+    entry = seen.wanted.get(gpu.index)
+    asked = entry is not None and entry.sharing is Sharing.EXCLUSIVE
+    return asked and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
 
 
 def xids(seen: Examination) -> Iterator[Check]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 from gpushare.actions.check import Check, Examination, Verdict
 from gpushare.host.cdi import root_of
 from gpushare.host.machine import SHARED_MEMORY
+from gpushare.host.mps_access import pipe_users
+from gpushare.layout.systemd import UNIT_PIPES
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -80,21 +82,24 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
             why="any user can put a socket of his own in the daemon's place",
             remedy=f"sudo chmod 0755 {pipe}",
         )
-    closed = _closed(pipe, root_of(seen.host)) if daemon.user == "root" else None
+    # What 'users' of a gpushare.yaml closed is closed on purpose; what lies above must be open all the same.
+    chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
+    first = pipe.parent if chosen else pipe
+    closed = _closed(first, root_of(seen.host)) if daemon.user == "root" else None
     if closed is not None:
         yield Check(
             id="mps.reach",
             verdict=Verdict.WARN,
             gpu=daemon.gpu_index,
-            seen=f"only its owner may go through {closed}, on the way to {pipe}",
+            seen=f"only its owner may go through {closed}" + ("" if closed == pipe else f", on the way to {pipe}"),
             why="programs of other users, and of containers, cannot reach the daemon and run without MPS or fail",
             remedy=f"sudo chmod o+x {closed}",
         )
 
 
-def _closed(pipe: Path, root: Path) -> Path | None:
+def _closed(directory: Path, root: Path) -> Path | None:
     # Of a simulated host what lies above its own directory is the machine's business.
-    above = [path for path in (pipe, *pipe.parents) if path != root and path.is_relative_to(root)]
+    above = [path for path in (directory, *directory.parents) if path != root and path.is_relative_to(root)]
     for path in reversed(above):
         with contextlib.suppress(OSError):
             if not path.stat().st_mode & stat.S_IXOTH:

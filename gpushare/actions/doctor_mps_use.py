@@ -16,6 +16,7 @@ from gpushare.host import mps_control
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path
 from gpushare.host.mps import DEFAULT_PIPE_DIRECTORY
+from gpushare.layout.systemd import pipe_directory
 from gpushare.model import TimeSlice
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def foreign(seen: Examination) -> Iterator[Check]:
                 why="programs that never asked for MPS join it, containers too, and fail with it (CUDA error 805)",
                 remedy=f"{_quit(daemon)}; then a private one: gpushare mps start",
             )
-        elif not daemon.ours:
+        elif not daemon.ours and not _is_of_unit(seen, daemon):
             yield Check(
                 id="mps.foreign",
                 verdict=Verdict.WARN,
@@ -51,6 +52,12 @@ def foreign(seen: Examination) -> Iterator[Check]:
             )
     yield from _several(seen)
     yield from _dead_default(seen)
+
+
+def _is_of_unit(seen: Examination, daemon: MpsDaemon) -> bool:
+    """Return whether a systemd unit of `gpushare export systemd` runs it."""
+    uuids = [uuid for gpu in seen.answering for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
+    return daemon.pipe_directory is not None and daemon.pipe_directory in map(pipe_directory, uuids)
 
 
 def _quit(daemon: MpsDaemon) -> str:

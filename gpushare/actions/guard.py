@@ -1,8 +1,8 @@
 """The guard of `gpushare run`: ends the program the safe way when gpushare itself dies.
 
-Runs as its own process (`python guard.py ROOT SPEC UUID INDEX KIND LEASE DESCRIPTOR MIG-LEASE DESCRIPTOR`), started by
-file so that nothing in the user's folder can stand in for the package. KIND is what the program runs in: ``mps``, or
-``instance``, a MIG instance without MPS. It reads lines from its standard input: ``program PID
+Runs as its own process (`python guard.py ROOT SPEC UUID INDEX KIND LEASE DESCRIPTOR [MIG-LEASE DESCRIPTOR]...`),
+started by file so that nothing in the user's folder can stand in for the package. KIND is what the program runs in:
+``mps``, or ``instance``, MIG instances (or a whole GPU) without MPS. It reads lines from its standard input: ``program PID
 STARTED`` and ``ended PID``, of as many programs as there are, then ``done``, or ``linger`` (the program has ended, others still use the daemon: stop it
 when the last one goes). The end of the input without either word is the death of gpushare.
 """
@@ -28,14 +28,14 @@ def main() -> None:
         elif words == ["done"]:
             return
         elif words == ["linger"]:
-            # The program has ended: its MIG instance was given back, and may be another's by now.
-            _clean_up([*sys.argv[1:8], "", "-1"], {})
+            # The program has ended: its MIG instances were given back, and may be another's by now.
+            _clean_up(sys.argv[1:8], {})
             return
-    _clean_up(sys.argv[1:10], programs)
+    _clean_up(sys.argv[1:], programs)
 
 
 def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
-    root, spec, uuid, index, kind, lease, descriptor, mig_lease, mig_descriptor = told
+    root, spec, uuid, index, kind, lease, descriptor, *instances = told
     sys.path.insert(0, root)
     from pathlib import Path
 
@@ -50,7 +50,11 @@ def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
         programs,
         mps=kind == "mps",
         lease=Lease(Path(lease), int(descriptor)) if lease else None,
-        mig_lease=MigLease(Path(mig_lease), int(mig_descriptor)) if mig_lease else None,
+        mig_leases=[
+            MigLease(Path(path), int(number))
+            for path, number in zip(instances[::2], instances[1::2], strict=True)
+            if path
+        ],
     )
 
 

@@ -20,6 +20,7 @@ from gpushare.actions.host_steps import (
     names_steps,
     revoke_steps,
 )
+from gpushare.actions.host_units import refuse_units
 from gpushare.actions.mig_bind import name_taken
 from gpushare.actions.mig_change import GpuChange, MigChange, plan_change
 from gpushare.actions.mig_daemons import idle_daemon_pids, refuse_foreign
@@ -82,6 +83,7 @@ def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: 
         )
     if not points(live, entry):
         return GpuApply(MigChange(gpus=(), plan=Plan(title=title, steps=())))
+    refuse_units(live)
     if live.foreign:
         devices = {live.gpu.uuid or "", *(mig.uuid for mig in live.gpu.mig_instances)}
         refuse_foreign(host, live.gpu, devices)

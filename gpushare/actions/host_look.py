@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gpushare.actions.host_units import is_unit, live_unit, with_units
 from gpushare.actions.mig_grant import plan_reapply
 from gpushare.actions.mig_layouts import layouts_of
 from gpushare.errors import GpushareError, NotFound
@@ -34,7 +35,7 @@ def look(host: Host, gpus: Sequence[Gpu]) -> list[LiveGpu]:
         GpushareError: NVML does not answer.
     """
     levels = _levels(host)
-    found = find_daemons(host, gpus)
+    found = with_units(host, find_daemons(host, gpus), gpus)
     answering = [gpu for gpu in gpus if gpu.error is None]
     layouts = {one.gpu: one for one in layouts_of(host, [gpu for gpu in answering if gpu.mig_capable])}
     named = names_of(host)
@@ -58,13 +59,18 @@ def _live(
 ) -> LiveGpu:
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
     ours = [one for one in found if one.daemon.ours and one.daemon.device_uuid in mine]
-    foreign = [one.daemon for one in found if not one.daemon.ours and gpu.index in one.daemon.gpu_indexes]
+    units = [one.daemon for one in found if is_unit(one.daemon) and one.daemon.device_uuid in mine]
+    others = [one.daemon for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
+    foreign = [one for one in others if gpu.index in one.gpu_indexes]
     names = [one for one in named if one.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,
         time_slice=levels.get(gpu.index),
         has_time_slice=gpu.index in levels,
-        daemons={one.daemon.device_uuid or "": _mps(one) for one in ours},
+        daemons={
+            **{one.daemon.device_uuid or "": _mps(one) for one in ours},
+            **{one.device_uuid or "": live_unit(host, gpu, one) for one in units},
+        },
         foreign=tuple(
             f"an MPS daemon that gpushare did not start (process {one.pid}, {one.pipe_directory})" for one in foreign
         ),

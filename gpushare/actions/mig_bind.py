@@ -50,8 +50,8 @@ def _named(word: str, plan: GpuPlan, new: Created) -> NamedInstance:
     return NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.placement.start)
 
 
-def bind_step(host: Host, one: NamedInstance) -> Step:
-    """Return the step that binds a name."""
+def bind_step(host: Host, one: NamedInstance, gpu: int) -> Step:
+    """Return the step that binds a name; ``gpu`` is the index of its GPU."""
     before: list[NamedInstance] = []
 
     def act() -> None:
@@ -65,16 +65,16 @@ def bind_step(host: Host, one: NamedInstance) -> Step:
             names.update({old.name: old for old in before})
 
     return Step(
-        what=f"call {one.profile}:{one.start} of {one.gpu_uuid} '{one.name}'",
-        command=f"gpushare mig name {one.name} {one.profile}:{one.start}",
+        what=f"name {one.profile}:{one.start} on GPU {gpu} '{one.name}'",
+        command=f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}",
         undo=f"gpushare mig name --forget {one.name}",
         do=act,
         revert=back,
     )
 
 
-def forget_step(host: Host, one: NamedInstance) -> Step:
-    """Return the step that forgets a name."""
+def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
+    """Return the step that forgets a name; ``gpu`` is the index of its GPU, where that is known."""
 
     def act() -> None:
         with names_changed(host) as names:
@@ -88,7 +88,7 @@ def forget_step(host: Host, one: NamedInstance) -> Step:
     return Step(
         what=f"forget the name '{one.name}' ({one.profile}:{one.start})",
         command=f"gpushare mig name --forget {one.name}",
-        undo=f"gpushare mig name {one.name} {one.profile}:{one.start}",
+        undo=f"gpushare mig name {one.name} {one.profile}:{one.start}" + ("" if gpu is None else f" -g {gpu}"),
         do=act,
         revert=back,
     )
@@ -109,7 +109,7 @@ def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
             if one.gpu_uuid != plan.uuid or place not in gone | made:
                 continue
             if place not in made:
-                steps.append(forget_step(host, one))
+                steps.append(forget_step(host, one, plan.gpu))
             elif one.users:
                 steps.append(_grant_step(host, one))
     return steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -84,6 +85,7 @@ def plan_change(
         NotSupported: the GPU has no MIG.
     """
     steps: list[Step] = []
+    daemons: list[Step] = []
     notes: list[str] = []
     for change in changes:
         if not change.changes:
@@ -92,15 +94,22 @@ def plan_change(
             ending = [pid for gone in _evicted(change, evict) for pid in holders_of(gone)]
             bare = not change.plan.created
             notes += check_mode_change(host, change.gpu, enable=change.enable, bare=bare, ending=ending)
-        steps += _steps(host, change, journal, evict)
-    return MigChange(gpus=tuple(changes), plan=Plan(title=title, steps=(*first, *steps, *after)), notes=tuple(notes))
+        work, then = _steps(host, change, journal, evict)
+        steps += work
+        daemons += then
+    # Daemons last, for all GPUs: what was stopped is forgotten only when nothing can be undone any more.
+    everything = (*first, *steps, *daemons, *after)
+    return MigChange(gpus=tuple(changes), plan=Plan(title=title, steps=everything), notes=tuple(notes))
 
 
 def _evicted(change: GpuChange, evict: Collection[tuple[int, int]]) -> list[Destroyed]:
     return [gone for gone in change.plan.destroyed if (change.gpu.index, gone.instance.id) in evict]
 
 
-def _steps(host: Host, change: GpuChange, journal: Journal, evict: Collection[tuple[int, int]]) -> list[Step]:
+def _steps(
+    host: Host, change: GpuChange, journal: Journal, evict: Collection[tuple[int, int]]
+) -> tuple[list[Step], list[Step]]:
+    """Return the steps of one GPU, and those for its daemons when the instances of all GPUs are there."""
     gpu = change.gpu
     going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
     if change.enable and gpu.uuid:
@@ -117,13 +126,13 @@ def _steps(host: Host, change: GpuChange, journal: Journal, evict: Collection[tu
         steps.append(mode_step(host, gpu, journal, enable=False))
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
     back = set(_coming_back(change.plan))
-    steps += daemon_steps_after(
+    then = daemon_steps_after(
         host,
         {uuid: device for uuid, device in devices.items() if uuid in back},
         gone=going - back,
         stayed=[device for uuid, device in devices.items() if uuid not in going],
     )
-    return steps
+    return steps, list(then)
 
 
 def _coming_back(plan: GpuPlan) -> Iterator[str]:
@@ -286,7 +295,10 @@ def _words(one: InstanceShape) -> str:
     parts = sorted((part.slices for part in one.compute), reverse=True)
     if parts in ([], [slices]):
         return f"{one.profile}:{one.start}"
-    return " ".join(f"{part}c.{one.profile}:{one.start}" for part in parts)
+    return " ".join(
+        f"{part}c.{one.profile}:{one.start}" + (f"*{number}" if number > 1 else "")
+        for part, number in Counter(parts).items()
+    )
 
 
 def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:

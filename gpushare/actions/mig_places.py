@@ -164,7 +164,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
         first = capable[0].index
         raise NotFound(
             f"MIG is off on GPU {', '.join(str(one.index) for one in capable)}",
-            f"turn it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one}",
+            f"turn it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
             code="mig_off",
         )
     free_of_name = [place for place in found if place.name is None]
@@ -238,17 +238,17 @@ def _check_known(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
 
 def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotFound:
     where = f"GPU {', '.join(map(str, gpus))}"
+    make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
     if named:
         names = ", ".join(sorted({place.name or "" for place in named}))
         return NotFound(
             f"every {request.one} of {where} has a name, and is kept for who names it: {names}",
-            f"run in it: --mig {min(place.name or '' for place in named)}; "
-            f"or make another: gpushare mig create {request.one}",
+            f"run in it: --mig {min(place.name or '' for place in named)}; or make another: {make}",
             code="no_instance",
         )
     return NotFound(
         f"there is no MIG instance {request.one} on {where}",
-        f"make one: gpushare mig create {request.one}; see: gpushare mig status",
+        f"make one: {make}; see: gpushare mig status",
         code="no_instance",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mps_stop import clients_of, end_daemon
@@ -56,20 +56,18 @@ def after_death(
     *,
     mps: bool,
     lease: Lease | None,
-    mig_lease: MigLease | None,
+    mig_leases: Sequence[MigLease] = (),
 ) -> None:
-    """End orphaned programs, give their MIG instance back, and stop an MPS daemon that was ours with its last user.
+    """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
 
     ``programs`` are PIDs with their start times. The leases are the dead gpushare's, which the guard has held on; with
     ``mps`` the programs end the safe way.
     """
     host = connect(spec)
-    if mig_lease is not None:
-        if mig_lease.held():
-            mig_lease.sign()
-        else:
-            # It was given back, and somebody else has it, before gpushare died.
-            mig_lease = None
+    # One that was given back before gpushare died may be somebody else's.
+    mig_leases = [one for one in mig_leases if one.held()]
+    for one in mig_leases:
+        one.sign()
     home = home_of(host.run_directory, uuid)
     with contextlib.suppress(GpushareError):
         _end(host, home, uuid, index, programs, mps=mps)
@@ -77,11 +75,12 @@ def after_death(
     if lease is not None:
         lease.release()
     lingers = mps and _in_use(host, home)
-    if mig_lease is not None:
+    if mig_leases:
         # One that hangs in the driver is still in its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
             time.sleep(_POLL_SECONDS)
-        mig_lease.release()
+    for one in mig_leases:
+        one.release()
     while lingers:
         time.sleep(_POLL_SECONDS)
         lingers = _in_use(host, home)

@@ -183,7 +183,7 @@ def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
     first = held[0][0]
     hint = "wait until it ends; see: gpushare mig status"
     if first.name is None:
-        hint = f"wait for one, or make another: gpushare mig create {first.instance.profile.name}"
+        hint = f"wait for one, or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
     if all(inside is None for _, inside in held) and host.processes.namespace_is_host() is False:
         hint = "NVML's PIDs are the host's: run there, or name the instance (--mig NAME, -g MIG-...)"
     return InUse(f"in use: {places}{more}", hint, gpu=str(first.gpu.index), code="instance_in_use")

@@ -62,7 +62,7 @@ class Guarded(Protocol):
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told: the kind, then path and descriptor of the daemon's and the instance's lease."""
+        """Return what the guard is told: the kind, then path and descriptor of the daemon's lease and of each instance's."""
 
 
 class Share(Guarded, Protocol):

@@ -18,6 +18,8 @@ from gpushare.advice.workload import Case, Isolation, Pattern
 from gpushare.units import GIB, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gpushare.advice.memory import Budget
 
 
@@ -156,19 +158,40 @@ def answer_of(situation: Situation, field: str) -> Any:
     return case.any(field)
 
 
-def _changes(situation: Situation, way: Way | None) -> list[Change]:
-    found = []
+def other_answers(situation: Situation) -> Iterator[tuple[Alternative, bool, tuple[Verdict, ...]]]:
+    """Yield every other answer that there could be, whether nobody answered yet, and the verdicts with it."""
     for other in ALTERNATIVES:
         now = answer_of(situation, other.field)
         if now == other.value or (now is None and other.value is False and other.field == "running"):
             continue
         if situation.case.processes == 1 and other.field in {"same_user", "trusted"}:
             continue
-        best = winner(verdicts(with_answer(situation, other.field, other.value)))
-        then = None if best is None else best.way
-        if then is not way:
-            found.append(Change(field=other.field, text=other.text, way=then, open=now is None))
+        yield other, now is None, verdicts(with_answer(situation, other.field, other.value))
+
+
+def _changes(situation: Situation, way: Way | None) -> list[Change]:
+    found = []
+    for other, is_open, then in other_answers(situation):
+        best = winner(then)
+        to = None if best is None else best.way
+        if to is not way:
+            found.append(Change(field=other.field, text=other.text, way=to, open=is_open))
     return found
+
+
+def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Change, ...]) -> Advice:
+    """Return the advice with another winner, and the thread cap of its MPS clients if it was measured (percent)."""
+    situation = replace(advice.situation, cap=cap)
+    return replace(
+        advice,
+        situation=situation,
+        best=advice.of(way),
+        recipe=recipe(situation, way),
+        budget=situation.budget_of(way),
+        limits_bytes=limits_sum(situation, way),
+        changes=changes,
+        gaps=_gaps(situation, way),
+    )
 
 
 def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Change, ...]) -> tuple[Confidence, str]:
@@ -180,7 +203,7 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
         return Confidence.LOW, "the studies contradict each other for this: only your own program can tell"
     if open_fields:
         level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
-        return level, f"open questions that would change it: {_named(open_fields)}"
+        return level, open_text(open_fields)
     if best.way is Way.MPS_PRIORITY and "H200" not in (situation.gpu.name or ""):
         return Confidence.MEDIUM, "its cap was measured on an H200: this GPU may need another"
     if any(one.contradiction for one in best.reasons):
@@ -201,8 +224,9 @@ QUESTION_TITLES: Final = {
 }
 
 
-def _named(fields: list[str]) -> str:
-    return ", ".join(QUESTION_TITLES.get(field, field) for field in fields)
+def open_text(fields: list[str]) -> str:
+    """Return the sentence on questions that nobody answered and that would change the answer."""
+    return f"open questions that would change it: {', '.join(QUESTION_TITLES.get(field, field) for field in fields)}"
 
 
 _GAPS: Final = {

@@ -25,12 +25,16 @@ _PRE_VOLTA_CLIENTS: Final = 16
 
 @dataclass(frozen=True)
 class Situation:
-    """A case, the host and the GPU that it shall run on, and the table."""
+    """A case, the host and the GPU that it shall run on, and the table.
+
+    ``cap`` is the thread percentage of an MPS client that was measured to be best (100: no cap), None where none was.
+    """
 
     case: Case
     host: HostFacts
     gpu: GpuFacts
     table: Table
+    cap: float | None = None
 
     # -- the case ----------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.common import ChangingCommand, settings
+from gpushare.cli.common import CONTEXT, ChangingCommand, settings
 from gpushare.errors import BadUsage, GpuLost, NotFound
 
 if TYPE_CHECKING:
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("advise", cls=ChangingCommand, short_help="Say which way of sharing fits, and what to type.")(advise)
+    app.command(
+        "advise",
+        cls=ChangingCommand,
+        short_help="Say which way of sharing fits, and what to type.",
+        # Options end at the command's name: its own are its own, also without "--".
+        context_settings={**CONTEXT, "allow_interspersed_args": False},
+    )(advise)
 
 
 def _yes_no(name: str, text: str, *also: str) -> Any:
@@ -28,6 +35,10 @@ def _yes_no(name: str, text: str, *also: str) -> Any:
 
 
 def advise(
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CMD...]", help="What to measure, with --measure.", show_default=False),
+    ] = None,
     processes: Annotated[str | None, typer.Option("--processes", metavar="N", help="How many processes share.")] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="SIZE", help="Memory of one process at its peak: 6G.")
@@ -102,18 +113,56 @@ def advise(
         str | None, typer.Option("--mechanism", metavar="NAME", help="Explain this way: why, or why not.")
     ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Carry the set-up out; see it first with --dry-run.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure CMD under each way that fits (gpushare bench), then answer.")
+    ] = False,
+    copies: Annotated[
+        int | None, typer.Option("--copies", metavar="N", help="Measure so many copies. [default: --processes]")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
+    ] = None,
+    lower: Annotated[
+        bool,
+        typer.Option("--lower-is-better/--higher-is-better", help="What is printed: a time per unit, or a rate."),
+    ] = False,
+    window: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TIME", help="Measure so long and end CMD; it needs --metric."),
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option("--repeat", metavar="N", help="How often each is run. [default: 3]")
+    ] = None,
+    timeout: Annotated[
+        str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
+    ] = None,
 ) -> Any:
     """Say which way of sharing a GPU fits, why, and what exactly to type on this host.
 
     Say what you know; what decides and was not said is asked on a terminal, never with -y. Every way gets
     a verdict, -v prints every rule with its source. Nothing is changed without --apply.
 
+    --measure runs copies of CMD under the ways that no rule refuses, as gpushare bench does, and says how that
+    changed the answer: gpushare advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py
+
     A file holds the same words: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
     """
     words = {key: value for key, value in locals().items() if key not in _NOT_A_PROPERTY}
+    if program and command is None:
+        words["command"] = shlex.join(program)
     from gpushare.advice.ways import way_of
     from gpushare.cli.facts import gather
 
+    asked_for = {
+        "--copies": copies,
+        "--metric": metric,
+        "--lower-is-better": lower or None,
+        "--for": window,
+        "--repeat": repeat,
+        "--timeout": timeout,
+    }
+    wanted = _wanted(program, command, asked_for, measure=measure, explained=mechanism is not None)
     explained = None if mechanism is None else way_of(mechanism)
     if explained is not None and apply:
         raise BadUsage(
@@ -139,12 +188,42 @@ def advise(
         situation = asked(situation)
     from gpushare.advice.advise import advise as advised
 
+    if wanted is not None:
+        from gpushare.cli.advise_measure import measured_answer
+
+        return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
 
 
-_NOT_A_PROPERTY = frozenset(
-    {"production", "opportunistic", "root", "gpu", "file", "live", "recording", "mechanism", "apply"}
-)
+_MEASURING: Final = frozenset({"program", "measure", "copies", "metric", "lower", "window", "repeat", "timeout"})
+_NOT_A_PROPERTY: Final = _MEASURING | {
+    *("production", "opportunistic", "root", "gpu", "file", "live", "recording", "mechanism", "apply"),
+}
+
+
+def _wanted(
+    program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
+) -> Any:
+    """Return what is to be measured, or None.
+
+    Raises:
+        BadUsage: there is something to measure and no --measure, or the other way round.
+    """
+    given = [name for name, value in asked.items() if value is not None]
+    if measure and explained:
+        raise BadUsage("--mechanism explains, --measure measures", "leave one of them away", code="bad_combination")
+    if measure:
+        from gpushare.cli.advise_measure import wanted_of
+
+        return wanted_of(program or shlex.split(command or ""), asked)
+    if program or given:
+        said = "a command" if program else ", ".join(given)
+        raise BadUsage(
+            f"{said} without --measure",
+            "measure it: gpushare advise --measure ... -- CMD; only name it: --command 'CMD'",
+            code="bad_combination",
+        )
+    return None
 
 
 def _number(option: str, text: str | None) -> int | None:
@@ -219,15 +298,16 @@ def _may_ask(*, explained: bool) -> bool:
     return terminal and wanted and not settings.yes and not explained
 
 
+RUNS_ON: Final = "what runs now keeps running as it is: it joins MPS or an instance only when it is started anew"
+
+
 def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
     from gpushare.cli.advise_data import advice_data, verdict_data
     from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.result import Result
 
     data = advice_data(advice)
-    notes = [*data["notes"]]
-    if live:
-        notes.append("what runs now keeps running as it is: it joins MPS or an instance only when it is started anew")
+    notes = [*data["notes"], *([RUNS_ON] if live else [])]
     if explained is not None:
         one = verdict_data(advice.of(explained))
         table = reasons_table([one], f"{one['title']} on {data['gpu_title']}: {one['outcome']}")

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpushare.advice.advise import Advice
     from gpushare.advice.engine import Verdict
+    from gpushare.advice.measured import MeasuredAdvice
     from gpushare.advice.memory import Budget
     from gpushare.advice.recipe_line import Line
 
@@ -54,6 +57,34 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         },
         "notes": list(advice.notes),
     }
+
+
+def measured_data(found: MeasuredAdvice, bench: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the final answer as `advice_data`; beside it the rules' answer, what the measurement did, and all of it."""
+    from gpushare.advice.rule import Kind
+
+    data, rules = advice_data(found.final), advice_data(found.rules)
+    best = found.final.best
+    if best is not None and best.way.value != rules["winner"]:
+        # Why it won is what was measured; the rules have their own reasons for it, or none.
+        data["why"] = [
+            *(one.text for one in best.of(Kind.FOR)),
+            *(f"condition: {text}" for text in data["conditions"]),
+        ]
+    chosen, against = found.chosen, found.against
+    data["measured"] = {
+        "effect": found.effect.value,
+        "sentence": found.sentence,
+        "copies": found.copies,
+        "way": None if chosen is None else chosen.name,
+        "threads_percent": None if chosen is None else chosen.cap,
+        "against": None if against is None else against.name,
+        "ratio": None if found.ratio is None else float(f"{found.ratio:.6g}"),
+        "certain": found.certain,
+    }
+    data["rules"] = {key: value for key, value in rules.items() if key not in {"verdicts", "case", "notes"}}
+    data["measurement"] = None if bench is None else dict(bench)
+    return data
 
 
 def _why_left(advice: Advice, best: Verdict) -> str:

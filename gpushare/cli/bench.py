@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement
     from gpushare.measure.metric import Metric
-    from gpushare.measure.session import Prepared, Request
+    from gpushare.measure.session import Request
     from gpushare.selection import Device
 
 _MOST_REPEATS = 100
@@ -98,7 +97,7 @@ def bench(
     Ctrl-C ends the copies safely and keeps what was measured.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
-    from gpushare.measure.bench_data import Header, bench_data, check_new, read_bench
+    from gpushare.measure.bench_data import check_new, read_bench
 
     built_in = {"size": size, "cpu": cpu or None, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
@@ -113,27 +112,14 @@ def bench(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
-    from gpushare.measure.session import measure, prepare
+    from gpushare.measure.session import prepare
 
     prepared = prepare(host, device, request)
+    from gpushare.cli.bench_run import carried_out, planned
+
     if settings.dry_run:
-        return _planned(prepared)
-    from gpushare.cli.bench_progress import progress_line
-
-    started = time.time()
-    with progress_line(quiet=settings.quiet) as progress:
-        measurement, number = measure(host, device, prepared, progress)
-    from gpushare.host.snapshot import BLIND
-
-    header = Header(
-        host=host.spec,
-        driver=host.nvml.driver_version(),
-        device=device,
-        started_at=started,
-        workload=workload,
-        notes=(BLIND,) if host.processes.namespace_is_host() is False else (),
-    )
-    data = bench_data(header, measurement)
+        return planned(prepared)
+    data, measurement, number = carried_out(host, device, prepared, workload)
     return _result(data, measurement, number, before, kept, picture)
 
 
@@ -209,7 +195,7 @@ def _request(
         ways=parse_ways(ways or default),
         copies=parse_copies(copies),
         repeat=repeat,
-        window=None if window is None else _positive("--for", window),
+        window=None if window is None else positive("--for", window),
         limit=None if timeout is None else parse_seconds(timeout),
         streams=streams,
         environment=environment,
@@ -217,37 +203,18 @@ def _request(
     return request, workload
 
 
-def _positive(option: str, text: str) -> float:
+def positive(option: str, text: str) -> float:
+    """Return a time in seconds.
+
+    Raises:
+        BadUsage: it is none, or zero.
+    """
     from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)
     if seconds <= 0:
         raise BadUsage(f"{option} {text} is no time", "give --for 3s", code="bad_duration")
     return seconds
-
-
-def _planned(prepared: Prepared) -> Any:
-    """Return what would be run, as a plan."""
-    import shlex
-
-    from gpushare.actions.plan import Step
-    from gpushare.measure.bench import schedule
-    from gpushare.show.plan import plan_result
-
-    line = shlex.join(prepared.settings.argv)
-    steps = [
-        Step(
-            what=f"run {number} {'copy' if number == 1 else 'copies'} under {way.name}, {prepared.settings.repeat} times",
-            command=line,
-            do=lambda: None,
-        )
-        for way, number in schedule(prepared.settings)
-    ]
-    notes = [
-        f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
-        for one in prepared.left_out
-    ]
-    return plan_result("bench", steps, dry_run=True, notes=notes)
 
 
 def _result(
@@ -258,6 +225,7 @@ def _result(
     kept: Path | None,
     picture: Path | None,
 ) -> Any:
+    from gpushare.cli.bench_run import bench_notes
     from gpushare.measure.bench_data import compared, write_bench
     from gpushare.show.bench import bench_result
 
@@ -271,7 +239,7 @@ def _result(
     if measurement.error is not None:
         more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
     comparison = None if before is None else compared(data, before)
-    result = bench_result(data, _notes(data), comparison=comparison, **more)
+    result = bench_result(data, bench_notes(data), comparison=comparison, **more)
     if kept is not None:
         write_bench(kept, result.data)
     if picture is not None:
@@ -279,18 +247,3 @@ def _result(
 
         draw(picture, data)
     return result
-
-
-def _notes(data: Mapping[str, Any]) -> list[str]:
-    notes = [*data["notes"]]
-    notes += [
-        f"{cell['way']}, {cell['copies']} copies: {failure}" for cell in data["cells"] for failure in cell["failures"]
-    ]
-    if data["others"]:
-        pids = ", ".join(map(str, data["others"][:6]))
-        notes.append(f"other processes were on the GPU while it was measured ({pids}): the figures may be theirs too")
-    if data["repeat"] == 1:
-        notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")
-    if data["metric"]["pattern"] is None:
-        notes.append("start-up is counted; for a program that runs long give --metric and --for")
-    return notes

@@ -78,7 +78,7 @@ def status(gpu: GpuOption = None) -> Any:
         )
     left = Journal(settings.connect()).left()
     notes = [] if left is None else [f"'{left.title}' was interrupted in the middle: gpushare mig recover"]
-    notes += [f"GPU {one.index}: {one.error}" for one in silent]
+    notes += [one.error for one in silent if one.error]
     notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
         for one, layout in zip(gpus, layouts, strict=True)
@@ -122,7 +122,9 @@ def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory
     _, layouts = chosen(gpu, model)
     found = plan_add(layouts, asked)
     if isinstance(found, Plan):
-        places = [f"{new} on GPU {one.gpu}" for one in found.gpus for new in one.created]
+        places = [
+            f"{'' if new.into is None else 'in '}{new} on GPU {one.gpu}" for one in found.gpus for new in one.created
+        ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(found, {one.gpu: one for one in layouts})
         return Result(command="mig fits", data={"fits": True, "where": places, "would_go": []}, text=text)
     if found.why is Why.NEVER:

@@ -62,7 +62,8 @@ def create(
     """Add GPU instances with their compute instances, where they leave the most room. Nothing is destroyed.
 
     Each is made at an explicit placement and read back. A name means GPU, profile and placement: `run --mig
-    NAME` and `mig env NAME` find it again, also after a reboot.
+    NAME` and `mig env NAME` find it again, also after a reboot. A compute instance (1c.3g.40gb) without a name goes
+    into an idle GPU instance that has room for it; beside somebody only where its place is said (1c.3g.40gb:4).
     """
     from gpushare.cli.mig import wished
     from gpushare.mig.planner import plan_add
@@ -72,7 +73,10 @@ def create(
     def make(host: Host, journal: Journal) -> MigChange:
         gpus, layouts = current(host, gpu)
         _need_mig(gpus)
-        plan = planned_or_refused(plan_add(layouts, asked))
+        # It only adds: a GPU whose mode is off has no place to add to.
+        on = [n for n, one in enumerate(gpus) if one.mig_enabled]
+        gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
+        plan = planned_or_refused(plan_add(layouts, asked, beside=name is None))
         return _change(host, journal, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
 
     return carried("mig create", make, refresh_cdi=refresh_cdi)
@@ -220,7 +224,9 @@ def _change(
         for gpu, layout, one in zip(gpus, layouts, plan.gpus, strict=True)
     ]
     names = [] if name is None else named(host, name, plan.gpus)
-    first, after = [bind_step(host, one) for one in names], name_steps(host, plan.gpus)
+    index = {one.uuid: one.gpu for one in plan.gpus}
+    first = [bind_step(host, one, index[one.gpu_uuid]) for one in names]
+    after = name_steps(host, plan.gpus)
     may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(host, changes, journal, title=title, evict=may_go, first=first, after=after)
     return replace(change, names=tuple(one.name for one in names))

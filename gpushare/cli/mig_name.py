@@ -66,7 +66,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     given = names_of(host)
     if name in given and _place(given[name]) != _place(one):
         raise name_taken(given[name])
-    steps = () if found.name == name else (bind_step(host, one),)
+    steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
     if steps and found.name is not None:
         raise name_taken(given[found.name])
     return Plan(title=f"name {name}", steps=steps, undo=f"gpushare mig name --forget {name}")

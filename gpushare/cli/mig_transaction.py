@@ -198,16 +198,24 @@ def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
 
     gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus if one.plan.created]
     layouts = {gpu.index: MigReader(host.nvml).layout(gpu) for gpu in gpus if gpu.error is None}
-    return [_row(index, instance) for index, instance in created_in(change, layouts)]
+    stayed = _stayed(change)
+    return [_row(index, instance, stayed) for index, instance in created_in(change, layouts)]
 
 
-def _row(index: int, instance: GpuInstance) -> dict[str, Any]:
+def _stayed(change: MigChange) -> set[str | None]:
+    """Return the UUIDs of compute instances beside which others were made in their GPU instance."""
+    plans = [one.plan for one in change.gpus]
+    inside = {c.uuid for plan in plans for new in plan.created if new.into is not None for c in new.into.compute}
+    return inside - {c.uuid for plan in plans for gone in plan.destroyed for c in gone.compute}
+
+
+def _row(index: int, instance: GpuInstance, stayed: set[str | None]) -> dict[str, Any]:
     return {
         "gpu": index,
         "gpu_instance_id": instance.id,
         "profile": instance.profile.name,
         "start": instance.start,
-        "uuids": [one.uuid for one in instance.compute if one.uuid],
+        "uuids": [one.uuid for one in instance.compute if one.uuid and one.uuid not in stayed],
     }
 
 

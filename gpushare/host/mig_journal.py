@@ -2,6 +2,9 @@
 
 ``<run>/mig/journal.json``, beside the lock that every change holds from its plan to its end. A journal whose lock
 nobody holds is that of a change that died in the middle.
+
+Root and a user to whom mig/config is open have different run directories. So the device node of that capability, which
+both can open and nobody else can, is locked too. A journal is undone by the user whose it is.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from gpushare.mig.shape import GpuShape
 
 SCHEMA: Final = 1
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC
+CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -51,6 +56,7 @@ class Journal:
         self._directory = host.run_directory / "mig"
         self._path = self._directory / "journal.json"
         self._entry: JournalEntry | None = None
+        self._locks = [self._directory / "lock", *([] if host.is_simulated else [CONFIG_NODE])]
 
     @contextlib.contextmanager
     def locked(self, *, seconds: float = 120.0) -> Iterator[None]:
@@ -62,20 +68,20 @@ class Journal:
         """
         make_private_directory(self._directory.parent)
         make_private_directory(self._directory)
-        descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            deadline = time.monotonic() + seconds
-            while not _lock(descriptor):
-                if time.monotonic() > deadline:
-                    raise OperationFailed(
-                        f"another gpushare has been changing MIG for {seconds:g} s",
-                        f"see which: fuser -v {self._directory}/lock",
-                        code="locked",
-                    )
-                time.sleep(0.02)
+        deadline = time.monotonic() + seconds
+        with contextlib.ExitStack() as held:
+            for path in self._locks:
+                own = path.parent == self._directory
+                try:
+                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if own else _READ, 0o644)
+                except OSError:
+                    if own:
+                        raise
+                    # No such node before R450, or MIG was never used: then nobody else can change it either.
+                    continue
+                held.callback(os.close, descriptor)
+                _wait_for(descriptor, path, seconds, deadline)
             yield
-        finally:
-            os.close(descriptor)
 
     def running(self) -> bool:
         """Return whether a change is going on at this moment."""
@@ -187,6 +193,17 @@ def _entry_of(raw: Any) -> JournalEntry:
     known = {key: raw[key] for key in ("title", "pid", "boot_id", "step")}
     names = tuple(str(name) for name in raw["names"])
     return JournalEntry(**known, names=names, before=tuple(before), after=tuple(after))
+
+
+def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:
+    while not _lock(descriptor):
+        if time.monotonic() > deadline:
+            raise OperationFailed(
+                f"another gpushare has been changing MIG for {seconds:g} s",
+                f"see which: fuser -v {path}",
+                code="locked",
+            )
+        time.sleep(0.02)
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

@@ -29,7 +29,7 @@ class MpsDescription:
     threads_percent: float | None = None
     memory_limit_bytes: int | None = None
     priority: Priority | None = None
-    # Who may be its client; empty is not said.
+    # Who may be its client; empty: everybody.
     users: tuple[str, ...] = ()
     # None: it has none yet.
     pipe_directory: str | None = None

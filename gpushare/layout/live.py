@@ -22,6 +22,8 @@ class LiveMps:
     error: str | None = None
     # Started by `gpushare run`, and gone with its last program: no part of what the host is set to.
     transient: bool = False
+    # The systemd unit that runs it (gpushare export systemd); None: gpushare itself started it.
+    unit: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,11 @@ class LiveGpu:
         """Return the daemon of a device that was started for good."""
         found = self.daemons.get(uuid or "")
         return None if found is None or found.transient else found
+
+    @property
+    def units(self) -> tuple[LiveMps, ...]:
+        """Return the daemons that systemd units run: they are in force, and the units' to change."""
+        return tuple(one for one in self.daemons.values() if one.unit is not None)
 
     @property
     def instances(self) -> tuple[GpuInstance, ...]:

@@ -26,6 +26,10 @@ READY_PATH: Final = f"/usr/local/lib/gpushare/{READY}"
 APPLY_SECONDS: Final = 480
 DRAIN_SECONDS: Final = 60
 _RUN: Final = "gpushare-mps"
+UNIT_PIPES: Final = f"/run/{_RUN}"
+
+# Beside its pipe directory: the memory limit that the unit gave its daemon, 3840M; - is none.
+LIMIT_FILE: Final = "memory-limit"
 
 _READY_SCRIPT: Final = """\
 #!/bin/sh
@@ -51,11 +55,23 @@ if [ "$2" != - ]; then
     ask "set_default_device_pinned_mem_limit 0 $2" >/dev/null
     same "memory limit" "$3" "$(ask 'get_default_device_pinned_mem_limit 0')"
 fi
+# Exactly, for gpushare: the daemon prints whole G.
+echo "$2" >"${CUDA_MPS_PIPE_DIRECTORY%/pipe}/@LIMIT@"
 if [ "$4" != - ]; then
     ask "set_default_client_priority $4" >/dev/null
     same "client priority" "$4" "$(ask get_default_client_priority)"
 fi
 """
+
+
+def pipe_directory(uuid: str) -> str:
+    """Return where the daemon of the unit of a device listens: by it a daemon is known as the unit's."""
+    return f"{UNIT_PIPES}/{device_key(uuid)}/pipe"
+
+
+def unit_name(uuid: str) -> str:
+    """Return the name of the unit of a device."""
+    return f"gpushare-mps-{device_key(uuid)}.service"
 
 
 def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE) -> Export:
@@ -67,15 +83,18 @@ def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: s
     for option, path in (("--program", program), ("--file", file)):
         _check_path(option, path)
     daemons = _daemons(host)
-    units = [(_unit_name(gpu, mig), _mps_unit(gpu, mig, mps, program)) for gpu, mig, mps in daemons]
+    units = [
+        (unit_name(gpu.uuid if mig is None else mig.uuid), _mps_unit(gpu, mig, mps, program))
+        for gpu, mig, mps in daemons
+    ]
     documents = [Document(name=HOST_UNIT, text=_host_unit(program, file, [name for name, _ in units]), kind="unit")]
     documents += [Document(name=name, text=text, kind="unit") for name, text in units]
     if units:
-        documents.append(Document(name=READY, text=_READY_SCRIPT, kind="sh"))
+        documents.append(Document(name=READY, text=_READY_SCRIPT.replace("@LIMIT@", LIMIT_FILE), kind="sh"))
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands([one.name for one in documents])),
-        needs=tuple(_needs(file, with_mps=bool(units))),
+        needs=tuple(_needs(file, [mps for _, _, mps in daemons])),
         lost=tuple(_lost(daemons)),
     )
 
@@ -96,10 +115,6 @@ def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription
             found.append((gpu, None, gpu.mps))
         found += [(gpu, mig, mig.mps) for mig in gpu.mig if mig.mps is not None]
     return found
-
-
-def _unit_name(gpu: GpuDescription, mig: MigDescription | None) -> str:
-    return f"gpushare-mps-{device_key(gpu.uuid if mig is None else mig.uuid)}.service"
 
 
 def _host_unit(program: str, file: str, after: list[str]) -> str:
@@ -133,7 +148,7 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
     key = device_key(uuid)
     title = f"GPU {gpu.index}" if mig is None else f"MIG {mig.profile} of GPU {gpu.index}"
     exclusive = mig is None and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
-    pipe = f"/run/{_RUN}/{key}/pipe"
+    pipe = pipe_directory(uuid)
     lines = [
         "# Written by gpushare.",
         "[Unit]",
@@ -148,12 +163,15 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
         f"Environment=CUDA_MPS_PIPE_DIRECTORY={pipe}",
         f"Environment=CUDA_MPS_LOG_DIRECTORY=/var/log/{_RUN}/{key}",
         # Made before: the daemon itself would make it writable for everybody.
-        f"RuntimeDirectory={_RUN}/{key} {_RUN}/{key}/pipe",
-        "RuntimeDirectoryMode=0755",
+        # For some users only it is closed, and an access control list lets them in. The mode stands here, because systemd
+        # sets it again for every command; the directory above stays open, as it makes it so itself.
+        f"RuntimeDirectory={_RUN}/{key}/pipe" if mps.users else f"RuntimeDirectory={_RUN}/{key} {_RUN}/{key}/pipe",
+        f"RuntimeDirectoryMode={'0750' if mps.users else '0755'}",
         f"LogsDirectory={_RUN}/{key}",
         # The daemon that `gpushare apply` started gives way, when its clients have left. 6: there is none.
         f"ExecStartPre=/bin/sh -c '{program} mps stop -g {uuid} || [ $$? -eq 6 ]'",
         *([f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS"] if exclusive else []),
+        *([f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}"] if mps.users else []),
         "ExecStart=/usr/bin/nvidia-cuda-mps-control -f",
         f"ExecStartPost={READY_PATH} {_ready_arguments(mps)}",
         f"ExecStop={program} mps stop --pipe-directory {pipe} --drain {DRAIN_SECONDS} --yes",
@@ -172,6 +190,11 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
         "WantedBy=multi-user.target",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _entries(users: tuple[str, ...]) -> str:
+    # A $ would be a variable of systemd.
+    return ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in users), "m::rx"])
 
 
 def _ready_arguments(mps: MpsDescription) -> str:
@@ -195,27 +218,24 @@ def _commands(names: list[str]) -> list[str]:
     ]
 
 
-def _needs(file: str, *, with_mps: bool) -> list[str]:
+def _needs(file: str, daemons: list[MpsDescription]) -> list[str]:
     needs = [
         f"{file}: without it {HOST_UNIT} does nothing; gpushare apply -f FILE keeps the last file that held",
         "nvidia-persistenced.service, which loads the driver at boot",
     ]
-    if with_mps:
+    if daemons:
         needs += [
             "systemd 240 or later (Type=exec)",
-            "limits changed in the unit, not by gpushare apply: to that the daemon of a unit is somebody else's",
+            "limits changed in the unit: gpushare apply counts its daemon as in force, and leaves it alone",
             f"programs use the daemon of a unit by its directory: CUDA_MPS_PIPE_DIRECTORY=/run/{_RUN}/.../pipe",
         ]
+    if any(one.users for one in daemons):
+        needs.append("setfacl (package acl): only those that 'users' names may join such a daemon")
     return needs
 
 
 def _lost(daemons: list[tuple[GpuDescription, MigDescription | None, MpsDescription]]) -> list[str]:
-    others = sorted({user for _, _, mps in daemons for user in mps.users} - {"root"})
     lost = []
-    if others:
-        lost.append(
-            f"the daemons run as root, not as {', '.join(others)}: any user's programs may join, one user at a time"
-        )
     if any(mig is not None for _, mig, _ in daemons):
         lost.append(
             "a MIG UUID can mean another size after MIG was cut anew: write the units again then (gpushare export systemd)"

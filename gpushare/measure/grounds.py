@@ -31,15 +31,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Outside:
-    """Copies outside MPS, as the guard sees them: their end breaks nobody."""
+class _Guarded:
+    """The copies as the guard sees them: outside MPS their end breaks nobody. It holds their MIG instances on."""
 
     device: Device
+    share: MpsShare | None
+    leases: Sequence[MigLease]
 
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told."""
-        return (INSTANCE, *held(None), *held(None))
+        base = (INSTANCE, *held(None)) if self.share is None else self.share.guarded
+        return (*base, *(word for lease in self.leases for word in held(lease)))
 
 
 class Grounds:
@@ -76,7 +79,9 @@ class Grounds:
         self._guard()
 
     def _guard(self) -> None:
-        guard, self._pipe = start_guard(self._host, self._share or _Outside(self._device))
+        guard, self._pipe = start_guard(
+            self._host, _Guarded(self._device, self._share, [lease for _, lease in self._instances])
+        )
 
         def dismiss() -> None:
             lingers = self._share is not None and self._share.close()

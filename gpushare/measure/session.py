@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.mps_device import own_daemon
+from gpushare.actions.run_end import CONVERSATION_SECONDS
 from gpushare.actions.run_environment import check_program
 from gpushare.actions.wakeups import Wakeups
-from gpushare.errors import NotSupported
+from gpushare.errors import GpushareError, NotSupported
+from gpushare.host.mps_control import MpsControl
 from gpushare.measure.bench import Bench, Measurement, Progress, Settings, schedule
 from gpushare.measure.copies import Watcher
 from gpushare.measure.grounds import Grounds
@@ -47,6 +50,7 @@ class Prepared:
     settings: Settings
     left_out: Sequence[LeftOut]
     why: Reasons
+    notes: Sequence[str] = ()
 
 
 def prepare(host: Host, device: Device, request: Request) -> Prepared:
@@ -58,7 +62,7 @@ def prepare(host: Host, device: Device, request: Request) -> Prepared:
     """
     check_program(request.argv[0])
     why = reasons(host, device, request.argv[0])
-    alone = _alone(why)
+    alone = _alone(why, {way.kind for way in request.ways})
     instances = len(device.gpu.mig_instances)
     cells, left = sort_out(
         request.ways,
@@ -83,16 +87,31 @@ def prepare(host: Host, device: Device, request: Request) -> Prepared:
         streams=request.streams,
         environment=request.environment,
     )
-    return Prepared(request=request, settings=settings, left_out=left, why=why)
+    uncapped = any(way.kind == MPS and way.cap(copies) is None for way, copies in schedule(settings))
+    notes = default_limit(host, device) if uncapped else ()
+    return Prepared(request=request, settings=settings, left_out=left, why=why, notes=notes)
 
 
-def _alone(why: Reasons) -> Way | None:
-    """Return the way of one copy alone: without MPS where that can be."""
+def default_limit(host: Host, device: Device) -> tuple[str, ...]:
+    """Return a note when the MPS daemon that is there caps each client by itself: then way mps is not without a cap."""
+    try:
+        home, _ = own_daemon(host, device)
+        percent = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS).default_threads()
+    except GpushareError:
+        return ()
+    if percent is None or percent >= 100:
+        return ()
+    undo = f"gpushare mps set -g {device.selector} --threads 100"
+    return (f"the MPS daemon of {device.title} caps each client at {percent:g} %, under way mps too; lift it: {undo}",)
+
+
+def _alone(why: Reasons, wanted: set[str]) -> Way | None:
+    """Return the way of one copy alone: outside MPS where that can be, else under one that was asked for."""
     if why.outside is None:
         return Way(name=ALONE, kind=QUEUE)
-    if why.mps is None:
+    if why.mps is None and MPS in wanted:
         return Way(name=MPS, kind=MPS)
-    return Way(name=MIG, kind=MIG) if why.mig is None else None
+    return Way(name=MIG, kind=MIG) if why.mig is None and MIG in wanted else None
 
 
 def _too_few(copies: int, instances: int) -> str:

@@ -35,9 +35,13 @@ def whole(instance: GpuInstance) -> Destroyed:
 
 
 def creation(profile: Profile, start: int, compute: Sequence[int], into: GpuInstance | None = None) -> Created:
-    """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it."""
+    """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it.
+
+    ``into``: it exists, and they come beside what is inside.
+    """
     placement = next(one for one in profile.placements or () if one.start == start)
-    parts = new_compute(profile, compute or (profile.slices,)) or ()
+    beside = () if into is None else into.compute
+    parts = new_compute(profile, compute or (profile.slices,), beside) or ()
     return Created(profile=profile, placement=Placement(*placement), compute=parts, into=into)
 
 

@@ -35,12 +35,19 @@ class Target(NamedTuple):
 
 
 def plan_add(
-    layouts: Sequence[Layout], wish: Wish, *, may_destroy: bool = False, evict: Iterable[Target] = ()
+    layouts: Sequence[Layout],
+    wish: Wish,
+    *,
+    may_destroy: bool = False,
+    evict: Iterable[Target] = (),
+    beside: bool = True,
 ) -> Plan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
-    Without ``may_destroy`` it only adds: on free places, and into GPU instances that are empty, idle and nobody's.
-    With it idle instances may go, and of the busy ones those that ``evict`` names.
+    Without ``may_destroy`` it only adds: on free places, and compute instances into GPU instances that have room, are
+    idle and nobody's; beside somebody only where the wish names the place (``1c.3g.40gb:4``), and beside others not at
+    all when ``beside`` is False: what gets a name, which is one of GPU instances, is not put among others.
+    With ``may_destroy`` idle instances may go, and of the busy ones those that ``evict`` names.
 
     Raises:
         BadUsage: a size fits several profiles, or no GPU has the placement.
@@ -48,10 +55,10 @@ def plan_add(
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
-    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(evict))
+    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(evict), beside=beside)
     if plan is not None:
         return plan
-    instead = _add(layouts, wish, offers, may_destroy=True, evict=_everybody(layouts))
+    instead = _add(layouts, wish, offers, may_destroy=True, evict=_everybody(layouts), beside=beside)
     return never(layouts, wish) if instead is None else blocked(wish, instead, only_adds=not may_destroy)
 
 
@@ -163,11 +170,14 @@ def _add(
     *,
     may_destroy: bool,
     evict: frozenset[Target],
+    beside: bool,
 ) -> Plan | None:
     codes = _codes(wish, offers)
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
-        site = Site(layout, may_destroy=may_destroy, evict=_on(layout, evict))
+        asked = [wish[request] for request in offers[board_of(layout)].requests]
+        requests = [(one.compute, one.start is not None) for one in asked]
+        site = Site(layout, may_destroy=may_destroy, evict=_on(layout, evict), requests=requests, beside=beside)
         alike.setdefault(site.key, []).append((number, site))
     sites = list(alike.values())
     choices = {board: _ways(board, wish, offer, codes) for board, offer in offers.items()}

@@ -59,14 +59,25 @@ def blocked(wish: Wish, instead: Plan, *, only_adds: bool = False) -> NoPlan:
     words = " ".join(str(request) for request in wish)
     what = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
-        hint = "end what runs there, then make room: gpushare mig destroy INSTANCE"
+        hint = f"end what runs there, then make room: gpushare mig destroy {_words(gone)}"
     elif busy:
-        hint = "end what runs there, or let its programs be ended: --evict INSTANCE"
+        hint = f"end what runs there, or let its programs be ended: {_words(busy, '--evict ')}"
     elif only_adds:
-        hint = "it is idle: gpushare mig plan shows the change, gpushare mig destroy makes room"
+        hint = f"it is idle: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(why=Why.BLOCKED, message=f"{what}: this would have to go: {listing}", hint=hint, instead=instead)
+
+
+def _words(gone: Sequence[tuple[int, Destroyed]], option: str = "") -> str:
+    """Return what names these on a command line; so many that nobody types them are ``INSTANCE...``."""
+    words = [option + word for gpu, one in gone for word in _ids(gpu, one)]
+    return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
+
+
+def _ids(gpu: int, gone: Destroyed) -> list[str]:
+    whole = f"{gpu}/{gone.instance.id}"
+    return [whole] if gone.whole else [f"{whole}/{part.id}" for part in gone.compute]
 
 
 def _named(gpu: int, gone: Destroyed) -> str:

@@ -14,6 +14,7 @@ from operator import or_
 from typing import Final, NamedTuple
 
 from gpushare.mig.board import Arrangement, Board, board_of, occupied
+from gpushare.mig.compute import new_compute
 from gpushare.mig.plan import Cost
 from gpushare.mig.profile import GpuInstance, Layout
 
@@ -58,8 +59,9 @@ class Existing:
     weight: int
     # It may not be destroyed.
     pinned: bool
-    # Empty, idle and nobody's: a new instance of its profile in its place is made by filling it.
-    fillable: bool
+    # It has no name; and nobody is in it.
+    nameless: bool
+    idle: bool
 
 
 class Removal(NamedTuple):
@@ -105,13 +107,28 @@ def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Seque
 class Site:
     """One GPU, and which of its instances may go."""
 
-    def __init__(self, layout: Layout, *, may_destroy: bool, evict: frozenset[int]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        may_destroy: bool,
+        evict: frozenset[int],
+        requests: Sequence[tuple[tuple[int, ...], bool]] = (),
+        beside: bool = True,
+    ) -> None:
         self.layout = layout
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda one: one.start))
+        # `requests`: of each kind that is asked for its compute instances, and whether its place is named.
         self.existing = tuple(self._number(one, may_destroy=may_destroy, evict=evict) for one in self.instances)
         self.lost_now = self.board.lost(occupied(layout), self._members(0))
-        self._fillable = any(one.fillable for one in self.existing)
+        # (number of the existing one, kind): a new instance of this kind in its place is made by filling it.
+        self._fillable = {
+            (number, kind)
+            for number, one in enumerate(self.instances)
+            for kind, (compute, placed) in enumerate(requests)
+            if (beside or not one.compute) and self._holds(one, compute, placed=placed)
+        }
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
@@ -123,8 +140,19 @@ class Site:
             compute=tuple((c.profile.slices, c.placement, c.busy) for c in one.compute),
             weight=weigh(cost_of_destroying(one)),
             pinned=not may_destroy or (one.busy and one.id not in evict),
-            fillable=not one.compute and not one.busy and one.name is None,
+            nameless=one.name is None,
+            idle=not one.busy,
         )
+
+    @staticmethod
+    def _holds(one: GpuInstance, compute: tuple[int, ...], *, placed: bool) -> bool:
+        """Return whether these compute instances fit beside those that are inside, and may be put there.
+
+        Into an instance that is idle and nobody's; beside somebody only where the wish says so by its place.
+        """
+        if one.name is not None or (one.busy and not (placed and compute)):
+            return False
+        return new_compute(one.profile, compute or (one.profile.slices,), one.compute) is not None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -203,9 +231,11 @@ class Site:
     def _filled_by(self, arrangement: Arrangement) -> int:
         if not self._fillable:
             return 0
-        laid = {(profile, start) for _, profile, start in arrangement.places}
+        laid = {(profile, start): kind for kind, profile, start in arrangement.places}
         return sum(
-            1 << number for number, one in enumerate(self.existing) if one.fillable and (one.profile, one.start) in laid
+            1 << number
+            for number, one in enumerate(self.existing)
+            if (number, laid.get((one.profile, one.start))) in self._fillable
         )
 
     def _in_the_way(self, one: Existing, arrangement: Arrangement) -> bool:

@@ -208,8 +208,14 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
         candidates = ", ".join(profile.name for profile in matches)
         raise BadUsage(f"'{text}' fits several profiles", f"give one of: {candidates}", code="ambiguous_profile")
     names = [profile.name for profile in profiles]
+    if not names:
+        raise NotSupported(
+            "the driver lists no MIG profiles of this GPU; up to driver 575 it does only while MIG is on",
+            "switch it on first: gpushare mig enable -g GPU; or plan for a model: --model h100-80gb",
+            code="no_profiles",
+        )
     close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.7)
-    hint = f"did you mean {', '.join(close)}?" if close else f"its profiles: {', '.join(names) or 'none'}"
+    hint = f"did you mean {', '.join(close)}?" if close else f"its profiles: {', '.join(names)}"
     raise NotSupported(f"this GPU has no MIG profile '{text[:60]}'", hint, code="mig_profile_unknown")
 
 

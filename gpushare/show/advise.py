@@ -75,6 +75,7 @@ def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "answer", data["answer"]
+    yield from _measured(data)
     for text in data["why"]:
         yield "why", text
     yield "confidence", f"{data['confidence']}: {data['confidence_why']}"
@@ -89,6 +90,14 @@ def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "measure", text
     for change in data["changes"]:
         yield "change", _change(change)
+
+
+def _measured(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rules' answer and what a measurement did to it, if one was asked for."""
+    if "measured" in data:
+        rules = data["rules"]
+        yield "rules", f"{rules['answer']} ({rules['confidence']} confidence: {rules['confidence_why']})"
+        yield "measured", data["measured"]["sentence"]
 
 
 def _change(change: Mapping[str, Any]) -> str:
@@ -124,6 +133,8 @@ def _screen(data: Mapping[str, Any], width: int, *, whole: bool) -> list[Text]:
             (data["answer"], "bold green" if data["winner"] else "bold red"), (f"  on {data['gpu_title']}", "dim")
         )
     ]
+    for item, text in _measured(data):
+        lines += _wrapped(f"{item}: {text}", width, "  ", "    ", style="bold" if item == "measured" else "")
     for text in data["why"]:
         lines += _wrapped(text, width, "  ")
     lines += _wrapped(f"{data['confidence']} confidence: {data['confidence_why']}", width, "  ", style="dim")

@@ -48,7 +48,7 @@ class Code(IntEnum):
 
 # The library's own texts (nvmlErrorString).
 ERROR_TEXTS: Final[Mapping[int, str]] = {
-    Code.SUCCESS: "The operation was successful",
+    Code.SUCCESS: "Success",
     Code.UNINITIALIZED: "Uninitialized",
     Code.INVALID_ARGUMENT: "Invalid Argument",
     Code.NOT_SUPPORTED: "Not Supported",

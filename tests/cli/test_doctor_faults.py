@@ -199,6 +199,16 @@ def hostengine(cli: Cli, world: World, _: Path) -> None:
     cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
 
 
+def hostengine_beside_mig(cli: Cli, world: World, directory: Path) -> None:
+    world.mig("1g.18gb:0")
+    hostengine(cli, world, directory)
+
+
+def hostengine_and_pending(cli: Cli, world: World, directory: Path) -> None:
+    mig_pending(cli, world, directory)
+    hostengine(cli, world, directory)
+
+
 def hostengine_in_instance(cli: Cli, world: World, _: Path) -> None:
     (uuid,) = world.mig("1g.18gb:0")
     cli("sim", "add", "--holder", "--name", "nv-hostengine", "--mig", uuid).ok()
@@ -280,7 +290,8 @@ FAULTS: dict[str, tuple[Arrange, set[str]]] = {
     "name means another size": (another_size, {"mig.name"}),
     "name without MIG": (name_of_nothing, {"mig.name"}),
     "grant open again": (open_grant, {"mig.grant"}),
-    "DCGM": (hostengine, {"mig.holders"}),
+    "DCGM": (hostengine_beside_mig, {"mig.holders"}),
+    "DCGM before a reset": (hostengine_and_pending, {"mig.holders", "mig.pending"}),
     "DCGM in an instance": (hostengine_in_instance, {"mig.holders"}),
     "environment of a gone instance": (shell_of_a_gone_instance, {"mig.environment"}),
     "environment of a gone GPU": (shell_of_another_gpu, {"gpu.environment"}),
@@ -319,7 +330,24 @@ def plain(cli: Cli, world: World) -> None:
     cli("sim", "add", "--holder", "--name", "nvidia-persistenced").ok()
 
 
-@pytest.mark.parametrize("arrange", [shared, cut, plain])
+def watched(cli: Cli, world: World) -> None:
+    # DCGM runs on most machines of a data centre; with MIG off it is in nobody's way.
+    cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
+
+
+def applied(cli: Cli, world: World) -> None:
+    """What a gpushare.yaml asked for is nothing left over, and nothing closed by mistake."""
+    cli("doctor").ok()
+    path = world.directory / "gpushare.yaml"
+    text = "version: 1\ngpus:\n- match: {model: h200}\n  "
+    for way in (f"mps: {{users: [{NOBODY}]}}", "exclusive: true"):
+        path.write_text(text + way + "\n", encoding="utf-8")
+        cli("apply", "-f", str(path), "-y").ok()
+        if way.startswith("mps"):
+            assert findings(cli) == {}
+
+
+@pytest.mark.parametrize("arrange", [shared, cut, plain, watched, applied])
 def test_a_healthy_host_has_none(cli: Cli, world: World, arrange: Callable[[Cli, World], None]) -> None:
     if arrange is cut:
         cli("mig", "enable", "-g", "0", "-y").ok()
@@ -464,12 +492,37 @@ def test_the_machine_itself(tmp_path: Path) -> None:
     assert LocalMachine().descriptor_limit(os.getpid())
 
 
+def test_exclusive_is_left_over_where_the_kept_file_says_otherwise(cli: Cli, world: World) -> None:
+    path = world.directory / "gpushare.yaml"
+    for way in ("exclusive: true", "timeslice: default"):
+        cli("doctor")
+        path.write_text(f"version: 1\ngpus:\n- match: all\n  {way}\n", encoding="utf-8")
+        cli("apply", "-f", str(path), "-y").ok()
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    assert set(findings(cli)) == {"gpu.compute_mode"}
+
+
+def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> None:
+    from gpushare.host.applied import keep_applied
+
+    exclusive_left(cli, world, world.directory)
+    keep_applied(world.host, "version: 9\n")
+    assert set(findings(cli)) == {"gpu.compute_mode"}
+
+
+def test_who_would_hold_up_mig_is_told(cli: Cli, world: World) -> None:
+    watched(cli, world)
+    (check,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "mig.holders"]
+    assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
+
+
 def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`gpushare run` has NVML open while its program runs, as seen on an H200."""
     from gpushare.host.open_files import OpenFiles
     from gpushare.sim.processes import SimulatedProcesses
 
-    started(cli)
+    uuid = world.mig("1g.18gb:0")[0]
+    started(cli, "-g", uuid)
     lease = DaemonHome(home(world)).take_lease()
     opened = OpenFiles(by_pid={os.getppid(): ("/dev/nvidia0",), os.getpid(): ("/dev/nvidia0",)}, complete=True)
     monkeypatch.setattr(SimulatedProcesses, "open_files", lambda *_: opened)

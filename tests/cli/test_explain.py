@@ -43,7 +43,7 @@ def test_every_explanation_is_whole(one: Explanation) -> None:
 def test_what_must_be_known_is() -> None:
     known = {(one.kind, one.code) for one in explanations()}
     assert {("cuda", code) for code in (*range(805, 812), 915, 2, 46, 100, 101, 201, 700, 719, 802, 803, 804)} <= known
-    assert {("nvml", code) for code in (*range(30), 999)} <= known
+    assert {("nvml", code) for code in (*range(31), 999)} <= known
     assert {("xid", code) for code in (13, 31, 43, 45, 63, 79, 94, 95, 109)} <= known
     assert len(known - {("mps", None)}) == sum(one.kind != "mps" for one in explanations())
 
@@ -57,6 +57,20 @@ def test_nvml_says_what_the_library_says() -> None:
         assert texts[int(code)] == text
     for code, name in names.items():
         assert getattr(pynvml, name, code) == code
+    # nvmlErrorString of an H200, driver 580.159.04.
+    said = {
+        0: "Success",
+        14: "Corrupted infoROM",
+        17: "GPU access blocked by the operating system",
+        22: "vGPU ECC not supported",
+        24: "Invalid Frequency",
+        26: "Requested functionality has been deprecated",
+        27: "System is not in ready state",
+        28: "No supported GPUs were found",
+        29: "Resource not in correct state to perform requested operation",
+        30: "Reset type is not supported for given device",
+    }
+    assert {code: texts[code] for code in said} == said
 
 
 @pytest.mark.parametrize(
@@ -69,6 +83,14 @@ def test_nvml_says_what_the_library_says() -> None:
         ("cudaErrorMpsConnectionFailed", ["CUDA error 805"]),
         ("mps client failed to connect to the MPS control daemon or the MPS server", ["CUDA error 805"]),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", ["CUDA error 700"]),
+        # As cudaGetErrorString of the CUDA runtimes 12 and 13 has them.
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", ["CUDA error 46"]),
+        ("CUDA error: MPS server is not ready to accept new MPS client requests", ["CUDA error 807"]),
+        (
+            "is using CUDA Dynamic Parallelism, but the current configuration, like MPS, does not support it",
+            ["CUDA error 811"],
+        ),
+        ("one or more resources are insufficient or non-applicable for the operation", ["CUDA error 915"]),
         ("torch.AcceleratorError: cudaErrorMpsRpcFailure (error code 806)", ["CUDA error 806"]),
         ("2", ["CUDA error 2", "NVML return code 2"]),
         ("NVML 2", ["NVML return code 2"]),
@@ -77,6 +99,10 @@ def test_nvml_says_what_the_library_says() -> None:
         ("Not Found", ["NVML return code 6"]),
         ("Unable to destroy GPU instance ID 9 from GPU 0: In use by another client", ["NVML return code 19"]),
         ("Failed to initialize NVML: Driver/library version mismatch", ["NVML return code 18"]),
+        (
+            "Failed to initialize NVML: GPU access blocked by the operating system",
+            ["NVML return code 17"],
+        ),
         ("Xid 31", ["Xid 31"]),
         ("xid 79", ["Xid 79"]),
         ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),

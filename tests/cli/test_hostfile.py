@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from gpushare.host.mig_names import names_of
-from gpushare.model import ComputeMode
+from gpushare.model import ComputeMode, Priority
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
@@ -441,6 +441,73 @@ def test_somebody_elses_daemon_is_never_stopped(cli: Cli, write: Write, tmp_path
     assert (answer.code, answer.json["errors"][0]["code"]) == (19, "foreign_daemon")
     assert "did not start" in cli("diff", "-f", write(one("timeslice: default")), host=TWO).out
     assert world.state.daemons[0].pid == pid
+
+
+UNIT = """\
+version: 1
+gpus:
+- match: {index: 0}
+  mps: {threads: 25, memory: 3840M, priority: low, users: [nobody]}
+- match: {index: 1}
+  mig:
+  - {wish: "3g.40gb:4", mps: {threads: 50}}
+  - 1g.10gb
+"""
+
+
+def unit_daemon(world: World, uuid: str, *, threads: str, memory: str = "-", users: tuple[str, ...] = ()) -> None:
+    """Start a daemon as the unit of `gpushare export systemd` does, and give it its limits."""
+    from gpushare.host.cdi import local_path
+    from gpushare.host.mps_access import let_in
+    from gpushare.host.mps_control import MpsControl
+    from gpushare.layout.systemd import LIMIT_FILE, pipe_directory
+
+    pipe = local_path(world.host, pipe_directory(uuid))
+    pipe.mkdir(parents=True)
+    let_in(pipe, users)
+    environment = {
+        "CUDA_VISIBLE_DEVICES": uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": pipe_directory(uuid),
+        "CUDA_MPS_LOG_DIRECTORY": f"/var/log/gpushare-mps/{uuid}",
+    }
+    assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+    control = MpsControl(world.host.programs, pipe_directory(uuid))
+    control.set_default_threads(float(threads))
+    if memory != "-":
+        control.set_default_memory(3840 << 20)
+        control.set_default_priority(Priority.LOW)
+    (pipe.parent / LIMIT_FILE).write_text(f"{memory}\n", encoding="utf-8")
+
+
+def test_daemons_of_units_are_in_force(cli: Cli, write: Write) -> None:
+    path, world = write(UNIT), World(TWO)
+    cli("apply", "-f", path, "-y", host=TWO).ok()
+    before = cli("capture", host=TWO).ok().out
+    uuids = [one.device_uuid for one in world.state.daemons]
+    for uuid in uuids:
+        cli("mps", "stop", "-g", uuid, host=TWO).ok()
+    unit_daemon(world, uuids[0], threads="25", memory="3840M", users=("nobody",))
+    unit_daemon(world, uuids[1], threads="50")
+    # At the next boot, or when gpushare.service is started again, nothing is in its way.
+    assert cli("diff", "-f", path, host=TWO).code == 0
+    assert cli("apply", "-f", path, "-y", host=TWO, output="json").ok().data["steps"] == []
+    assert cli("capture", host=TWO).ok().out == before
+    assert cli("doctor", host=TWO).code == 0
+    exported = cli("export", "systemd", host=TWO).ok().out
+    assert exported.count("ExecStart=/usr/bin/nvidia-cuda-mps-control") == 2
+    assert " 25.0 3840M 3G 1\n" in exported
+    assert "setfacl -m u:nobody:rx" in exported
+
+
+def test_a_unit_is_not_worked_against(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    cli("doctor", host=TWO)
+    unit_daemon(world, world.uuid(), threads="50")
+    answer = cli("apply", "-f", write("version: 1\ngpus:\n- match: {index: 0}\n  timeslice: long\n"), "-y", host=TWO)
+    assert answer.code == 5
+    assert "gpushare-mps-gpu-" in answer.lines("error")[0]
+    assert "sudo systemctl disable --now gpushare-mps-gpu-" in answer.lines("hint")[0]
+    assert len(world.state.daemons) == 1
 
 
 def test_a_lost_gpu_does_not_hold_up_the_others(cli: Cli, write: Write) -> None:

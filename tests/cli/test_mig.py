@@ -97,6 +97,19 @@ def test_bad_input(cli: Cli, words: list[str], code: int, said: str) -> None:
     assert lines[1].startswith("hint: ")
 
 
+def test_a_lost_gpu_is_told_once(cli: Cli) -> None:
+    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "1")
+    done = cli("--host", "sim:2xh100", "mig", "status")
+    assert done.code == 0
+    assert done.err.startswith("note: GPU 1: the GPU is lost")
+
+
+def test_fits_says_into_what_a_compute_instance_comes(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb*2")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "1c.3g.40gb")
+    assert fits.json["data"]["where"] == ["in 3g.40gb:4 on GPU 0"]
+
+
 def test_a_gpu_without_mig_says_so(cli: Cli) -> None:
     done = cli("--host", "sim:t4", "mig", "status")
     assert done.code == 3

@@ -48,6 +48,35 @@ def test_create_by_need(cli: Cli) -> None:
     assert [one[0] for one in instances(World(A100))] == ["1g.20gb"]
 
 
+def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
+    cli("mig", "apply", "3g.40gb", "-g", "1", host="sim:2xh100").ok()
+    cli("mig", "create", "3g.40gb", "-g", "all", host="sim:2xh100").ok()
+    assert [len(instances(World("sim:2xh100"), gpu)) for gpu in (0, 1)] == [0, 2]
+    refused("mig", "create", "3g.40gb", "-g", "all", code="no_room", exit_code=19, host="sim:2xh100")
+
+
+def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
+    world = World(H100)
+    cli("mig", "apply", "1c.3g.40gb*2", host=H100).ok()
+    before = {one.uuid for one in world.state.gpus[0].mig}
+    answer = cli("-o", "json", "mig", "create", "1c.3g.40gb", host=H100).ok()
+    (new,) = {one.uuid for one in world.state.gpus[0].mig} - before
+    assert [one["uuids"] for one in answer.data["created"]] == [[new]]
+    assert answer.data["undo"] == "gpushare mig apply -g 0 1c.3g.40gb:4*2"
+    # A name is one of a GPU instance: what gets one is not put among others.
+    cli("mig", "destroy", new, host=H100).ok()
+    cli("mig", "create", "1c.3g.40gb", "--name", "mine", host=H100).ok()
+    assert instances(world) == [("3g.40gb", 0), ("3g.40gb", 4)]
+
+
+def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
+    cli("mig", "enable", "-g", "3", host=EIGHT).ok()
+    planned = cli("-o", "json", "mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", "-n", host=EIGHT).ok()
+    step = planned.data["steps"][0]
+    assert step["what"] == "name 1g.10gb:6 on GPU 3 'train'"
+    assert step["command"] == "gpushare mig name train 1g.10gb:6 -g 3"
+
+
 @pytest.mark.parametrize("how", ["name", "uuid", "place", "ids", "gi"])
 def test_destroy_takes_each_way_to_say_which(cli: Cli, how: str) -> None:
     world = World(A100)
@@ -312,6 +341,8 @@ def test_a_driver_that_hides_the_profiles_until_mig_is_on(cli: Cli, refused: Ref
     world.fault("not-supported", "nvmlDeviceGetGpuInstanceProfileInfo")
     said = refused("mig", "apply", "1g.10gb", code="mig_off", exit_code=3, host=A100)
     assert "gpushare mig enable -g 0" in said
+    assert "only while MIG is on" in refused("mig", "plan", "1g.10gb", code="no_profiles", exit_code=3, host=A100)
+    assert "only while MIG is on" in cli("mig", "profiles", host=A100).ok().out
     cli("mig", "enable", host=A100).ok()
 
 

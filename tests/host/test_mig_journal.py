@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -71,6 +72,26 @@ def test_a_change_that_goes_on_is_not_one_that_died(journal: Journal) -> None:
         assert journal.begun() is not None
     assert not other.running()
     assert other.left() is not None
+
+
+def test_who_has_another_run_directory_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root, and a user to whom mig/config is open."""
+    node = tmp_path / "nvidia-cap1"
+    node.touch()
+    monkeypatch.setattr(mig_journal, "CONFIG_NODE", node)
+    root, user = (
+        Journal(cast("Any", SimpleNamespace(is_simulated=False, run_directory=tmp_path / name)))
+        for name in ("root", "user")
+    )
+    with root.locked():
+        with pytest.raises(OperationFailed, match="another gpushare") as refused, user.locked(seconds=0):
+            pass
+        assert refused.value.hint == f"see which: fuser -v {node}"
+    with user.locked(seconds=0):
+        pass
+    node.unlink()
+    with root.locked(), user.locked(seconds=0):
+        pass
 
 
 def test_two_who_ask_at_once_do_not_take_each_other_for_a_change(path: Path) -> None:

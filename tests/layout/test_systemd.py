@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.errors import BadUsage, ExitCode
 from gpushare.layout.description import Sharing
-from gpushare.layout.systemd import READY, export
+from gpushare.layout.systemd import LIMIT_FILE, READY, export
 from gpushare.model import ComputeMode, Priority
 from gpushare.units import MIB
 from tests.layout.hosts import gpu, host, mig, mps, t4s, text
@@ -70,9 +70,15 @@ def test_a_daemon_in_the_foreground() -> None:
     assert unit["ExecStopPost"][0].endswith("-c DEFAULT")
     other = settings(text(found, MIG_UNIT))
     assert len(other["ExecStartPre"]) == 1
+    # A user's name may end in a $, which systemd would take for a variable.
+    samba = export(host(gpu(0, Sharing.MPS, mps=mps(None, users=("pc$", "bob")))))
+    assert "u:pc$$:rx,u:bob:rx,m::rx" in text(samba, GPU_UNIT)
     assert other["ExecStartPost"][0].endswith(f"{READY} - - - -")
     assert "CUDA_VISIBLE_DEVICES=MIG-00000000-0000-0000-0000-000000000000" in other["Environment"]
-    assert any("alice" in one for one in found.lost)
+    assert f"/usr/bin/setfacl -m u:alice:rx,m::rx {pipe}" in unit["ExecStartPre"]
+    assert unit["RuntimeDirectoryMode"] == ["0750"]
+    assert other["RuntimeDirectoryMode"] == ["0755"]
+    assert any("setfacl" in one for one in found.needs)
     assert any("MIG UUID" in one for one in found.lost)
 
 
@@ -129,7 +135,7 @@ def test_the_limits_are_read_back(tmp_path: Path, broken: bool) -> None:
     script.write_text(text(export(HOST), READY))
     done = subprocess.run(
         ["sh", str(script), "33.3", "3840M", "3G", "1"],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_MPS_PIPE_DIRECTORY": f"{tmp_path}/pipe"},
         capture_output=True,
         text=True,
         check=False,
@@ -142,3 +148,4 @@ def test_the_limits_are_read_back(tmp_path: Path, broken: bool) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "default_device_pinned_mem_limit").read_text() == "0 3840M\n"
     assert (tmp_path / "default_client_priority").read_text() == "1\n"
+    assert (tmp_path / LIMIT_FILE).read_text() == "3840M\n"

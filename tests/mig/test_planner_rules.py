@@ -106,6 +106,64 @@ def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
     assert made(plan_add([named], parse_wish("3g"))) == ["0/3g.40gb:4"]
 
 
+PARTS = [(), (1,), (1, 1), (2,), (2, 1), (3,)]
+
+
+@pytest.mark.parametrize("wish", ["1c.3g.40gb", "2c.3g.40gb", "1c.3g.40gb*2", "3g.40gb", "1c.3g.40gb:4"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_compute_instances_come_into_what_has_room(wish: str, *, beside: bool) -> None:
+    """Against the rules written down once more, over all that two 3g and a 1g can hold."""
+    (request,) = parse_wish(wish)
+    asked = request.compute or (3,)
+    for first, second, mark in product([None, *PARTS], [None, *PARTS], ["", "!", "=train"]):
+        there = {4: first, 0: second}
+        texts = [
+            f"3g.40gb:{start}{mark if start else ''}/{','.join(map(str, parts))}"
+            for start, parts in there.items()
+            if parts is not None
+        ]
+        plan = plan_add([layout("h100", *texts)], parse_wish(wish), beside=beside)
+
+        def takes(start: int, parts: tuple[int, ...] | None, mark: str = mark) -> bool:
+            strangers = mark if start else ""
+            if parts is None or sum(parts) + sum(asked) > 3 or (2 in asked and 2 in parts) or (parts and not beside):
+                return False
+            return strangers != "=train" and (strangers != "!" or (request.start == 4 and bool(request.compute)))
+
+        starts = [start for start in (0, 4) if request.start in {None, start}]
+        if any(takes(start, there[start]) for start in starts):
+            assert isinstance(plan, Plan), texts
+            assert (plan.cost.created, gone(plan)) == (len(asked), []), texts
+            (new,) = plan.gpus[0].created
+            assert new.into is not None
+            assert [step.action for step in plan.steps] == [Action.CREATE_COMPUTE] * len(asked)
+        elif any(there[start] is None for start in starts):
+            assert isinstance(plan, Plan), texts
+            assert (plan.cost.created, gone(plan)) == (1 + len(asked), []), texts
+        else:
+            assert isinstance(plan, NoPlan), texts
+
+
+def test_the_gpu_with_room_inside_is_taken_before_an_empty_one() -> None:
+    gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:0/1", "3g.40gb:4!", gpu=1)]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"))) == ["1/3g.40gb:0"]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"), beside=False)) == ["0/3g.40gb:4"]
+
+
+def test_the_hint_names_what_would_go() -> None:
+    gpu = layout("h100", "3g.40gb:0", "3g.40gb:4!")
+    refused = plan_add([gpu], parse_wish("1g"))
+    assert isinstance(refused, NoPlan)
+    assert "gpushare mig destroy 0/400 " in refused.hint
+    assert "--may-destroy" in refused.hint
+    busy = plan_exact([gpu], {0: ()})
+    assert isinstance(busy, NoPlan)
+    assert busy.hint.endswith(": --evict 0/404")
+    many = plan_exact([layout("h100", *(f"1g.10gb:{start}!" for start in range(7)))], {0: ()})
+    assert isinstance(many, NoPlan)
+    assert many.hint.endswith(": --evict INSTANCE...")
+
+
 def test_media_once_per_gpu() -> None:
     assert isinstance(plan_add([layout("h100", "1g.10gb+me:0!")], parse_wish("1g+me")), NoPlan)
     gpus = [layout("h100", gpu=0), layout("h100", gpu=1)]

@@ -1,0 +1,290 @@
+"""What a measurement does to the rules' answer. Pure: a benchmark comes as its document (``gpushare bench -o json``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.advice.advise import DECIDING, Advice, Change, Confidence, open_text, other_answers, with_way
+from gpushare.advice.engine import Verdict, winner
+from gpushare.advice.measured_cells import (
+    BENCH_WAYS,
+    NEAR,
+    Cell,
+    alike,
+    because,
+    certain_of,
+    differ,
+    failure_of,
+    measured_cells,
+    times,
+    title_of,
+)
+from gpushare.advice.recipe_mps import threads_together
+from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.ways import Way
+
+if TYPE_CHECKING:
+    from gpushare.advice.situation import Situation
+
+# Rules whose question is which way is fastest: a measurement answers it better. Of latency, bursts, isolation, or of who
+# may wait for whom a throughput says nothing: what such a rule chose is not overruled by one.
+ANSWERED: Final = frozenset(
+    {
+        "small-same-user",
+        "small-maybe-same-user",
+        "small-batch",
+        "cooperating",
+        "saturating",
+        "half-a-gpu",
+        "older-or-many",
+        "cuda-graphs",
+        "nothing-decides",
+    }
+)
+_TOGETHER: Final = re.compile(r"mps:(\d+)/n", re.ASCII)
+
+
+class Effect(str, Enum):
+    """What the measurement did to the rules' answer."""
+
+    CONFIRMED = "confirmed"
+    NO_DIFFERENCE = "no-difference"
+    OTHER_CAP = "other-cap"
+    CHANGED = "changed"
+    SETTLED = "settled"
+    KEPT = "kept"
+    OPEN = "open"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAdvice:
+    """The rules' answer, the final one, and what the measurement did between them.
+
+    ``ratio`` is the speed of ``chosen`` over that of ``against``. ``certain`` is False where single runs leave open
+    what differs.
+    """
+
+    rules: Advice
+    final: Advice
+    effect: Effect
+    sentence: str
+    copies: int
+    chosen: Cell | None = None
+    against: Cell | None = None
+    certain: bool = True
+
+    @property
+    def ratio(self) -> float | None:
+        """Return by what factor the one is faster than the other, or None."""
+        return None if self.chosen is None or self.against is None else self.chosen.speed / self.against.speed
+
+
+def bench_ways(advice: Advice) -> tuple[str, ...]:
+    """Return what may be measured: the ways that no veto refuses, as `gpushare bench` calls them."""
+    return tuple(name for way, names in BENCH_WAYS.items() if not advice.of(way).refused for name in names)
+
+
+def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
+    """Return the rules' answer as the final one: nothing was measured, for this reason."""
+    return MeasuredAdvice(
+        rules=advice, final=advice, effect=Effect.OPEN, sentence=f"{why}: the rules' answer stands", copies=copies
+    )
+
+
+def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredAdvice:
+    """Return the answer after a measurement with so many copies: the fastest of what fits, or the rules' answer.
+
+    The rules' answer stands where nothing differs from it, where it could not be measured, and where it was chosen for
+    what a throughput does not tell.
+    """
+    cells = [cell for cell in measured_cells(bench, copies) if not advice.of(cell.way).refused]
+    if advice.best is None:
+        return unmeasured(advice, "nothing fits", copies)
+    way = advice.best.way
+    if not cells:
+        return unmeasured(advice, f"nothing was measured{because(bench, copies)}", copies)
+    if way is Way.MEASURE:
+        return _settled(advice, cells, copies)
+    mine = [cell for cell in cells if cell.way is way]
+    if mine:
+        return _compared(advice, cells, _of_rules(advice.situation, mine), copies)
+    failure = failure_of(bench, way, copies)
+    if failure is not None:
+        choice = _first(advice, cells)
+        sentence = f"the rules said {title_of(way)}, and its copies failed ({failure}), so {choice.title}"
+        return _final(advice, Effect.CHANGED, sentence, copies, choice, None, certain=certain_of(cells))
+    best = max(cells, key=lambda cell: cell.speed)
+    return unmeasured(
+        advice,
+        f"{title_of(way)} was not measured{because(bench, copies, way)} (of the others {best.title} was fastest)",
+        copies,
+    )
+
+
+def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvice:
+    choice = _first(advice, cells)
+    others = [cell for cell in cells if cell.way is not choice.way]
+    if not others:
+        return unmeasured(advice, f"only {choice.title} was measured", copies)
+    next_best = max(others, key=lambda cell: cell.speed)
+    said = "the rules left it to a measurement: "
+    if differ(choice, next_best) is False:
+        sentence = f"{said}no difference to {next_best.title}, and the rules like {choice.title} better"
+    else:
+        sentence = f"{said}{choice.title} is {times(choice, next_best)} {next_best.title}, so {choice.title}"
+    return _final(advice, Effect.SETTLED, sentence, copies, choice, next_best, certain=certain_of(cells))
+
+
+def _compared(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int) -> MeasuredAdvice:
+    """Return the answer where the rules' way was measured: ``mine``."""
+    fastest = max(cells, key=lambda cell: cell.speed)
+    certain = certain_of(cells)
+    if alike(mine, fastest):
+        return _stands(advice, cells, mine, copies, certain=certain)
+    choice = _first(advice, cells)
+    if choice.way is mine.way:
+        than = "without a cap" if choice.cap is None else f"{choice.cap:g} % each"
+        sentence = f"the rules said {mine.title}; measured: {than} is {times(choice, mine)} it, so {than}"
+        return _final(advice, Effect.OTHER_CAP, sentence, copies, choice, mine, certain=certain)
+    wishes = _not_measured(advice.of(mine.way), advice.of(choice.way))
+    if wishes:
+        sentence = (
+            f"{choice.title} is {times(choice, mine)} {mine.title}, and the rules' answer stands all the same, for what "
+            f"throughput does not tell: {wishes[0].text}"
+        )
+        return _final(advice, Effect.KEPT, sentence, copies, mine, choice, certain=certain)
+    sentence = f"the rules said {mine.title}; measured: {choice.title} is {times(choice, mine)} it, so {choice.title}"
+    return _final(advice, Effect.CHANGED, sentence, copies, choice, mine, certain=certain)
+
+
+def _stands(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int, *, certain: bool) -> MeasuredAdvice:
+    others = sorted((cell for cell in cells if cell.way is not mine.way), key=lambda cell: -cell.speed)
+    if not others:
+        return unmeasured(advice, f"only {title_of(mine.way)} was measured", copies)
+    next_best = others[0]
+    if alike(next_best, mine):
+        names = ", ".join(dict.fromkeys(title_of(cell.way) for cell in others if alike(cell, mine)))
+        sentence = f"no difference to {names}: the rules' answer stands"
+        return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, mine, next_best, certain=certain)
+    sentence = f"{mine.title} is {times(mine, next_best)} {next_best.title}, the next best: as the rules said"
+    return _final(advice, Effect.CONFIRMED, sentence, copies, mine, next_best, certain=certain)
+
+
+def _first(advice: Advice, cells: Sequence[Cell]) -> Cell:
+    """Return what to use: of those as good as the fastest, and near it, the rules' first."""
+    fastest = max(cells, key=lambda cell: cell.speed)
+    near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
+    order = [verdict.way for verdict in advice.verdicts]
+    name = _name(advice.situation)
+    return min(near, key=lambda cell: (order.index(cell.way), cell.name != name, cell.cap is not None, -cell.speed))
+
+
+def _of_rules(situation: Situation, mine: Sequence[Cell]) -> Cell:
+    """Return the cell of the rules' way: with MPS that of the cap which they say, if it was measured."""
+    name = _name(situation)
+    same = [cell for cell in mine if cell.name == name]
+    return max(same or mine, key=lambda cell: cell.speed)
+
+
+def _name(situation: Situation) -> str:
+    """Return what the rules' MPS is called by `gpushare bench`."""
+    return "mps" if situation.before_volta else f"mps:{threads_together(situation)}/n"
+
+
+def _cap(situation: Situation, name: str) -> float | None:
+    """Return the thread cap of each process for a measured way; None: it is not MPS. 100: no cap."""
+    if name not in BENCH_WAYS[Way.MPS]:
+        return None
+    together = _TOGETHER.fullmatch(name)
+    processes = situation.case.processes or 1
+    return 100.0 if together is None else min(100.0, int(together[1]) / processes)
+
+
+# -- the final answer ------------------------------------------------------------------------------
+
+
+def _final(
+    advice: Advice,
+    effect: Effect,
+    sentence: str,
+    copies: int,
+    chosen: Cell,
+    against: Cell | None,
+    *,
+    certain: bool,
+) -> MeasuredAdvice:
+    final = advice
+    if effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
+        final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name), changes=())
+    if effect is not Effect.KEPT and final.recipe is not None:
+        # What it says to measure was measured.
+        final = replace(final, recipe=replace(final.recipe, measure=()))
+    final = replace(final, changes=_changes(final) if effect is not Effect.KEPT else advice.changes)
+    level, why = _confidence(advice, final, effect, certain=certain)
+    return MeasuredAdvice(
+        rules=advice,
+        final=replace(final, confidence=level, confidence_why=why),
+        effect=effect,
+        sentence=sentence,
+        copies=copies,
+        chosen=chosen,
+        against=against,
+        certain=certain,
+    )
+
+
+def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
+    """Return what makes the rules like one way better than another, and no throughput tells."""
+    there = {reason.rule for reason in other.of(Kind.FOR)}
+    here = {reason.rule for reason in best.of(Kind.AGAINST)}
+    reasons = [one for one in best.of(Kind.FOR) if one.rule not in there]
+    reasons += [one for one in other.of(Kind.AGAINST) if one.rule not in here]
+    return sorted((one for one in reasons if one.rule not in ANSWERED), key=lambda one: -one.weight)
+
+
+def _changes(final: Advice) -> tuple[Change, ...]:
+    """Return the answers that still change it: those that refuse the way, or want what was not measured."""
+    if final.best is None:
+        return ()
+    way, found = final.best.way, []
+    for other, is_open, then in other_answers(final.situation):
+        best = winner(then)
+        if best is not None and best.way is way:
+            continue
+        now = next(verdict for verdict in then if verdict.way is way)
+        if best is None or now.refused or _not_measured(best, now):
+            to = None if best is None else best.way
+            found.append(Change(field=other.field, text=other.text, way=to, open=is_open))
+    return tuple(found)
+
+
+def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool) -> tuple[Confidence, str]:
+    """Return how sure the final answer is: more where the rules and the measurement agree, less where they do not."""
+    level, why = _LEVELS.get(effect, (advice.confidence, advice.confidence_why))
+    if effect is Effect.NO_DIFFERENCE:
+        level = Confidence.MEDIUM if advice.confidence is Confidence.LOW else advice.confidence
+    if effect is Effect.KEPT and advice.confidence is Confidence.LOW:
+        level = Confidence.LOW
+    if not certain:
+        stands = effect in {Effect.CONFIRMED, Effect.NO_DIFFERENCE}
+        level = advice.confidence if stands else Confidence.LOW
+        why = f"{why}, but by single runs: noise cannot be told from a difference"
+    fields = list(dict.fromkeys(one.field for one in final.changes if one.open and one.field in DECIDING))
+    if fields and effect is not Effect.KEPT:
+        level = Confidence.MEDIUM if level is Confidence.HIGH else level
+        why = f"{why}; {open_text(fields)}"
+    return level, why
+
+
+_LEVELS: Final = {
+    Effect.CONFIRMED: (Confidence.HIGH, "measured here, and the rules say the same"),
+    Effect.NO_DIFFERENCE: (Confidence.MEDIUM, "measured here: none of the others is faster"),
+    Effect.OTHER_CAP: (Confidence.HIGH, "measured here; the rules differ in the cap only"),
+    Effect.CHANGED: (Confidence.MEDIUM, "measured here, and the rules expected something else"),
+    Effect.SETTLED: (Confidence.HIGH, "measured here"),
+    Effect.KEPT: (Confidence.MEDIUM, "another way has the higher throughput"),
+}

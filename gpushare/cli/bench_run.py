@@ -1,0 +1,84 @@
+"""A benchmark carried out from the command line, for `gpushare bench` and `gpushare advise --measure`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from gpushare.cli.common import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpushare.host.host import Host
+    from gpushare.measure.bench import Measurement
+    from gpushare.measure.session import Prepared
+    from gpushare.selection import Device
+
+
+def carried_out(
+    host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], Measurement, int | None]:
+    """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early.
+
+    Raises:
+        GpushareError: as `session.measure`.
+    """
+    from gpushare.cli.bench_progress import progress_line
+    from gpushare.host.snapshot import BLIND
+    from gpushare.measure.bench_data import Header, bench_data
+    from gpushare.measure.session import measure
+
+    started = time.time()
+    with progress_line(quiet=settings.quiet) as progress:
+        measurement, number = measure(host, device, prepared, progress)
+    blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
+    header = Header(
+        host=host.spec,
+        driver=host.nvml.driver_version(),
+        device=device,
+        started_at=started,
+        workload=workload,
+        notes=(*blind, *prepared.notes),
+    )
+    return bench_data(header, measurement), measurement, number
+
+
+def planned(prepared: Prepared, command: str = "bench") -> Any:
+    """Return what would be run, as a plan of a command."""
+    import shlex
+
+    from gpushare.actions.plan import Step
+    from gpushare.measure.bench import schedule
+    from gpushare.show.plan import plan_result
+
+    line = shlex.join(prepared.settings.argv)
+    steps = [
+        Step(
+            what=f"run {number} {'copy' if number == 1 else 'copies'} under {way.name}, {prepared.settings.repeat} times",
+            command=line,
+            do=lambda: None,
+        )
+        for way, number in schedule(prepared.settings)
+    ]
+    notes = [
+        f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
+        for one in prepared.left_out
+    ]
+    return plan_result(command, steps, dry_run=True, notes=notes)
+
+
+def bench_notes(data: Mapping[str, Any]) -> list[str]:
+    """Return what to know of the figures of a benchmark, from its document."""
+    notes = [*data["notes"]]
+    notes += [
+        f"{cell['way']}, {cell['copies']} copies: {failure}" for cell in data["cells"] for failure in cell["failures"]
+    ]
+    if data["others"]:
+        pids = ", ".join(map(str, data["others"][:6]))
+        notes.append(f"other processes were on the GPU while it was measured ({pids}): the figures may be theirs too")
+    if data["repeat"] == 1:
+        notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")
+    if data["metric"]["pattern"] is None:
+        notes.append("start-up is counted; for a program that runs long give --metric and --for")
+    return notes
