@@ -133,6 +133,12 @@ def apply(
             code="no_wish",
         )
 
+    if config is not None and file is None:
+        raise BadUsage(
+            f"'-c {config[:60]}' names a config, and there is no file",
+            f"give its file: -f FILE -c {config[:60]}",
+            code="no_file",
+        )
     from gpushare.cli.parted_file import config_of
 
     # Read once: stdin has no second time, and a file may change between the look and the lock.
@@ -224,7 +230,7 @@ def _change(
         for gpu, layout, one in zip(gpus, layouts, plan.gpus, strict=True)
     ]
     names = [] if name is None else named(host, name, plan.gpus)
-    index = {one.uuid: one.gpu for one in plan.gpus}
+    index = {one.uuid or "": one.gpu for one in plan.gpus}
     first = [bind_step(host, one, index[one.gpu_uuid]) for one in names]
     after = name_steps(host, plan.gpus)
     may_go = {(target[0], target[1]) for target in evict}

@@ -68,7 +68,11 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
         raise name_taken(given[name])
     steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
     if steps and found.name is not None:
-        raise name_taken(given[found.name])
+        raise BadUsage(
+            f"{found.profile.name}:{found.start} on GPU {layout.gpu} is named '{found.name}' already",
+            f"one instance has one name; forget that one first: gpushare mig name --forget {found.name}",
+            code="name_taken",
+        )
     return Plan(title=f"name {name}", steps=steps, undo=f"gpushare mig name --forget {name}")
 
 

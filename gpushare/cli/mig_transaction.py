@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpushare.cli.common import gpus_of, settings
-from gpushare.errors import GpushareError, InUse, NotSupported
+from gpushare.errors import BadUsage, GpushareError, InUse, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.actions.mig_change import GpuChange, MigChange
@@ -28,7 +28,7 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
     Raises:
         NotSupported: one of them has no MIG.
-        BadUsage, NotFound, GpuLost: as `select_for_change`.
+        BadUsage, NotFound, GpuLost: as `select_for_change`; BadUsage also for an instance (-g MIG-...).
     """
     from gpushare.actions.mig_layouts import layouts_of
     from gpushare.selection import Device, select_for_change
@@ -39,6 +39,15 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
         devices = devices or select_for_change("all", found)
     else:
         devices = select_for_change(gpu, found)
+    part = next((device for device in devices if device.mig is not None), None)
+    if part is not None and part.mig is not None:
+        # Else "-g MIG-... apply" would clear its neighbours away.
+        raise BadUsage(
+            f"{part.mig.uuid} is an instance; this changes the whole GPU {part.gpu.index}",
+            f"name the GPU: -g {part.gpu.index}; one instance goes with: gpushare mig destroy {part.mig.uuid}",
+            gpu=str(part.gpu.index),
+            code="whole_gpu",
+        )
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
     able = ",".join(str(one.index) for one in gpus if one.mig_capable)
     for one in gpus:

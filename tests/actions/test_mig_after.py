@@ -28,6 +28,7 @@ from gpushare.sim.models import model_of
 from gpushare.sim.nvml_abi import Handle, Kind, Refused, Target
 from gpushare.sim.state import StateFile
 from gpushare.units import GIB
+from tests.actions.mig_host import CRASHED, MigHost
 from tests.cli.drive import World
 
 A100 = "sim:a100-80gb"
@@ -432,6 +433,20 @@ def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
     assert record is not None
     assert ([daemon.pid for daemon in world.state.daemons], record.threads_percent) == ([record.pid], 40.0)
     assert mig_after.recover_daemons(world.host, gpu_of(world)) == (said[1],)
+
+
+def test_a_crash_on_the_second_gpu_still_brings_the_daemon_of_the_first_back() -> None:
+    host = MigHost("sim:2xa100-80gb")
+    assert host.run("mig", "apply", "-g", "0", "2g.20gb:0").code == 0
+    ((_, uuid),) = host.devices()
+    assert host.run("mps", "start", "-g", uuid, "--threads", "40").code == 0
+    # Of the first GPU: two that destroy, two that create; then the mode of the second.
+    host.fault("crash-step", 5)
+    assert host.run_apart("mig", "apply", "-g", "0,1", "1g.10gb:4") == CRASHED
+    host.clear()
+    assert host.state.daemons == []
+    assert host.run("mig", "recover").code == 0
+    assert [daemon.visible for daemon in host.state.daemons] == [[uuid]]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"device_uuid": 3}', "\x00"])

@@ -48,6 +48,17 @@ def test_create_by_need(cli: Cli) -> None:
     assert [one[0] for one in instances(World(A100))] == ["1g.20gb"]
 
 
+@pytest.mark.parametrize(
+    "words", [("apply", "7g.80gb"), ("destroy", "all"), ("disable", "--destroy"), ("create", "1g")]
+)
+def test_an_instance_is_no_gpu(cli: Cli, refused: Refused, words: tuple[str, ...]) -> None:
+    """Its neighbours would go with it."""
+    cli("mig", "apply", "3g.40gb", "1g.10gb", host=A100).ok()
+    uuid = World(A100).state.gpus[0].mig[0].uuid
+    said = refused("mig", *words, "-g", uuid, code="whole_gpu", exit_code=2, host=A100)
+    assert "-g 0" in said
+
+
 def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
     cli("mig", "apply", "3g.40gb", "-g", "1", host="sim:2xh100").ok()
     cli("mig", "create", "3g.40gb", "-g", "all", host="sim:2xh100").ok()
@@ -75,6 +86,9 @@ def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
     step = planned.data["steps"][0]
     assert step["what"] == "name 1g.10gb:6 on GPU 3 'train'"
     assert step["command"] == "gpushare mig name train 1g.10gb:6 -g 3"
+    cli("mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", host=EIGHT).ok()
+    again = cli("mig", "name", "other", "train", "-g", "3", host=EIGHT)
+    assert "1g.10gb:6 on GPU 3 is named 'train' already" in again.err
 
 
 @pytest.mark.parametrize("how", ["name", "uuid", "place", "ids", "gi"])
@@ -222,6 +236,7 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
         (A100, ("apply", "3g.40gb:1"), "bad_placement", 2),
         (A100, ("apply",), "no_wish", 2),
         (A100, ("apply", "1g.10gb", "-f", "x.yaml"), "no_wish", 2),
+        (A100, ("apply", "1g.10gb", "-c", "day"), "no_file", 2),
         (A100, ("destroy", "train"), "unknown_instance", 6),
         (A100, ("destroy", "0/99"), "unknown_instance", 6),
         (A100, ("name", "train", "0/1"), "unknown_instance", 6),
