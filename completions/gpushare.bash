@@ -17,7 +17,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status run doctor timeslice mps mig sim'
+      commands='status run doctor advise compare bench tune observe savings apply diff capture metrics explain timeslice mps mig export sim'
       options='--version --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -26,11 +26,55 @@ _gpushare_node() {
       valued='-g --gpu -w --watch --host -o --output'
       ;;
     'run')
-      options='-g --gpu --threads --memory --priority --strict --grace -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --threads --memory --priority --grace --host -o --output'
+      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --copies --logs --restart --stall --bench -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --copies --logs --restart --stall --bench --host -o --output'
       positional='@program'
       ;;
     'doctor')
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'advise')
+      options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --bandwidth-qos --no-bandwidth-qos --weights --no-weights --containment --no-containment --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --cuda-graphs --no-cuda-graphs --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --vms --no-vms --nccl --no-nccl --p2p --no-p2p --ipc --no-ipc --graphics --no-graphics --profiler --no-profiler --dynamic-parallelism --no-dynamic-parallelism --containers --no-containers --kubernetes --no-kubernetes --root --no-root --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
+      ;;
+    'compare')
+      options='--view --why --driver -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--view --why --driver -g --gpu --host -o --output'
+      ;;
+    'bench')
+      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
+      ;;
+    'tune')
+      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds -g --gpu --name --host -o --output'
+      ;;
+    'observe')
+      options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--for --interval -g --gpu --to --from --host -o --output'
+      ;;
+    'savings')
+      options='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output'
+      ;;
+    'apply')
+      options='-f --file --wait -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-f --file --wait --host -o --output'
+      ;;
+    'diff')
+      options='-f --file --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-f --file --host -o --output'
+      ;;
+    'capture')
+      options='-g --gpu --by --schema --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --by --host -o --output'
+      ;;
+    'metrics')
+      options='--listen --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--listen --host -o --output'
+      ;;
+    'explain')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -86,7 +130,7 @@ _gpushare_node() {
       valued='-g --gpu --threads --memory --priority --host -o --output'
       ;;
     'mig')
-      commands='status profiles fits plan'
+      commands='status profiles fits plan create destroy apply enable disable recover check export env grant revoke name'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -106,8 +150,101 @@ _gpushare_node() {
       options='-g --gpu --model --memory --sm --exact --may-destroy --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --model --memory --sm --host -o --output'
       ;;
+    'mig create')
+      options='-g --gpu --name --memory --sm --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --name --memory --sm --host -o --output'
+      ;;
+    'mig destroy')
+      options='-g --gpu --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --evict --host -o --output'
+      ;;
+    'mig apply')
+      options='-g --gpu -f --file -c --config --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file -c --config --evict --host -o --output'
+      ;;
+    'mig enable')
+      options='-g --gpu --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
+      ;;
+    'mig disable')
+      options='-g --gpu --destroy --evict --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --evict --host -o --output'
+      ;;
+    'mig recover')
+      options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'mig check')
+      options='-g --gpu -f --file -c --config --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file -c --config --host -o --output'
+      ;;
+    'mig export')
+      options='-g --gpu --name --placement --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --name --host -o --output'
+      ;;
+    'mig env')
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'mig grant')
+      options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'mig revoke')
+      options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'mig name')
+      options='-g --gpu --forget -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --forget --host -o --output'
+      ;;
+    'export')
+      commands='k8s dra karpenter slurm mig-parted cdi docker compose systemd prometheus'
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'export k8s')
+      options='-g --gpu -f --file --replicas --mig-replicas --rename --mig-strategy --namespace --every-node --helm --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --namespace --node --to --host -o --output'
+      ;;
+    'export dra')
+      options='-g --gpu -f --file --mig-replicas --kubernetes --any-gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --mig-replicas --kubernetes --to --host -o --output'
+      ;;
+    'export karpenter')
+      options='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --instance-type --max-nodes --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --instance-type --max-nodes --to --host -o --output'
+      ;;
+    'export slurm')
+      options='-g --gpu -f --file --replicas --autodetect --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --autodetect --node --to --host -o --output'
+      ;;
+    'export mig-parted')
+      options='-g --gpu -f --file --name --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --name --to --host -o --output'
+      ;;
+    'export cdi')
+      options='-g --gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --to --host -o --output'
+      ;;
+    'export docker')
+      options='-g --gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --to --host -o --output'
+      ;;
+    'export compose')
+      options='-g --gpu --image --service --cdi --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --image --service --to --host -o --output'
+      ;;
+    'export systemd')
+      options='-g --gpu --program --file --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --program --file --to --host -o --output'
+      ;;
+    'export prometheus')
+      options='--textfile --rules --dashboard --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--textfile --host -o --output'
+      ;;
     'sim')
-      commands='list show reset add end mig fault'
+      commands='list show reset add end mig fault cdi'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -118,15 +255,15 @@ _gpushare_node() {
     'sim show')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
-      positional='sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
+      positional='sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
       ;;
     'sim reset')
       options='--all -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
-      positional='sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
+      positional='sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
       ;;
     'sim add')
-      options='-g --gpu --memory --sm --name --user --queue --graphics --mps --mig --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --memory --sm --name --user --queue --graphics --mps --mig --holder --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --memory --sm --name --user --queue --mig --host -o --output'
       ;;
     'sim end')
@@ -141,13 +278,17 @@ _gpushare_node() {
       options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
       ;;
+    'sim cdi')
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
     *) return 1 ;;
   esac
 }
 
 _gpushare_values() {
   case "$1" in
-    --host) printf '%s\n' 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' ;;
+    --host) printf '%s\n' 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' ;;
     -o|--output) printf '%s\n' 'table plain json yaml csv' ;;
     -g|--gpu) printf '%s\n' '@gpus' ;;
     --priority) printf '%s\n' 'normal low' ;;

@@ -37,7 +37,7 @@ function __gpushare_gpus
     gpushare $host status -o csv 2>/dev/null </dev/null | string match -r '^[0-9]+(?=,)' | sort -u
 end
 
-set -g __gpushare_groups 'timeslice' 'mps' 'mig' 'sim'
+set -g __gpushare_groups 'timeslice' 'mps' 'mig' 'export' 'sim'
 
 function __gpushare_valued
     switch $argv[1]
@@ -49,6 +49,8 @@ function __gpushare_valued
             return 0
         case -w --watch
             return 0
+        case --mig
+            return 0
         case --threads
             return 0
         case --memory
@@ -56,6 +58,108 @@ function __gpushare_valued
         case --priority
             return 0
         case --grace
+            return 0
+        case --production
+            return 0
+        case --for
+            return 0
+        case --copies
+            return 0
+        case --logs
+            return 0
+        case --restart
+            return 0
+        case --stall
+            return 0
+        case --bench
+            return 0
+        case --processes
+            return 0
+        case --sms
+            return 0
+        case --users
+            return 0
+        case --isolation
+            return 0
+        case --groups
+            return 0
+        case --latency
+            return 0
+        case --pattern
+            return 0
+        case --opportunistic
+            return 0
+        case --role
+            return 0
+        case --command
+            return 0
+        case -f --file
+            return 0
+        case --from
+            return 0
+        case --mechanism
+            return 0
+        case --metric
+            return 0
+        case --repeat
+            return 0
+        case --timeout
+            return 0
+        case --view
+            return 0
+        case --why
+            return 0
+        case --driver
+            return 0
+        case --ways
+            return 0
+        case --size
+            return 0
+        case --footprint
+            return 0
+        case --to
+            return 0
+        case --compare
+            return 0
+        case --plot
+            return 0
+        case --keep
+            return 0
+        case --p99
+            return 0
+        case --opportunistic-metric
+            return 0
+        case --production-caps
+            return 0
+        case --caps
+            return 0
+        case --window
+            return 0
+        case --rounds
+            return 0
+        case --name
+            return 0
+        case --interval
+            return 0
+        case --gpus
+            return 0
+        case --load
+            return 0
+        case --price
+            return 0
+        case --hours
+            return 0
+        case --target-load
+            return 0
+        case --gpu-memory
+            return 0
+        case --instance
+            return 0
+        case --wait
+            return 0
+        case --by
+            return 0
+        case --listen
             return 0
         case --pipe-directory
             return 0
@@ -67,13 +171,45 @@ function __gpushare_valued
             return 0
         case --sm
             return 0
-        case --name
+        case --evict
+            return 0
+        case -c --config
+            return 0
+        case --forget
+            return 0
+        case --replicas
+            return 0
+        case --mig-replicas
+            return 0
+        case --mig-strategy
+            return 0
+        case --namespace
+            return 0
+        case --node
+            return 0
+        case --kubernetes
+            return 0
+        case --node-class
+            return 0
+        case --instance-type
+            return 0
+        case --max-nodes
+            return 0
+        case --autodetect
+            return 0
+        case --image
+            return 0
+        case --service
+            return 0
+        case --program
+            return 0
+        case --file
+            return 0
+        case --textfile
             return 0
         case --user
             return 0
         case --queue
-            return 0
-        case --mig
             return 0
         case --signal
             return 0
@@ -85,12 +221,24 @@ complete -c gpushare -f
 complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, the way of sharing in force, MPS daemons with limits and clients, and who is on them'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for what goes wrong in practice; each finding has a stable id and its remedy'
+complete -c gpushare -n '__gpushare_at ' -a advise -d 'Say which way of sharing a GPU fits, why, and what exactly to type on this host'
+complete -c gpushare -n '__gpushare_at ' -a compare -d 'Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU'
+complete -c gpushare -n '__gpushare_at ' -a bench -d 'Measure a command as several copies under each way of sharing, and say which way is best'
+complete -c gpushare -n '__gpushare_at ' -a tune -d 'Find the largest thread cap of an opportunistic job with which a production job keeps its speed'
+complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
+complete -c gpushare -n '__gpushare_at ' -a savings -d 'Say what the work of several GPUs would cost on fewer of them: arithmetic, not a promise'
+complete -c gpushare -n '__gpushare_at ' -a apply -d 'Make each GPU what its entry of gpushare.yaml says; one that no entry is for is left alone'
+complete -c gpushare -n '__gpushare_at ' -a diff -d 'Say how each GPU differs from its entry of gpushare.yaml; one that no entry is for is left out'
+complete -c gpushare -n '__gpushare_at ' -a capture -d 'Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml'
+complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve what no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
+complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain an error of CUDA or NVML, an Xid of the kernel\'s log, or lines of the logs of MPS'
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU turns to the next one'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
-complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes'
+complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'
+complete -c gpushare -n '__gpushare_at ' -a export -d 'Write the sharing of this host for another engine'
 complete -c gpushare -n '__gpushare_at ' -a sim -d 'Simulated hosts: try everything, rehearse errors, run tests, without a GPU'
 complete -c gpushare -n '__gpushare_at ' -l version -d 'Show the version and exit.'
-complete -c gpushare -n '__gpushare_at ' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at ' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at ' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at ' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at ' -s v -l verbose -d 'Say more of what is done.'
@@ -98,44 +246,227 @@ complete -c gpushare -n '__gpushare_at ' -l debug -d 'Show the traceback of an e
 complete -c gpushare -n '__gpushare_at ' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at status' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
 complete -c gpushare -n '__gpushare_at status' -s w -l watch -x -d 'Look again every SECS seconds, until Ctrl-C.'
-complete -c gpushare -n '__gpushare_at status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at status' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at status' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at status' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at status' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at status' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG instance: index, UUID, PCI bus id.'
+complete -c gpushare -n '__gpushare_at run' -l mig -x -d 'In a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one of this name.'
 complete -c gpushare -n '__gpushare_at run' -l threads -x -d 'The share of the SM threads that it may use, above 0 up to 100.'
 complete -c gpushare -n '__gpushare_at run' -l memory -x -d 'The device memory that it may allocate: 4G, 1500M.'
 complete -c gpushare -n '__gpushare_at run' -l priority -x -a 'normal low' -d 'normal or low.'
 complete -c gpushare -n '__gpushare_at run' -l strict -d 'End the program if it runs on the GPU outside MPS.'
 complete -c gpushare -n '__gpushare_at run' -l grace -x -d 'How long it may take to end after its signal. [default: 10]'
+complete -c gpushare -n '__gpushare_at run' -l production -x -d 'As the production job of this name: never capped, and known to others.'
+complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Beside a production job: tuned limits, or cap 60 % with low priority.'
+complete -c gpushare -n '__gpushare_at run' -l for -x -d 'With --opportunistic: the production job to spare.'
+complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: stands still while the production job works.'
+complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'N copies; {} in CMD and GPUSHARE_COPY are its number.'
+complete -c gpushare -n '__gpushare_at run' -l logs -x -d 'With --copies: keep what each prints in DIR/copy-N.log.'
+complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: start a failed copy again, K times at most.'
+complete -c gpushare -n '__gpushare_at run' -l stall -x -d 'With --copies: end a copy that prints nothing for so long.'
+complete -c gpushare -n '__gpushare_at run' -l bench -x -d 'With --copies: the cap that gpushare bench found.'
 complete -c gpushare -n '__gpushare_at run' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at run' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at run' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at run' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at run' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --threads --memory --priority --grace --host -o --output)'
-complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at doctor' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at doctor' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at doctor' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at doctor' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'How many processes share.'
+complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Memory of one process at its peak: 6G.'
+complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'
+complete -c gpushare -n '__gpushare_at advise' -l saturating -l no-saturating -d 'One process alone fills the GPU (measured).'
+complete -c gpushare -n '__gpushare_at advise' -l users -x -d 'same or different.'
+complete -c gpushare -n '__gpushare_at advise' -l trusted -l untrusted -d 'They trust each other.'
+complete -c gpushare -n '__gpushare_at advise' -l isolation -x -d 'none, quota, fault, full; or several: quota,fault.'
+complete -c gpushare -n '__gpushare_at advise' -l groups -x -d 'Parties among the processes to be kept apart.'
+complete -c gpushare -n '__gpushare_at advise' -l bandwidth-qos -l no-bandwidth-qos -d 'Memory bandwidth must be guaranteed.'
+complete -c gpushare -n '__gpushare_at advise' -l weights -l no-weights -d 'Unequal shares are wanted.'
+complete -c gpushare -n '__gpushare_at advise' -l containment -l no-containment -d 'Each must stay in its share, also when others idle.'
+complete -c gpushare -n '__gpushare_at advise' -l latency -x -d 'Latency target of a request: 20ms; yes, none.'
+complete -c gpushare -n '__gpushare_at advise' -l pattern -x -d 'interactive, bursty or steady.'
+complete -c gpushare -n '__gpushare_at advise' -l production -x -d 'So many production processes.'
+complete -c gpushare -n '__gpushare_at advise' -l opportunistic -x -d 'So many that give way to production.'
+complete -c gpushare -n '__gpushare_at advise' -l role -x -d 'production or opportunistic, of all.'
+complete -c gpushare -n '__gpushare_at advise' -l one-application -l many-applications -d 'They are one application.'
+complete -c gpushare -n '__gpushare_at advise' -l cooperating -l no-cooperating -d 'They work together (MPI ranks).'
+complete -c gpushare -n '__gpushare_at advise' -l code -l no-code -d 'The program can be changed.'
+complete -c gpushare -n '__gpushare_at advise' -l running -l no-running -d 'They run already, and must not be started anew.'
+complete -c gpushare -n '__gpushare_at advise' -l cuda-graphs -l no-cuda-graphs -d 'They launch CUDA graphs (LLM engines).'
+complete -c gpushare -n '__gpushare_at advise' -l bandwidth-bound -l no-bandwidth-bound -d 'It fills the memory bandwidth.'
+complete -c gpushare -n '__gpushare_at advise' -l io-bound -l no-io-bound -d 'The GPU waits for input.'
+complete -c gpushare -n '__gpushare_at advise' -l vms -l no-vms -d 'They are virtual machines.'
+complete -c gpushare -n '__gpushare_at advise' -l nccl -l no-nccl -d 'They need NCCL.'
+complete -c gpushare -n '__gpushare_at advise' -l p2p -l no-p2p -d 'They need peer-to-peer between GPUs.'
+complete -c gpushare -n '__gpushare_at advise' -l ipc -l no-ipc -d 'They share GPU memory (CUDA IPC).'
+complete -c gpushare -n '__gpushare_at advise' -l graphics -l no-graphics -d 'They draw (OpenGL, Vulkan).'
+complete -c gpushare -n '__gpushare_at advise' -l profiler -l no-profiler -d 'A profiler or debugger is needed.'
+complete -c gpushare -n '__gpushare_at advise' -l dynamic-parallelism -l no-dynamic-parallelism -d 'Kernels launch kernels.'
+complete -c gpushare -n '__gpushare_at advise' -l containers -l no-containers -d 'They run in containers.'
+complete -c gpushare -n '__gpushare_at advise' -l kubernetes -l no-kubernetes -d 'Kubernetes starts them.'
+complete -c gpushare -n '__gpushare_at advise' -l root -l no-root -d 'Root (sudo) is to be had.'
+complete -c gpushare -n '__gpushare_at advise' -l command -x -d 'The program, for the lines: \'python train.py\'.'
+complete -c gpushare -n '__gpushare_at advise' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'The GPU to share. [default: the first]'
+complete -c gpushare -n '__gpushare_at advise' -s f -l file -x -d 'Workloads from a YAML file; - is stdin.'
+complete -c gpushare -n '__gpushare_at advise' -l live -d 'What runs on the GPU now.'
+complete -c gpushare -n '__gpushare_at advise' -l from -x -d 'What a recording of `gpushare observe` saw.'
+complete -c gpushare -n '__gpushare_at advise' -l mechanism -x -d 'Explain this way: why, or why not.'
+complete -c gpushare -n '__gpushare_at advise' -l apply -d 'Carry the set-up out; see it first with --dry-run.'
+complete -c gpushare -n '__gpushare_at advise' -l measure -d 'Measure CMD under each way that fits (gpushare bench), then answer.'
+complete -c gpushare -n '__gpushare_at advise' -l copies -x -d 'Measure so many copies. [default: --processes]'
+complete -c gpushare -n '__gpushare_at advise' -l metric -x -d 'A number that CMD prints, in brackets: \'rate=([0-9.]+)\'.'
+complete -c gpushare -n '__gpushare_at advise' -l lower-is-better -l higher-is-better -d 'What is printed: a time per unit, or a rate.'
+complete -c gpushare -n '__gpushare_at advise' -l for -x -d 'Measure so long and end CMD; it needs --metric.'
+complete -c gpushare -n '__gpushare_at advise' -l repeat -x -d 'How often each is run. [default: 3]'
+complete -c gpushare -n '__gpushare_at advise' -l timeout -x -d 'When a run counts as hung. [default: by CMD alone]'
+complete -c gpushare -n '__gpushare_at advise' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at advise' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at advise' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at advise' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at advise' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at advise' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at advise' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at advise' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at compare' -l view -x -d 'published (NVIDIA\'s table of 2022), today (what changed since), or host. [default: host where one answers, else today]'
+complete -c gpushare -n '__gpushare_at compare' -l why -x -d 'Explain one cell: all views, sources, contradictions.'
+complete -c gpushare -n '__gpushare_at compare' -l driver -x -d 'Today on this driver, like 580. [default: the newest]'
+complete -c gpushare -n '__gpushare_at compare' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at compare' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at compare' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at compare' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at compare' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at compare' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at compare' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at bench' -l copies -x -d 'How many copies.'
+complete -c gpushare -n '__gpushare_at bench' -l ways -x -d 'Some of queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams, and mps:PCT. [default: all]'
+complete -c gpushare -n '__gpushare_at bench' -l repeat -x -d 'How often each is run.'
+complete -c gpushare -n '__gpushare_at bench' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG instance: index, UUID, PCI bus id.'
+complete -c gpushare -n '__gpushare_at bench' -l metric -x -d 'A number that CMD prints, in brackets: \'rate=([0-9.]+)\'.'
+complete -c gpushare -n '__gpushare_at bench' -l lower-is-better -l higher-is-better -d 'What is printed: a time per unit, or a rate.'
+complete -c gpushare -n '__gpushare_at bench' -l latency -x -d 'A latency that CMD prints. [default: latency=... and p50=, p99=]'
+complete -c gpushare -n '__gpushare_at bench' -l for -x -d 'Measure so long and end CMD; it needs --metric.'
+complete -c gpushare -n '__gpushare_at bench' -l timeout -x -d 'When a run counts as hung. [default: by CMD alone]'
+complete -c gpushare -n '__gpushare_at bench' -l size -x -d 'Built-in workload: N x N matrices.'
+complete -c gpushare -n '__gpushare_at bench' -l cpu -d 'Built-in workload: with work on the CPU too.'
+complete -c gpushare -n '__gpushare_at bench' -l footprint -x -d 'Built-in workload: device memory that it holds.'
+complete -c gpushare -n '__gpushare_at bench' -l to -x -d 'Keep all figures: a new JSON file.'
+complete -c gpushare -n '__gpushare_at bench' -l compare -x -d 'Compare with an earlier --to file.'
+complete -c gpushare -n '__gpushare_at bench' -l plot -x -d 'Draw it: a new .png or .svg file.'
+complete -c gpushare -n '__gpushare_at bench' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at bench' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at bench' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at bench' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at bench' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at bench' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at bench' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at bench' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at tune' -l production -x -d 'The job that must keep its speed; it runs all the time.'
+complete -c gpushare -n '__gpushare_at tune' -l opportunistic -x -d 'The job that takes what is left; started anew per trial.'
+complete -c gpushare -n '__gpushare_at tune' -l keep -x -d 'Share of its rate alone that production keeps.'
+complete -c gpushare -n '__gpushare_at tune' -l p99 -x -d 'Its p99 latency stays within so much of alone: 1.1x.'
+complete -c gpushare -n '__gpushare_at tune' -l metric -x -d 'The rate that both print: \'rate=([0-9.]+)\'. [default: lines per second]'
+complete -c gpushare -n '__gpushare_at tune' -l opportunistic-metric -x -d 'The opportunistic job\'s, if it differs.'
+complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a request. [default: latency_ms=NUMBER]'
+complete -c gpushare -n '__gpushare_at tune' -l production-caps -x -d 'Caps on production to try too, each beside the rest: 60,50.'
+complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,90,80,70,60,50,40,30,25,20,10]'
+complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of one window of measuring.'
+complete -c gpushare -n '__gpushare_at tune' -l rounds -x -d 'Least windows together per trial.'
+complete -c gpushare -n '__gpushare_at tune' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU: index, UUID, PCI bus id.'
+complete -c gpushare -n '__gpushare_at tune' -l name -x -d 'Keep the result for run --opportunistic --for NAME.'
+complete -c gpushare -n '__gpushare_at tune' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at tune' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at tune' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at tune' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at tune' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at tune' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at observe' -l for -x -d 'How long: 90s, 10m, 8h.'
+complete -c gpushare -n '__gpushare_at observe' -l interval -x -d 'Time between two samples.'
+complete -c gpushare -n '__gpushare_at observe' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at observe' -l to -x -d 'The file; a new one. [default: gpushare-DATE-TIME.jsonl in this directory]'
+complete -c gpushare -n '__gpushare_at observe' -l from -x -d 'Show an earlier recording instead.'
+complete -c gpushare -n '__gpushare_at observe' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at observe' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at observe' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at observe' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at observe' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at observe' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at savings' -l gpus -x -d 'How many GPUs there are, one an instance.'
+complete -c gpushare -n '__gpushare_at savings' -l load -x -d 'The mean load of each.'
+complete -c gpushare -n '__gpushare_at savings' -l price -x -d 'What one GPU costs an hour, in dollars.'
+complete -c gpushare -n '__gpushare_at savings' -l hours -x -d 'For how many hours; 720 is 30 days.'
+complete -c gpushare -n '__gpushare_at savings' -l target-load -x -d 'The most load that a GPU should have.'
+complete -c gpushare -n '__gpushare_at savings' -l memory -x -d 'What the work of one GPU needs at its peak.'
+complete -c gpushare -n '__gpushare_at savings' -l gpu-memory -x -d 'What one GPU has: 15G, 141G.'
+complete -c gpushare -n '__gpushare_at savings' -l instance -x -d 'Its name at the cloud: g4dn.2xlarge.'
+complete -c gpushare -n '__gpushare_at savings' -l from -x -d 'Loads and memory from a recording of observe.'
+complete -c gpushare -n '__gpushare_at savings' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'With --from: only these GPUs of it.'
+complete -c gpushare -n '__gpushare_at savings' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at savings' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at savings' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at savings' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at savings' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at savings' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at apply' -s f -l file -x -d 'gpushare.yaml, version 1; - is stdin.'
+complete -c gpushare -n '__gpushare_at apply' -l wait -x -d 'Wait so long for programs to leave what changes. [default: refuse]'
+complete -c gpushare -n '__gpushare_at apply' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at apply' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at apply' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at apply' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at apply' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at apply' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at apply' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at apply' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at diff' -s f -l file -x -d 'gpushare.yaml, version 1; - is stdin.'
+complete -c gpushare -n '__gpushare_at diff' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at diff' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at diff' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at diff' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at diff' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at diff' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at capture' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at capture' -l by -x -d 'How GPUs are named: index or uuid.'
+complete -c gpushare -n '__gpushare_at capture' -l schema -d 'Print the JSON Schema of the file instead, for editors.'
+complete -c gpushare -n '__gpushare_at capture' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at capture' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at capture' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at capture' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at capture' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at capture' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at metrics' -l listen -x -d 'Where to listen; :PORT is every address.'
+complete -c gpushare -n '__gpushare_at metrics' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at metrics' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at metrics' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at metrics' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at metrics' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at metrics' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at explain' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at explain' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at explain' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at explain' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at explain' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at explain' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at timeslice' -a show -d 'Show the time-slice level and the compute mode of each GPU'
 complete -c gpushare -n '__gpushare_at timeslice' -a set -d 'Set the time-slice level, with compute mode default where another one is in the way'
 complete -c gpushare -n '__gpushare_at timeslice' -a reset -d 'Go back to level default, and to the compute mode that `timeslice set` found'
-complete -c gpushare -n '__gpushare_at timeslice' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at timeslice' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at timeslice' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at timeslice' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at timeslice' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at timeslice' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at timeslice show' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
-complete -c gpushare -n '__gpushare_at timeslice show' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice show' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at timeslice show' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at timeslice show' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at timeslice show' -s v -l verbose -d 'Say more of what is done.'
@@ -145,7 +476,7 @@ complete -c gpushare -n '__gpushare_at timeslice set' -s g -l gpu -x -a '(__gpus
 complete -c gpushare -n '__gpushare_at timeslice set' -l beside-mps -d 'Set it although an MPS daemon of gpushare serves the GPU.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at timeslice set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at timeslice set' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at timeslice set' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s v -l verbose -d 'Say more of what is done.'
@@ -155,7 +486,7 @@ complete -c gpushare -n '__gpushare_at timeslice set' -a 'default short medium l
 complete -c gpushare -n '__gpushare_at timeslice reset' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice reset' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s v -l verbose -d 'Say more of what is done.'
@@ -168,7 +499,7 @@ complete -c gpushare -n '__gpushare_at mps' -a set -d 'Change the limits of a ru
 complete -c gpushare -n '__gpushare_at mps' -a kill -d 'End one MPS client without breaking its neighbours: SIGSTOP, wait until the GPU has drained, SIGKILL'
 complete -c gpushare -n '__gpushare_at mps' -a logs -d 'Show the last lines of a daemon\'s control.log and server.log'
 complete -c gpushare -n '__gpushare_at mps' -a env -d 'Print the export lines that make a shell\'s programs clients of the daemon: eval "$(gpushare mps env)"'
-complete -c gpushare -n '__gpushare_at mps' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps' -s v -l verbose -d 'Say more of what is done.'
@@ -181,7 +512,7 @@ complete -c gpushare -n '__gpushare_at mps start' -l priority -x -a 'normal low'
 complete -c gpushare -n '__gpushare_at mps start' -l exclusive -d 'Compute mode exclusive-process, so that nothing runs beside MPS (root; restored by stop).'
 complete -c gpushare -n '__gpushare_at mps start' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps start' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at mps start' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps start' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps start' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps start' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps start' -s v -l verbose -d 'Say more of what is done.'
@@ -193,14 +524,14 @@ complete -c gpushare -n '__gpushare_at mps stop' -l drain -x -d 'Wait this long 
 complete -c gpushare -n '__gpushare_at mps stop' -l force -d 'Do not wait, and end also a daemon that does not answer.'
 complete -c gpushare -n '__gpushare_at mps stop' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps stop' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at mps stop' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps stop' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps stop' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps stop' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps stop' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at mps stop' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mps stop' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mps status' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
-complete -c gpushare -n '__gpushare_at mps status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps status' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps status' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps status' -s v -l verbose -d 'Say more of what is done.'
@@ -212,7 +543,7 @@ complete -c gpushare -n '__gpushare_at mps set' -l memory -x -d 'Pinned memory l
 complete -c gpushare -n '__gpushare_at mps set' -l priority -x -a 'normal low' -d 'Client priority: normal or low.'
 complete -c gpushare -n '__gpushare_at mps set' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps set' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at mps set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps set' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps set' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps set' -s v -l verbose -d 'Say more of what is done.'
@@ -222,7 +553,7 @@ complete -c gpushare -n '__gpushare_at mps kill' -l drain -x -d 'The longest wai
 complete -c gpushare -n '__gpushare_at mps kill' -l terminate -d 'Only take an idle client\'s GPU work away (terminate_client); its process lives on.'
 complete -c gpushare -n '__gpushare_at mps kill' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps kill' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at mps kill' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps kill' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps kill' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps kill' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps kill' -s v -l verbose -d 'Say more of what is done.'
@@ -232,7 +563,7 @@ complete -c gpushare -n '__gpushare_at mps logs' -s g -l gpu -x -a '(__gpushare_
 complete -c gpushare -n '__gpushare_at mps logs' -l lines -x -d 'The last N lines of each log.'
 complete -c gpushare -n '__gpushare_at mps logs' -l server -d 'Only the server\'s log.'
 complete -c gpushare -n '__gpushare_at mps logs' -l control -d 'Only the control daemon\'s log.'
-complete -c gpushare -n '__gpushare_at mps logs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps logs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps logs' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps logs' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps logs' -s v -l verbose -d 'Say more of what is done.'
@@ -242,7 +573,7 @@ complete -c gpushare -n '__gpushare_at mps env' -s g -l gpu -x -a '(__gpushare_g
 complete -c gpushare -n '__gpushare_at mps env' -l threads -x -d 'A thread percentage for the programs of this shell.'
 complete -c gpushare -n '__gpushare_at mps env' -l memory -x -d 'A memory limit for each program of this shell.'
 complete -c gpushare -n '__gpushare_at mps env' -l priority -x -a 'normal low' -d 'normal or low.'
-complete -c gpushare -n '__gpushare_at mps env' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mps env' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps env' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mps env' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mps env' -s v -l verbose -d 'Say more of what is done.'
@@ -252,14 +583,26 @@ complete -c gpushare -n '__gpushare_at mig' -a status -d 'Show the MIG instances
 complete -c gpushare -n '__gpushare_at mig' -a profiles -d 'Show the GPU instance profiles that the driver offers, with free counts and placements'
 complete -c gpushare -n '__gpushare_at mig' -a fits -d 'Say whether a wish fits beside what exists: yes and where; no and what would have to go; never'
 complete -c gpushare -n '__gpushare_at mig' -a plan -d 'Print the steps to a wish that destroy and create the least, with a picture and plain nvidia-smi lines'
-complete -c gpushare -n '__gpushare_at mig' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig' -a create -d 'Add GPU instances with their compute instances, where they leave the most room'
+complete -c gpushare -n '__gpushare_at mig' -a destroy -d 'Destroy instances and nothing else'
+complete -c gpushare -n '__gpushare_at mig' -a apply -d 'Give each GPU exactly this layout, at the least cost: what is there and is wished stays in its place'
+complete -c gpushare -n '__gpushare_at mig' -a enable -d 'Switch MIG mode on'
+complete -c gpushare -n '__gpushare_at mig' -a disable -d 'Switch MIG mode off'
+complete -c gpushare -n '__gpushare_at mig' -a recover -d 'Undo what a change left that died in the middle'
+complete -c gpushare -n '__gpushare_at mig' -a check -d 'Say whether each chosen GPU has exactly these MIG devices, and what is missing and what is too much'
+complete -c gpushare -n '__gpushare_at mig' -a export -d 'Write the MIG layout as a mig-parted v1 file, which mig-parted and `gpushare mig apply -f` take'
+complete -c gpushare -n '__gpushare_at mig' -a env -d 'Print the export line that leads a shell\'s programs to an instance: eval "$(gpushare mig env train)"'
+complete -c gpushare -n '__gpushare_at mig' -a grant -d 'Let a user, and nobody else but root, use a MIG instance'
+complete -c gpushare -n '__gpushare_at mig' -a revoke -d 'Take a user\'s grant back, or all of them; then every local user may use the instance again'
+complete -c gpushare -n '__gpushare_at mig' -a name -d 'Give an instance a name, or forget one'
+complete -c gpushare -n '__gpushare_at mig' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mig' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mig' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mig' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at mig' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mig' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mig status' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
-complete -c gpushare -n '__gpushare_at mig status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig status' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mig status' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mig status' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mig status' -s v -l verbose -d 'Say more of what is done.'
@@ -267,7 +610,7 @@ complete -c gpushare -n '__gpushare_at mig status' -l debug -d 'Show the traceba
 complete -c gpushare -n '__gpushare_at mig status' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mig profiles' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
 complete -c gpushare -n '__gpushare_at mig profiles' -l model -x -d 'An empty GPU of this model instead of this host\'s: h100-80gb.'
-complete -c gpushare -n '__gpushare_at mig profiles' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig profiles' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mig profiles' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mig profiles' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mig profiles' -s v -l verbose -d 'Say more of what is done.'
@@ -277,7 +620,7 @@ complete -c gpushare -n '__gpushare_at mig fits' -s g -l gpu -x -a '(__gpushare_
 complete -c gpushare -n '__gpushare_at mig fits' -l model -x -d 'An empty GPU of this model instead of this host\'s: h100-80gb.'
 complete -c gpushare -n '__gpushare_at mig fits' -l memory -x -d 'By need: at least so much memory.'
 complete -c gpushare -n '__gpushare_at mig fits' -l sm -x -d 'By need: at least so many SMs.'
-complete -c gpushare -n '__gpushare_at mig fits' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig fits' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mig fits' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mig fits' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mig fits' -s v -l verbose -d 'Say more of what is done.'
@@ -289,12 +632,258 @@ complete -c gpushare -n '__gpushare_at mig plan' -l memory -x -d 'By need: at le
 complete -c gpushare -n '__gpushare_at mig plan' -l sm -x -d 'By need: at least so many SMs.'
 complete -c gpushare -n '__gpushare_at mig plan' -l exact -d 'The GPUs have exactly this afterwards, nothing else.'
 complete -c gpushare -n '__gpushare_at mig plan' -l may-destroy -d 'Idle instances may go.'
-complete -c gpushare -n '__gpushare_at mig plan' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig plan' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mig plan' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at mig plan' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at mig plan' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at mig plan' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mig plan' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig create' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig create' -l name -x -d 'What to call it; several become NAME-1, NAME-2.'
+complete -c gpushare -n '__gpushare_at mig create' -l memory -x -d 'By need: so much memory.'
+complete -c gpushare -n '__gpushare_at mig create' -l sm -x -d 'By need: so many SMs.'
+complete -c gpushare -n '__gpushare_at mig create' -l refresh-cdi -d 'Write the CDI specification of containers anew.'
+complete -c gpushare -n '__gpushare_at mig create' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig create' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig create' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig create' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig create' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig create' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig create' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig create' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig destroy' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig destroy' -l evict -x -d 'This busy instance may go: its programs are ended.'
+complete -c gpushare -n '__gpushare_at mig destroy' -l refresh-cdi -d 'Write the CDI specification of containers anew.'
+complete -c gpushare -n '__gpushare_at mig destroy' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig destroy' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig destroy' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig destroy' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig destroy' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig destroy' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig destroy' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig destroy' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig apply' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig apply' -s f -l file -x -d 'A mig-parted v1 file; - is stdin.'
+complete -c gpushare -n '__gpushare_at mig apply' -s c -l config -x -d 'Which config of it.'
+complete -c gpushare -n '__gpushare_at mig apply' -l evict -x -d 'This busy instance may go: its programs are ended.'
+complete -c gpushare -n '__gpushare_at mig apply' -l refresh-cdi -d 'Write the CDI specification of containers anew.'
+complete -c gpushare -n '__gpushare_at mig apply' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig apply' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig apply' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig apply' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig apply' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig apply' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig apply' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig apply' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig enable' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig enable' -l refresh-cdi -d 'Write the CDI specification of containers anew.'
+complete -c gpushare -n '__gpushare_at mig enable' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig enable' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig enable' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig enable' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig enable' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig enable' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig enable' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig enable' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig disable' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig disable' -l destroy -d 'Idle instances go first.'
+complete -c gpushare -n '__gpushare_at mig disable' -l evict -x -d 'This busy instance may go: its programs are ended.'
+complete -c gpushare -n '__gpushare_at mig disable' -l refresh-cdi -d 'Write the CDI specification of containers anew.'
+complete -c gpushare -n '__gpushare_at mig disable' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig disable' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig disable' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig disable' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig disable' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig disable' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig disable' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig disable' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig recover' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig recover' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig recover' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig recover' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig recover' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig recover' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig recover' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig recover' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig check' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig check' -s f -l file -x -d 'A mig-parted v1 file; - is stdin.'
+complete -c gpushare -n '__gpushare_at mig check' -s c -l config -x -d 'Which config of the file.'
+complete -c gpushare -n '__gpushare_at mig check' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig check' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig check' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig check' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig check' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig check' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig export' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig export' -l name -x -d 'The name of the config.'
+complete -c gpushare -n '__gpushare_at mig export' -l placement -d 'With exact places, in a second document that mig-parted skips.'
+complete -c gpushare -n '__gpushare_at mig export' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig export' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig export' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig export' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig export' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig export' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig env' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig env' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig env' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig env' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig env' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig env' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig grant' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig grant' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig grant' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig grant' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig grant' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig grant' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig grant' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig grant' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig revoke' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig revoke' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig revoke' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig revoke' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig revoke' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig revoke' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig revoke' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig revoke' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at mig name' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at mig name' -l forget -x -d 'Forget this name.'
+complete -c gpushare -n '__gpushare_at mig name' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at mig name' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at mig name' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at mig name' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at mig name' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at mig name' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at mig name' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at mig name' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export' -a k8s -d 'Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that proves it'
+complete -c gpushare -n '__gpushare_at export' -a dra -d 'Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared'
+complete -c gpushare -n '__gpushare_at export' -a karpenter -d 'Write a NodePool with the taint, and the NodeOverlay that tells Karpenter how many shares a node offers'
+complete -c gpushare -n '__gpushare_at export' -a slurm -d 'Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog'
+complete -c gpushare -n '__gpushare_at export' -a mig-parted -d 'Write the MIG layout as a mig-parted v1 file, as `gpushare mig export` does, with what it needs and loses'
+complete -c gpushare -n '__gpushare_at export' -a cdi -d 'Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file'
+complete -c gpushare -n '__gpushare_at export' -a docker -d 'Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)'
+complete -c gpushare -n '__gpushare_at export' -a compose -d 'Write a compose file with one service on one GPU, MIG device or MPS share'
+complete -c gpushare -n '__gpushare_at export' -a systemd -d 'Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon of now'
+complete -c gpushare -n '__gpushare_at export' -a prometheus -d 'Write metrics as text: what no other exporter has, once; the alert rules; or a Grafana dashboard'
+complete -c gpushare -n '__gpushare_at export' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export k8s' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export k8s' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
+complete -c gpushare -n '__gpushare_at export k8s' -l replicas -x -d 'How many programs share a GPU. [default: 4]'
+complete -c gpushare -n '__gpushare_at export k8s' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
+complete -c gpushare -n '__gpushare_at export k8s' -l rename -d 'Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.'
+complete -c gpushare -n '__gpushare_at export k8s' -l mig-strategy -x -d 'How MIG devices are named: mixed or single.'
+complete -c gpushare -n '__gpushare_at export k8s' -l namespace -x -d 'Where the GPU operator runs.'
+complete -c gpushare -n '__gpushare_at export k8s' -l every-node -d 'Make it the default of all nodes, not of the labelled one.'
+complete -c gpushare -n '__gpushare_at export k8s' -l helm -d 'Write values for the device plugin\'s own chart: no GPU operator.'
+complete -c gpushare -n '__gpushare_at export k8s' -l node -x -d 'The node\'s name in the cluster.'
+complete -c gpushare -n '__gpushare_at export k8s' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export k8s' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export k8s' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export k8s' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export k8s' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export k8s' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export k8s' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export dra' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export dra' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
+complete -c gpushare -n '__gpushare_at export dra' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
+complete -c gpushare -n '__gpushare_at export dra' -l kubernetes -x -d 'The version of the cluster, from 1.32 on.'
+complete -c gpushare -n '__gpushare_at export dra' -l any-gpu -d 'Claim any GPU of the same model, not exactly these.'
+complete -c gpushare -n '__gpushare_at export dra' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export dra' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export dra' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export dra' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export dra' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export dra' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export dra' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export karpenter' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export karpenter' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l replicas -x -d 'How many programs share a GPU. [default: 4]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l mig-strategy -x -d 'How MIG devices are named: mixed or single.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l name -x -d 'The name of the NodePool.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l node-class -x -d 'The EC2NodeClass of its nodes.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l instance-type -x -d 'One instance type. [default: by model and number]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l max-nodes -x -d 'Start no more nodes than this. [default: no limit]'
+complete -c gpushare -n '__gpushare_at export karpenter' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export karpenter' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export karpenter' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export karpenter' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export karpenter' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export karpenter' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export slurm' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export slurm' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
+complete -c gpushare -n '__gpushare_at export slurm' -l replicas -x -d 'How many programs share a GPU. [default: 4]'
+complete -c gpushare -n '__gpushare_at export slurm' -l autodetect -x -d 'nvml or off. [default: nvml where there is MIG, else off]'
+complete -c gpushare -n '__gpushare_at export slurm' -l node -x -d 'The node\'s name in the cluster.'
+complete -c gpushare -n '__gpushare_at export slurm' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export slurm' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export slurm' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export slurm' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export slurm' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export slurm' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export slurm' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
+complete -c gpushare -n '__gpushare_at export mig-parted' -l name -x -d 'The name of the config.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export mig-parted' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export mig-parted' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export mig-parted' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export cdi' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
+complete -c gpushare -n '__gpushare_at export cdi' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export cdi' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export cdi' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export cdi' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export cdi' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export docker' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
+complete -c gpushare -n '__gpushare_at export docker' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export docker' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export docker' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export docker' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export docker' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export docker' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export docker' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export compose' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
+complete -c gpushare -n '__gpushare_at export compose' -l image -x -d 'The image of the service.'
+complete -c gpushare -n '__gpushare_at export compose' -l service -x -d 'The name of the service.'
+complete -c gpushare -n '__gpushare_at export compose' -l cdi -d 'Name the device as CDI does.'
+complete -c gpushare -n '__gpushare_at export compose' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export compose' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export compose' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export compose' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export compose' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export compose' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export compose' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export systemd' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export systemd' -l program -x -d 'Where gpushare is. [default: this one]'
+complete -c gpushare -n '__gpushare_at export systemd' -l file -x -d 'What is applied at boot. [default: the last file that held]'
+complete -c gpushare -n '__gpushare_at export systemd' -l to -x -d 'Write the files there instead of printing them.'
+complete -c gpushare -n '__gpushare_at export systemd' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export systemd' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export systemd' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export systemd' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export systemd' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export systemd' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at export prometheus' -l textfile -x -d 'Write PATH (*.prom) for node_exporter, atomically.'
+complete -c gpushare -n '__gpushare_at export prometheus' -l rules -d 'Print the alert rules instead.'
+complete -c gpushare -n '__gpushare_at export prometheus' -l dashboard -d 'Print the Grafana dashboard instead.'
+complete -c gpushare -n '__gpushare_at export prometheus' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at export prometheus' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at export prometheus' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at export prometheus' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at export prometheus' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at export prometheus' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim' -a list -d 'List the simulated hosts that were used, or with --models what can be simulated'
 complete -c gpushare -n '__gpushare_at sim' -a show -d 'Show the whole state of a simulated host: GPUs, processes, daemons, faults'
 complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Forget a simulated host: its simulated processes end, its state goes'
@@ -302,38 +891,39 @@ complete -c gpushare -n '__gpushare_at sim' -a add -d 'Put a simulated process o
 complete -c gpushare -n '__gpushare_at sim' -a end -d 'End a simulated process, by itself or by a signal, with the consequences that this has under MPS'
 complete -c gpushare -n '__gpushare_at sim' -a mig -d 'Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none turns MIG off'
 complete -c gpushare -n '__gpushare_at sim' -a fault -d 'Make something fail on a simulated host'
-complete -c gpushare -n '__gpushare_at sim' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim' -a cdi -d 'Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs'
+complete -c gpushare -n '__gpushare_at sim' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim list' -l models -d 'The GPU models that a host can have.'
-complete -c gpushare -n '__gpushare_at sim list' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim list' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim list' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim list' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim list' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim list' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim list' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim show' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim show' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim show' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim show' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim show' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim show' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim show' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim show' -a 'sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
+complete -c gpushare -n '__gpushare_at sim show' -a 'sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
 complete -c gpushare -n '__gpushare_at sim reset' -l all -d 'All simulated hosts of this user.'
 complete -c gpushare -n '__gpushare_at sim reset' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at sim reset' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at sim reset' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim reset' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim reset' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim reset' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim reset' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim reset' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim reset' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim reset' -a 'sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
+complete -c gpushare -n '__gpushare_at sim reset' -a 'sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb'
 complete -c gpushare -n '__gpushare_at sim add' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index or UUID.'
-complete -c gpushare -n '__gpushare_at sim add' -l memory -x -d 'Device memory that it holds.'
+complete -c gpushare -n '__gpushare_at sim add' -l memory -x -d 'Its memory: 1G; a holder\'s: 0.'
 complete -c gpushare -n '__gpushare_at sim add' -l sm -x -d 'SM % while it is busy.'
 complete -c gpushare -n '__gpushare_at sim add' -l name -x -d 'Its program.'
 complete -c gpushare -n '__gpushare_at sim add' -l user -x -d 'Its owner.'
@@ -341,21 +931,22 @@ complete -c gpushare -n '__gpushare_at sim add' -l queue -x -d 'How deep its que
 complete -c gpushare -n '__gpushare_at sim add' -l graphics -d 'A graphics process.'
 complete -c gpushare -n '__gpushare_at sim add' -l mps -d 'A client of gpushare\'s MPS daemon on that GPU.'
 complete -c gpushare -n '__gpushare_at sim add' -l mig -x -d 'MIG UUID or GPU instance id.'
-complete -c gpushare -n '__gpushare_at sim add' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim add' -l holder -d 'No CUDA context: it only has device nodes open.'
+complete -c gpushare -n '__gpushare_at sim add' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim add' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim add' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim add' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim add' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim add' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim end' -l signal -x -d 'By a signal (KILL, TERM, INT, STOP, CONT); else by itself.'
-complete -c gpushare -n '__gpushare_at sim end' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim end' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim end' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim end' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim end' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim end' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim end' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim mig' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index or UUID.'
-complete -c gpushare -n '__gpushare_at sim mig' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim mig' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim mig' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim mig' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim mig' -s v -l verbose -d 'Say more of what is done.'
@@ -363,9 +954,15 @@ complete -c gpushare -n '__gpushare_at sim mig' -l debug -d 'Show the traceback 
 complete -c gpushare -n '__gpushare_at sim mig' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim fault' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index or UUID.'
 complete -c gpushare -n '__gpushare_at sim fault' -l clear -d 'Take every fault back.'
-complete -c gpushare -n '__gpushare_at sim fault' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim fault' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim fault' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at sim fault' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at sim fault' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at sim fault' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim fault' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at sim cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at sim cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
+complete -c gpushare -n '__gpushare_at sim cdi' -s q -l quiet -d 'No notes.'
+complete -c gpushare -n '__gpushare_at sim cdi' -s v -l verbose -d 'Say more of what is done.'
+complete -c gpushare -n '__gpushare_at sim cdi' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at sim cdi' -s h -l help -d 'Show the help and exit.'
