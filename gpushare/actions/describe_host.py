@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gpushare.host.host import Host
+    from gpushare.mig.profile import GpuInstance
     from gpushare.model import Gpu, MigInstance, TimeSlice
 
 _SHARING = {
@@ -146,7 +147,7 @@ def _instances(host: Host, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigD
         daemon = next((one for one in daemons if one.device_uuid == mig.uuid), None)
         found.append(
             MigDescription(
-                profile=mig.profile or ("" if instance is None else instance.profile.name),
+                profile=_profile(mig, instance),
                 uuid=mig.uuid,
                 index=index,
                 start=None if instance is None else instance.start,
@@ -159,6 +160,14 @@ def _instances(host: Host, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigD
             )
         )
     return tuple(found)
+
+
+def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
+    """Return the whole name of a MIG device: 1c.2g.20gb, 1g.10gb+me; a device's own name can lack the +me."""
+    if instance is None:
+        return mig.profile or ""
+    part, dot, _ = (mig.profile or "").partition("c.")
+    return (f"{part}c." if dot else "") + instance.profile.name
 
 
 def _capabilities(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:

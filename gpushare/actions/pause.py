@@ -16,13 +16,14 @@ import contextlib
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.actions.pacing import Pacer
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.cpu_time import cpu_seconds
+from gpushare.host.pauses import Pauses, forget_pauses, note_pauses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -184,6 +185,9 @@ class PausingWatch:
     production_alive: Callable[[], bool]
     pacer: Pacer = field(default_factory=Pacer)
     pauses: int = 0
+    # Who wants to know how often it was paused and whether it is now, whenever that changes; None: it has ended.
+    tell: Callable[[tuple[int, bool] | None], None] | None = None
+    _told: tuple[int, bool] | None = None
     _due: float = 0.0
     _released: bool = False
 
@@ -224,6 +228,13 @@ class PausingWatch:
             self.inner.look()
             self._due = time.monotonic() + self.inner.wait()
 
+        self._say((self.pauses, self.pauser.paused))
+
+    def _say(self, state: tuple[int, bool] | None) -> None:
+        if self.tell is not None and state != self._told:
+            self._told = state
+            self.tell(state)
+
     def _pace(self) -> None:
         active = self.activity.active()
         if not active and not self.production_alive():
@@ -243,6 +254,7 @@ class PausingWatch:
     def settle(self) -> None:
         """Find out what can still be found out of a program that has ended."""
         self.inner.settle()
+        self._say(None)
 
     def clients(self) -> set[int] | None:
         """Return the processes whose sudden death breaks others."""
@@ -286,9 +298,25 @@ class PausingShare:
             Pauser(self.host, self.device, pid, self.checkpoint),
             Activity(self.host, self.device, self.production_pid),
             lambda: self.host.processes.alive(self.production_pid, started),
+            tell=self._teller(pid),
         )
         # Its facts are the inner watch's, and only read here.
         return cast("Watch", watch)
+
+    def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
+        """Return what notes the pauses of a program for the metrics."""
+        info = self.host.processes.describe(pid)
+        first = Pauses(
+            pid=pid, started_at=None if info is None else info.started_at, gpu_uuid=self.device.gpu.uuid or ""
+        )
+
+        def tell(state: tuple[int, bool] | None) -> None:
+            if state is None:
+                forget_pauses(self.host, pid)
+            else:
+                note_pauses(self.host, replace(first, pauses=state[0], paused=state[1]))
+
+        return tell
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Give the share back."""

@@ -190,6 +190,9 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, kept: str | N
     steps = [step for row in rows for step in row.steps]
     notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
     result = plan_result("apply", steps, dry_run=dry_run, notes=list(dict.fromkeys(notes)))
+    if errors:
+        # Without a step it is not so that all is as requested.
+        result = replace(result, tables=tuple(replace(one, empty="nothing is changed") for one in result.tables))
     gpus = [
         {
             "gpu": row.gpu,

@@ -124,6 +124,7 @@ def _reading(host: Host) -> Reading:
     from gpushare.host.mig_leases import live_leases
     from gpushare.host.mig_names import names_of
     from gpushare.host.mps_home import homes_in
+    from gpushare.host.pauses import noted_pauses
     from gpushare.host.snapshot import Observer
     from gpushare.show.prometheus import Reading
 
@@ -143,6 +144,7 @@ def _reading(host: Host) -> Reading:
         leases=tuple(live_leases(host)),
         mps_leases={str(home.pipe): len(home.live_leases()) for home, record in homes if record is not None},
         mig_interrupted=Journal(host).left() is not None,
+        pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),
     )
 
 

@@ -16,11 +16,12 @@ from gpushare.layout.description import GpuDescription, HostDescription, MigDesc
 from gpushare.layout.export import Document, Export
 from gpushare.layout.node_sharing import DEFAULT_REPLICAS
 from gpushare.model import TimeSlice
-from gpushare.units import mps_memory
+from gpushare.units import GIB, mps_memory
 
 DETECTIONS: Final = ("nvml", "off")
 # A percentage per GPU: Slurm gives a job max(1, asked * 100 / Count) percent of the threads.
 MPS_COUNT: Final = 100
+_SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
 
 
 def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
@@ -64,15 +65,21 @@ def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
     )
 
 
-def type_of(gpu: GpuDescription, mig: MigDescription | None = None) -> str:
+def type_of(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: bool = False) -> str:
     """Return the Type of a device: ``t4``; of a MIG device the driver's whole name with the profile.
 
-    slurmd makes it so (gpu_nvml.c, nvidia_h100_80gb_hbm3_1g.10gb), and what slurm.conf says must be a part of it.
+    Where slurmd looks itself (``by_nvml``) it does not take the profile's name, but makes one of the slices of the GPU
+    instance and its memory in whole GiB, rounded: 1g.18gb of an H200 is nvidia_h200_1g.16gb, and 3g.40gb of an A100
+    ..._3g.39gb (gpu_nvml.c, _handle_mig). What slurm.conf says must be a part of that.
     """
     if mig is None:
         return short_model(gpu.name) or "gpu"
     name = re.sub(r"\s+", "_", (gpu.name or "gpu").strip().lower())
-    return f"{name}_{mig.profile}"
+    slices = _SLICES.match(mig.profile)
+    if not by_nvml or slices is None or mig.memory_total_bytes is None:
+        return f"{name}_{mig.profile}"
+    # Half a GiB goes up, as roundl does.
+    return f"{name}_{slices[1]}g.{(mig.memory_total_bytes + GIB // 2) // GIB}gb"
 
 
 def _check(host: HostDescription) -> None:
@@ -123,8 +130,8 @@ def _devices(gpu: GpuDescription) -> list[str]:
     for mig in gpu.mig:
         if mig.capabilities is None:
             raise NotSupported(
-                f"the capability nodes of {mig.uuid} are unknown",
-                "let slurmd find them: --autodetect nvml",
+                f"the capability nodes of {mig.uuid or f'{mig.profile} of GPU {gpu.index}, which is not there yet,'} are unknown",
+                "let slurmd find them: --autodetect nvml" + ("" if mig.uuid else "; or first: gpushare apply -f FILE"),
                 gpu=str(gpu.index),
                 code="no_capabilities",
             )
@@ -137,7 +144,8 @@ def _lines(host: HostDescription, *, by_nvml: bool) -> str:
     types: Counter[str] = Counter()
     shards = mps = 0
     for gpu in host.gpus:
-        types.update([type_of(gpu, mig) for mig in gpu.mig] if gpu.sharing is Sharing.MIG else [type_of(gpu)])
+        devices = [type_of(gpu, mig, by_nvml=by_nvml) for mig in gpu.mig]
+        types.update(devices if gpu.sharing is Sharing.MIG else [type_of(gpu)])
         shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Sharing.TIMESLICE else 0
         mps += MPS_COUNT if gpu.sharing is Sharing.MPS else 0
     shared = [f"mps:{mps}"] * bool(mps) + [f"shard:{shards}"] * bool(shards)
@@ -182,6 +190,8 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
         needs.append("a slurmd that was built with NVML; else --autodetect off")
     if any(gpu.sharing is Sharing.MIG for gpu in host.gpus):
         needs += ["MIG is cut before slurmd starts; gpushare export systemd orders it so"]
+        if by_nvml and _named_by_memory(host):
+            needs.append("--gres by slurmd's own names: it calls MIG devices by their memory, not by their profile")
         needs += [] if by_nvml else ["gres.conf anew after every change of MIG: the capability numbers change"]
     if any(gpu.sharing is Sharing.MPS for gpu in host.gpus):
         needs += [
@@ -192,6 +202,10 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
     if minors != list(range(len(minors))):
         needs.append("GPU numbers that Slurm gives: they have gaps here, so compare with slurmd -G first")
     return needs
+
+
+def _named_by_memory(host: HostDescription) -> bool:
+    return any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances())
 
 
 def _lost(host: HostDescription) -> list[str]:

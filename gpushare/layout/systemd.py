@@ -12,7 +12,14 @@ from typing import Final
 from gpushare.errors import BadUsage
 from gpushare.host.applied import NAME
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
-from gpushare.layout.description import GpuDescription, HostDescription, MigDescription, MpsDescription, device_key
+from gpushare.layout.description import (
+    GpuDescription,
+    HostDescription,
+    MigDescription,
+    MpsDescription,
+    Sharing,
+    device_key,
+)
 from gpushare.layout.export import Document, Export
 from gpushare.model import ComputeMode, Priority
 from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
@@ -87,7 +94,9 @@ def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: s
         (unit_name(gpu.uuid if mig is None else mig.uuid), _mps_unit(gpu, mig, mps, program))
         for gpu, mig, mps in daemons
     ]
-    documents = [Document(name=HOST_UNIT, text=_host_unit(program, file, [name for name, _ in units]), kind="unit")]
+    documents = [
+        Document(name=HOST_UNIT, text=_host_unit(host, program, file, [name for name, _ in units]), kind="unit")
+    ]
     documents += [Document(name=name, text=text, kind="unit") for name, text in units]
     if units:
         documents.append(Document(name=READY, text=_READY_SCRIPT.replace("@LIMIT@", LIMIT_FILE), kind="sh"))
@@ -117,7 +126,19 @@ def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription
     return found
 
 
-def _host_unit(program: str, file: str, after: list[str]) -> str:
+def _mig_first(host: HostDescription) -> list[str]:
+    """Return the GPUs whose MIG is to be on before the file is applied.
+
+    A driver before 580 tells which profiles a GPU has only while MIG is on, and on Hopper it is off after a reboot.
+    """
+    major = (host.driver or "").partition(".")[0]
+    if not major.isdecimal() or int(major) >= 580:
+        return []
+    return [gpu.uuid for gpu in host.gpus if gpu.sharing is Sharing.MIG]
+
+
+def _host_unit(host: HostDescription, program: str, file: str, after: list[str]) -> str:
+    with_mig = _mig_first(host)
     lines = [
         "# Written by gpushare.",
         "[Unit]",
@@ -132,6 +153,8 @@ def _host_unit(program: str, file: str, after: list[str]) -> str:
         "[Service]",
         "Type=oneshot",
         "RemainAfterExit=yes",
+        # Without it this driver does not tell what a GPU can be cut into; the file says the rest.
+        *([f"ExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes"] if with_mig else []),
         f"ExecStart={program} apply -f {file}",
         f"TimeoutStartSec={APPLY_SECONDS}",
         # A restart applies again; MPS daemons that it started live on, and so do their clients.

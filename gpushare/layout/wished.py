@@ -57,7 +57,8 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
     found: list[MigDescription] = []
     for one in entry.mig:
         for request in parse_wish(one.wish):
-            name = resolve(request, profiles).name
+            found_profile = resolve(request, profiles)
+            name = found_profile.name
             # A compute instance that fills its GPU instance has no size in its name.
             devices = [f"{slices}c.{name}" for slices in request.compute] or [name]
             for profile in devices * request.count:
@@ -66,6 +67,7 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                     uuid="",
                     index=len(found),
                     start=request.start,
+                    memory_total_bytes=found_profile.memory_bytes,
                     name=one.name,
                     replicas=one.replicas,
                     mps=None if one.mps is None else _mps(one.mps),

@@ -34,6 +34,8 @@ class Reading:
     # By pipe directory: how many `gpushare run` use the daemon.
     mps_leases: Mapping[str, int] = field(default_factory=dict)
     mig_interrupted: bool | None = None
+    # Programs of `gpushare run --opportunistic`: GPU UUID, PID, how often paused, whether now.
+    pauses: tuple[tuple[str, int, int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ _HELP = {
     "gpushare_mps_client_priority": "Priority of future clients: 0 normal, 1 low.",
     "gpushare_mps_leases": "How many gpushare run use the daemon.",
     "gpushare_mps_outside_processes": "CUDA processes on a GPU that MPS serves which are not its clients.",
+    "gpushare_opportunistic_pauses": "How often an opportunistic program was paused since its start.",
+    "gpushare_opportunistic_paused": "Whether an opportunistic program stands still now, for the production job.",
     "gpushare_mig_enabled": "Whether MIG is on, of a GPU that has it.",
     "gpushare_mig_mode_pending": "Whether a change of the MIG mode waits for a reset.",
     "gpushare_mig_change_interrupted": "Whether a MIG change of gpushare was interrupted in the middle.",
@@ -143,6 +147,11 @@ def _values(reading: Reading) -> Iterator[Value]:
         yield from _gpu(gpu, snapshot)
         if gpu.index in reading.layouts:
             yield from _mig(gpu, reading.layouts[gpu.index], reading)
+    for uuid, pid, pauses, paused in reading.pauses:
+        of = next((gpu for gpu in snapshot.gpus if gpu.uuid == uuid), None)
+        if of is not None:
+            yield "gpushare_opportunistic_pauses", {**_labels(of), "pid": str(pid)}, pauses
+            yield "gpushare_opportunistic_paused", {**_labels(of), "pid": str(pid)}, paused
     for daemon in snapshot.daemons:
         yield from _daemon(daemon, snapshot, reading)
 

@@ -109,11 +109,12 @@ def _open_logs(state: SimulatedHostState, daemon: SimulatedDaemon) -> tuple[list
 
 
 def _real(directory: str) -> bool:
-    """Return whether it is a default directory, where the machine's own MPS lives: no simulated file goes there.
+    """Return whether the machine's own MPS lives there (by default, or by a unit): no simulated file goes there.
 
     A socket in /tmp/nvidia-mps that nobody answers would break every real CUDA program of the machine.
     """
-    return directory in {clients.DEFAULT_PIPE_DIRECTORY, clients.DEFAULT_LOG_DIRECTORY}
+    ours = ("/run/gpushare-mps/", "/var/log/gpushare-mps/")
+    return directory in {clients.DEFAULT_PIPE_DIRECTORY, clients.DEFAULT_LOG_DIRECTORY} or directory.startswith(ours)
 
 
 def _make_directory(pipe: str) -> bool:

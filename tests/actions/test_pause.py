@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from gpushare.actions import pause as module
-from gpushare.actions.pause import Activity, Pauser, PausingWatch, resume_all
+from gpushare.actions.pause import Activity, Pauser, PausingShare, PausingWatch, resume_all
 from gpushare.actions.plain_share import PlainShare
 from gpushare.errors import NotSupported, TimedOut
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
+from gpushare.host.pauses import Pauses, note_pauses, noted_pauses
 from gpushare.selection import Device, select_one
 
 _IDLE = "import time; time.sleep(60)"
@@ -242,6 +243,32 @@ def test_it_stands_still_while_production_works_and_goes_on_when_that_has_ended(
     watch.look()
     assert not watch.pauser.paused
     assert watch.pauses == 1
+
+
+def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start: Callable[[str], int]) -> None:
+    pid = start(_IDLE)
+    share: Any = PausingShare(PlainShare(host, device), host, os.getpid(), None, None)
+    watch = share.watch(pid)
+    watch.activity = Scripted()
+    for now, expected in ((False, (0, False)), (True, (1, True)), (True, (1, True))):
+        watch.activity.now = now
+        watch.look()
+        (noted,) = noted_pauses(host)
+        assert (noted.pid, noted.gpu_uuid) == (pid, device.gpu.uuid)
+        assert (noted.pauses, noted.paused) == expected
+    watch.release()
+    watch.look()
+    assert not noted_pauses(host)[0].paused
+    watch.settle()
+    assert noted_pauses(host) == ()
+
+
+def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> None:
+    directory = host.run_directory / "opportunistic"
+    note_pauses(host, Pauses(pid=(1 << 22) + 99, started_at=None, gpu_uuid="GPU-x"))
+    for number, text in enumerate(("", "[]", '{"pid": "x"}', '{"pid": 1, "more": 2}')):
+        (directory / f"{number}.json").write_text(text, encoding="utf-8")
+    assert noted_pauses(host) == ()
 
 
 def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device, start: Callable[[str], int]) -> None:

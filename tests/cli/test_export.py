@@ -327,7 +327,7 @@ def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
         ("version: 1\ngpus: [{match: {index: 9}, exclusive: true}]\n", "unknown_gpu", 6),
         ("version: 1\ngpus: [{match: all, shared: true}]\n", "bad_file", 2),
         ("version: 1\ngpus: [{match: all, timeslice: long}]\n", "no_slice_length", 3),
-        ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "mig_profile_unknown", 3),
+        ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "no_mig", 3),
     ],
 )
 def test_a_file_that_is_refused(
@@ -372,3 +372,12 @@ def test_a_daemon_of_somebody_else_counts(cli: Cli, tmp_path: Path) -> None:
     key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
     assert (key, plugin.strategy) == ("mps-4", "mps")
     assert str(tmp_path / "p") in cli("export", "docker", "-g", "1", host=T4S).ok().out
+
+
+def test_a_media_extension_is_not_lost(cli: Cli) -> None:
+    """The name of a MIG device need not have the +me that its GPU instance has."""
+    host = "sim:a100-40gb"
+    cli("mig", "enable", "-g", "0", "-y", host=host).ok()
+    cli("mig", "create", "1g.5gb+me", "1c.3g.20gb", "-y", host=host).ok()
+    assert '"1g.5gb+me": 1' in cli("export", "mig-parted", host=host).ok().out
+    assert '"1c.3g.20gb": 1' in cli("export", "mig-parted", host=host).ok().out

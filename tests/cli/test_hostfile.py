@@ -411,6 +411,18 @@ def captured_of_gpu(cli: Cli, gpu: int) -> Any:
     return cli("capture", "-g", str(gpu), host=TWO, output="json").ok().data["gpus"]
 
 
+def test_what_is_refused_is_not_called_done(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- match: all\n  exclusive: true\n")
+    for _ in range(2):
+        cli("sim", "add", "-g", "0", host=TWO).ok()
+    cli("apply", "-f", path, "-y", host=TWO)
+    for option in ("-y", "-n"):
+        answer = cli("apply", "-f", path, option, host=TWO)
+        assert answer.code == 19
+        assert "as requested" not in answer.out
+        assert "nothing is changed" in answer.out
+
+
 def test_wait_goes_on_when_the_program_has_ended(cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(TWO)
     pid = admin.add_process(TWO, "0")
@@ -483,7 +495,7 @@ def test_daemons_of_units_are_in_force(cli: Cli, write: Write) -> None:
     path, world = write(UNIT), World(TWO)
     cli("apply", "-f", path, "-y", host=TWO).ok()
     before = cli("capture", host=TWO).ok().out
-    uuids = [one.device_uuid for one in world.state.daemons]
+    uuids = [one.visible[0] for one in world.state.daemons]
     for uuid in uuids:
         cli("mps", "stop", "-g", uuid, host=TWO).ok()
     unit_daemon(world, uuids[0], threads="25", memory="3840M", users=("nobody",))
@@ -494,7 +506,7 @@ def test_daemons_of_units_are_in_force(cli: Cli, write: Write) -> None:
     assert cli("capture", host=TWO).ok().out == before
     assert cli("doctor", host=TWO).code == 0
     exported = cli("export", "systemd", host=TWO).ok().out
-    assert exported.count("ExecStart=/usr/bin/nvidia-cuda-mps-control") == 2
+    assert exported.count("ExecStart=/usr/bin/nvidia-cuda-mps-control -f") == 2
     assert " 25.0 3840M 3G 1\n" in exported
     assert "setfacl -m u:nobody:rx" in exported
 
@@ -504,7 +516,7 @@ def test_a_unit_is_not_worked_against(cli: Cli, write: Write) -> None:
     cli("doctor", host=TWO)
     unit_daemon(world, world.uuid(), threads="50")
     answer = cli("apply", "-f", write("version: 1\ngpus:\n- match: {index: 0}\n  timeslice: long\n"), "-y", host=TWO)
-    assert answer.code == 5
+    assert answer.code == 19
     assert "gpushare-mps-gpu-" in answer.lines("error")[0]
     assert "sudo systemctl disable --now gpushare-mps-gpu-" in answer.lines("hint")[0]
     assert len(world.state.daemons) == 1

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.host.mig_names import NamedInstance, names_changed
+from gpushare.host.pauses import Pauses, note_pauses
 from gpushare.model import Gpu, Snapshot
 from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families
 from tests.cli.conftest import Cli
@@ -65,6 +66,15 @@ def test_an_idle_gpu(cli: Cli, world: World) -> None:
     assert value(found, "gpu_mechanism", mechanism="time-slicing") == 1
     assert value(found, "gpu_time_slice_level") == value(found, "gpu_processes") == value(found, "mig_enabled") == 0
     assert not [name for name, _ in found if name.startswith(("gpushare_mps", "gpushare_mig_instance"))]
+
+
+def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
+    pid = int(cli("sim", "add").ok().out)
+    assert value(samples(cli), "opportunistic_pauses") is None
+    note_pauses(world.host, Pauses(pid=pid, started_at=None, gpu_uuid=world.uuid(), pauses=7, paused=True))
+    found = samples(cli)
+    assert value(found, "opportunistic_pauses", UUID=world.uuid(), pid=str(pid)) == 7
+    assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1
 
 
 def test_mps(cli: Cli, world: World) -> None:

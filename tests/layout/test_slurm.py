@@ -116,6 +116,28 @@ def test_with_mig_slurmd_looks_itself() -> None:
     assert lines(found)["JobAcctGatherParams"] == "DisableGPUAcct"
 
 
+@pytest.mark.parametrize(
+    ("model", "profile", "mib", "named"),
+    [
+        ("NVIDIA H200", "1g.18gb", 16384, "nvidia_h200_1g.16gb"),
+        ("NVIDIA H200", "1g.18gb+me", 16384, "nvidia_h200_1g.16gb"),
+        ("NVIDIA A100-SXM4-80GB", "3g.40gb", 40192, "nvidia_a100-sxm4-80gb_3g.39gb"),
+        ("NVIDIA A100-SXM4-80GB", "1c.2g.20gb", 19968, "nvidia_a100-sxm4-80gb_2g.20gb"),
+        # 39.5 GiB goes up.
+        ("NVIDIA H100 80GB HBM3", "3g.40gb", 40448, "nvidia_h100_80gb_hbm3_3g.40gb"),
+        ("NVIDIA A100-SXM4-40GB", "1g.5gb", 4864, "nvidia_a100-sxm4-40gb_1g.5gb"),
+    ],
+)
+def test_slurmd_names_mig_devices_by_their_memory(model: str, profile: str, mib: int, named: str) -> None:
+    device = mig(profile=profile, memory_total_bytes=mib << 20)
+    described = host(gpu(0, Sharing.MIG, name=model, mig=(device,)))
+    assert node_gres(export(described)) == {f"gpu:{named}": 1}
+    own = f"{model.lower().replace(' ', '_')}_{profile}"
+    assert any("by their memory" in one for one in export(described).needs) is (named != own)
+    # Where it is told each device, it takes our name.
+    assert node_gres(export(described, autodetect="off")) == {f"gpu:{own}": 1}
+
+
 def test_mps_comes_with_its_scripts() -> None:
     found = export(MIXED)
     assert {one.name for one in found.documents if one.kind == "sh"} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_a_daemon_in_the_foreground() -> None:
     assert other["RuntimeDirectoryMode"] == ["0755"]
     assert any("setfacl" in one for one in found.needs)
     assert any("MIG UUID" in one for one in found.lost)
+
+
+@pytest.mark.parametrize(("driver", "first"), [("550.163.01", True), ("580.159.04", False), (None, False)])
+def test_an_older_driver_gets_mig_first(driver: str | None, first: bool) -> None:
+    """It tells the profiles of a GPU only while MIG is on."""
+    unit = settings(text(export(host(*HOST.gpus, driver=driver)), "gpushare.service"))
+    wanted = [f"-/usr/bin/gpushare mig enable -g {HOST.gpus[2].uuid} --yes"]
+    assert unit.get("ExecStartPre", []) == (wanted if first else [])
+    assert "ExecStartPre" not in settings(text(export(replace(t4s(), driver=driver)), "gpushare.service"))
 
 
 @pytest.mark.parametrize("path", ["gpushare", "/opt/my tools/gpushare", "/opt/100%/gpushare", "/a$b"])
