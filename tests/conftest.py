@@ -20,7 +20,13 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give each test its own directory of simulated hosts: short, because MPS pipe paths lie in it."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(directory))
-    for name in ("GPUSHARE_HOST", "GPUSHARE_MPS_CONTROL", "GPUSHARE_NVIDIA_SMI", "GPUSHARE_RUN_DIR", "GPUSHARE_STATE_DIR"):
+    for name in (
+        "GPUSHARE_HOST",
+        "GPUSHARE_MPS_CONTROL",
+        "GPUSHARE_NVIDIA_SMI",
+        "GPUSHARE_RUN_DIR",
+        "GPUSHARE_STATE_DIR",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
         monkeypatch.delenv(name, raising=False)

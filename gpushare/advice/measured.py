@@ -120,7 +120,7 @@ def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredA
     best = max(cells, key=lambda cell: cell.speed)
     return unmeasured(
         advice,
-        f"{title_of(way)} was not measured{because(bench, copies, way)} (of the others {best.title} was fastest)",
+        f"{title_of(way)} was not measured{because(bench, copies, way)}; of the others {best.title} was fastest",
         copies,
     )
 

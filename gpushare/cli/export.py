@@ -10,7 +10,7 @@ import typer
 from gpushare.cli import metrics
 from gpushare.cli.common import Command, Group, gpus_of, note, settings
 from gpushare.cli.export_engines import FileOption, GpuOption, MigReplicas, MigStrategy, Node, Replicas, To, add
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -92,6 +92,15 @@ def _as_in(host: Host, path: str, found: HostDescription) -> HostDescription:
         raise matched.missing[0]
     for one in matched.notes:
         note(one)
+    for gpu in found.gpus:
+        entry = matched.entries.get(gpu.index)
+        if entry is not None and entry.sharing is Sharing.MIG and not gpu.mig_capable:
+            raise NotSupported(
+                f"GPU {gpu.index} ({gpu.name or 'unknown model'}) has no MIG",
+                "see the ways of sharing that it has: gpushare compare",
+                gpu=str(gpu.index),
+                code="no_mig",
+            )
     reader = MigReader(host.nvml)
     profiles = {
         index: reader.profiles(index) for index, entry in matched.entries.items() if entry.sharing is Sharing.MIG

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from gpushare.measure.usage import UsageMeter
 
 _POLL_SECONDS: Final = 0.05
+# While copies start, and of programs that take no longer, a look more often tells times more exactly.
+_FIRST_SECONDS: Final = 2.0
+_FIRST_POLL_SECONDS: Final = 0.01
 _REAP_SECONDS: Final = 5.0
 # What a copy prints is read and thrown away: more than this is not kept on the disk.
 _MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
@@ -196,7 +199,7 @@ class Copies:
             hung = (opened is None or self.limits.window is None) and at - first >= self.limits.limit
             if measured or hung or interrupted:
                 break
-            interrupted = self.watcher.wait(_POLL_SECONDS)
+            interrupted = self.watcher.wait(_FIRST_POLL_SECONDS if at - first < _FIRST_SECONDS else _POLL_SECONDS)
         closed = self.clock()
         if usage is not None:
             usage.stop()
@@ -248,10 +251,10 @@ class Copies:
         A process whose first thread has ended looks dead while CUDA's own threads still take its context down (seen on
         an H200): only what can be reaped is gone, and the next run would be measured beside it.
         """
-        for _ in range(int(_REAP_SECONDS / _POLL_SECONDS)):
+        for _ in range(int(_REAP_SECONDS / _FIRST_POLL_SECONDS)):
             if all(copy.child.poll() is not None for copy in copies):
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_FIRST_POLL_SECONDS)
 
     def _judged(self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool) -> CopyResult:
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)

@@ -161,4 +161,9 @@ def commands(plan: Plan) -> list[dict[str, str | None]]:
 
 def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of profiles."""
-    return Table(name="profiles", columns=PROFILE_COLUMNS, rows=tuple(rows), empty="the driver lists no MIG profiles (up to driver 575: only while MIG is on)")
+    return Table(
+        name="profiles",
+        columns=PROFILE_COLUMNS,
+        rows=tuple(rows),
+        empty="the driver lists no MIG profiles (up to driver 575: only while MIG is on)",
+    )

@@ -12,7 +12,7 @@ _UNSAFE: Final = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud8
 _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _SURROGATES: Final = r"[\ud800-\udfff]"
 # What we draw ourselves has an ASCII spelling of the same width.
-_ASCII: Final = str.maketrans({"─": "-", "…": "~", "→": ">", "·": "-", "–": "-"})
+_ASCII: Final = str.maketrans({"─": "-", "…": "~", "→": ">", "·": "-", "\u2013": "-"})
 
 
 def _escape(match: re.Match[str]) -> str:
