@@ -98,7 +98,8 @@ def tune(
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         window_seconds=_window(window),
         rounds=rounds,
-        most_rounds=2 * rounds,
+        # A percentile needs far more requests than a rate needs windows.
+        most_rounds=(2 if p99 is None else 4) * rounds,
     )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))

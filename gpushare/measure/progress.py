@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,3 +99,17 @@ def _within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> l
 
 def _count(times: Sequence[float], start: float, end: float) -> int:
     return bisect.bisect_right(times, end) - bisect.bisect_right(times, start)
+
+
+def p99_interval(windows: Sequence[Window]) -> tuple[float, float] | None:
+    """Return between what the 99th percentile lies, 95 times in 100; None: too few latencies to tell.
+
+    By the ranks of the latencies: how many of n lie above their 99th percentile is binomial.
+    """
+    latencies = sorted(latency for window in windows for latency in window.latencies)
+    count = len(latencies)
+    middle, width = 0.99 * count, 1.96 * math.sqrt(count * 0.99 * 0.01)
+    low, high = math.floor(middle - width), math.ceil(middle + width)
+    if low < 1 or high > count:
+        return None
+    return latencies[low - 1], latencies[high - 1]

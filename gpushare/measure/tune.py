@@ -26,7 +26,7 @@ from gpushare.measure.controller import (
     outcome,
 )
 from gpushare.measure.pair import Pair, TuneOptions
-from gpushare.measure.progress import Window, p99
+from gpushare.measure.progress import Window, p99, p99_interval
 from gpushare.measure.statistics import Ratio, ratio
 from gpushare.model import Priority
 
@@ -53,6 +53,8 @@ class TrialReport:
     together_rate: float
     alone_p99: float | None
     together_p99: float | None
+    # Between what the factor of the p99 lies, 95 times in 100 for each of the two; None: too few latencies.
+    p99_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,9 @@ class Tuning:
         if kept is None:
             return None
         kept = Ratio(value=kept.value * factor, low=_times(kept.low, factor), high=_times(kept.high, factor))
-        before, now = p99(alone), p99(together)
+        # Of all windows alone of this process: a p99 needs many requests.
+        quiet = [*self._alone, *alone] if setting.production_threads is None else alone
+        before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
         trial = Trial(setting=setting, kept=kept.value, p99=slower, opportunistic=_mean(other) if other else None)
         return TrialReport(
@@ -225,6 +229,7 @@ class Tuning:
             together_rate=_mean(rates),
             alone_p99=before,
             together_p99=now,
+            p99_interval=_p99_ratio(quiet, together),
         )
 
     @property
@@ -259,7 +264,15 @@ class Tuning:
         sure = rate and ((report.kept.low or 0) >= goal.keep or (report.kept.high or 0) < goal.keep)
         if goal.p99_factor is None or report.trial.p99 is None:
             return sure
+        if report.p99_interval is not None:
+            low, high = report.p99_interval
+            return sure and (high <= goal.p99_factor or low > goal.p99_factor)
         return sure and abs(report.trial.p99 / goal.p99_factor - 1) > _P99_SURE
+
+
+def _p99_ratio(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float] | None:
+    before, now = p99_interval(alone), p99_interval(together)
+    return None if before is None or now is None else (now[0] / before[1], now[1] / before[0])
 
 
 def _times(value: float | None, factor: float) -> float | None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress, Window, p99
+from gpushare.measure.progress import Progress, Window, p99, p99_interval
 
 
 def test_a_printed_rate_is_the_mean_of_the_window() -> None:
@@ -51,3 +51,23 @@ def test_p99_is_of_all_windows_together_or_what_was_printed() -> None:
     printed.listen("p50=0.4 p99=1.5", 1.0)
     assert p99([printed.window(0.0, 2.0)]) == 1.5
     assert p99([Window(rate=1.0, latencies=(1.0, 2.0))]) is None
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=400, max_size=900))
+def test_the_interval_of_a_p99_holds_it(latencies: list[float]) -> None:
+    window = Window(rate=1.0, latencies=tuple(latencies))
+    found = p99_interval([window])
+    assert found is not None
+    low, high = found
+    assert min(latencies) <= low <= (p99([window]) or 0.0) <= high <= max(latencies)
+
+
+def test_a_p99_of_few_requests_has_no_interval() -> None:
+    assert p99_interval([Window(rate=1.0, latencies=tuple(float(n) for n in range(300)))]) is None
+    assert p99_interval([]) is None
+
+
+def test_the_interval_narrows_with_the_number_of_requests() -> None:
+    few, many = ([Window(rate=1.0, latencies=tuple(n / count for n in range(count)))] for count in (500, 5000))
+    (low, high), (lower, higher) = p99_interval(few) or (0, 9), p99_interval(many) or (0, 9)
+    assert higher - lower < high - low
