@@ -87,6 +87,11 @@ class World:
         return state
 
     @property
+    def begun(self) -> bool:
+        """Return whether the host has a state: a program that was started has asked it."""
+        return StateFile(parse_spec(self.spec).text).exists()
+
+    @property
     def directory(self) -> Path:
         return StateFile(parse_spec(self.spec).text).directory
 

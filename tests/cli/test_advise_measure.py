@@ -171,7 +171,7 @@ def test_the_screen_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], world: World) -> None:
     first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50", "--metric", RATE, "--for", "0.1")
     started = real(*first, *job(40))
-    until(lambda: world.directory.exists() and world.attached(), "copies under MPS run")
+    until(lambda: world.begun and world.attached(), "copies under MPS run")
     time.sleep(0.3)
     started.signal(signal.SIGINT)
     answer = started.result()
@@ -188,7 +188,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
     real: Callable[..., Started], world: World
 ) -> None:
     started = real("-o", "json", "advise", "--measure", *FARM, "--", "sleep", "60")
-    until(lambda: world.directory.exists() and world.pids(), "the first copy runs")
+    until(lambda: world.begun and world.pids(), "the first copy runs")
     started.signal(signal.SIGINT)
     answer = started.result()
     assert answer.code == 130

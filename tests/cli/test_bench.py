@@ -340,7 +340,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
 ) -> None:
     path = tmp_path / "x.json"
     started = bench_started(real, "--for", "0.15", "--to", str(path))
-    until(lambda: world.directory.exists() and world.attached(), "copies under MPS run")
+    until(lambda: world.begun and world.attached(), "copies under MPS run")
     time.sleep(0.3)
     started.signal(number)
     answer = started.result()
@@ -357,7 +357,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
 def test_killed_it_leaves_neither_copies_nor_a_daemon(real: Callable[..., Started], world: World) -> None:
     started = bench_started(real, "--for", "1")
     clients = until(
-        lambda: world.directory.exists() and world.attached()[1:] and world.attached(), "copies under MPS run"
+        lambda: world.begun and world.attached()[1:] and world.attached(), "copies under MPS run"
     )
     # Until the guard has been told of the second one.
     time.sleep(0.2)
@@ -376,7 +376,7 @@ def test_killed_it_holds_its_instances_until_the_copies_have_ended(
     script = f"trap 'while [ ! -e {ending} ]; do sleep 0.02; done; exit' INT; while :; do sleep 0.02; done"
     started = real(*first, "--", "sh", "-c", script)
     host = connect(world.spec)
-    until(lambda: world.directory.exists() and len(live_leases(host)) == 2, "both instances are taken")
+    until(lambda: world.begun and len(live_leases(host)) == 2, "both instances are taken")
     (copy,) = until(world.pids, "the first copy runs")
     # Until the guard has been told of it.
     time.sleep(0.2)
