@@ -356,9 +356,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
 
 def test_killed_it_leaves_neither_copies_nor_a_daemon(real: Callable[..., Started], world: World) -> None:
     started = bench_started(real, "--for", "1")
-    clients = until(
-        lambda: world.begun and world.attached()[1:] and world.attached(), "copies under MPS run"
-    )
+    clients = until(lambda: world.begun and world.attached()[1:] and world.attached(), "copies under MPS run")
     # Until the guard has been told of the second one.
     time.sleep(0.2)
     started.process.kill()
