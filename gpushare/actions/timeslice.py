@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.actions.plan import Plan, Step
 from gpushare.errors import BadUsage, InUse, NoPermission, NotSupported, OperationFailed
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file
 from gpushare.host.mps import find_daemons
 from gpushare.host.smi import compute_mode_command, parse_level, set_argv
 from gpushare.model import ComputeMode, TimeSlice
@@ -152,7 +153,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, k
             record.unlink(missing_ok=True)
             return
         make_private_directory(record.parent)
-        record.write_text(json.dumps({"schema": 1, "previous_compute_mode": previous.name}), encoding="utf-8")
+        replace_file(record, json.dumps({"schema": 1, "previous_compute_mode": previous.name}))
 
     def act() -> None:
         now = host.nvml.compute_mode(device.gpu.index)
@@ -246,6 +247,6 @@ def _record(host: Host, device: Device) -> Path:
 
 
 def _recorded_mode(record: Path) -> ComputeMode | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return ComputeMode[json.loads(record.read_text(encoding="utf-8"))["previous_compute_mode"]]
+    with contextlib.suppress(KeyError, TypeError):
+        return ComputeMode[read_trusted(record)["previous_compute_mode"]]
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -190,26 +189,11 @@ def _packaged(name: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
-    import tempfile
+    from gpushare.host.kept_file import replace_file
 
     if path.suffix != ".prom":
         raise BadUsage(f"'{path}' does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile")
-    _guarded(path, lambda: _replace(path, text, tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")))
-
-
-def _replace(path: Path, text: str, temporary: tuple[int, str]) -> None:
-    descriptor, name = temporary
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    _guarded(path, lambda: replace_file(path, text, durable=True))
 
 
 def _guarded(path: Path, write: Callable[[], None]) -> None:

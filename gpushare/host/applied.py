@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import replace_file
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -31,18 +29,7 @@ def keep_applied(host: Host, text: str) -> Path:
     make_private_directory(host.state_directory)
     path = applied_path(host)
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=host.state_directory, prefix=".applied-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_file(path, text, durable=True)
     except OSError as error:
         raise NoPermission(
             f"cannot write {path}: {error.strerror}",

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import OperationFailed
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file, sync_directory
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -140,41 +140,23 @@ class Journal:
         self._entry = None
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
-            _sync(self._directory)
+            sync_directory(self._directory)
 
     def _read(self) -> JournalEntry | None:
         try:
-            with open(self._path, encoding="utf-8") as file:
-                if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
-                    return None
-                return _entry_of(json.load(file))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return _entry_of(read_trusted(self._path))
+        except (ValueError, KeyError, TypeError):
             return None
 
     def _write(self, entry: JournalEntry) -> None:
         try:
-            self._replace(entry)
+            replace_file(self._path, json.dumps(asdict(entry)), durable=True)
         except OSError as error:
             raise OperationFailed(
                 f"the journal {self._path} cannot be written: {error.strerror}",
                 f"make room: df -h {self._directory}",
                 code="journal_unwritable",
             ) from error
-
-    def _replace(self, entry: JournalEntry) -> None:
-        descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".journal-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(entry), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync(self._directory)
 
 
 def boot_id() -> str | None:
@@ -212,11 +194,3 @@ def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, NoPermission
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -101,14 +101,7 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
 
 
 def _read(path: Path) -> dict[str, NamedInstance]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            # Only our own and root's word: who may name decides where programs run.
-            if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
-                return {}
-            raw = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
+    raw = read_trusted(path)
     entries = raw.get("names", ()) if isinstance(raw, dict) else ()
     found = (_named(entry) for entry in entries if isinstance(entry, dict))
     return {one.name: one for one in found if one is not None}
@@ -124,15 +117,5 @@ def _named(entry: dict[str, Any]) -> NamedInstance | None:
 
 
 def _write(path: Path, names: dict[str, NamedInstance]) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".mig-names-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, "names": [asdict(names[name]) for name in sorted(names)]}, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    document = {"schema": SCHEMA, "names": [asdict(names[name]) for name in sorted(names)]}
+    replace_file(path, json.dumps(document, indent=2), durable=True)

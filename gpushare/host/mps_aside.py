@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
+from gpushare.host.kept_file import read_trusted, replace_file
 from gpushare.host.mps_home import record_of
 
 if TYPE_CHECKING:
@@ -22,26 +21,12 @@ _NAME: Final = "aside.json"
 
 def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
     """Keep a record while its daemon is stopped, with the profile of its MIG device; written atomically."""
-    descriptor, temporary = tempfile.mkstemp(dir=home.directory, prefix=".aside-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({**asdict(record), "profile": profile}, file, indent=2)
-        os.replace(temporary, home.directory / _NAME)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(home.directory / _NAME, json.dumps({**asdict(record), "profile": profile}, indent=2))
 
 
 def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:
     """Return the record that was set aside and the profile, or None: there is none, or neither we nor root wrote it."""
-    try:
-        with open(home.directory / _NAME, encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
-                return None
-            raw = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
+    raw = read_trusted(home.directory / _NAME)
     record = record_of(raw)
     profile = raw.get("profile") if record is not None else None
     return None if record is None else (record, profile if isinstance(profile, str) else None)

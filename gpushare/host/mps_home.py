@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file
 from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES
 from gpushare.model import ComputeMode
 
@@ -94,27 +94,11 @@ class DaemonHome:
 
         Signals go to the PID in it: only our own and root's word is taken for that.
         """
-        try:
-            with open(self.directory / "daemon.json", encoding="utf-8") as file:
-                if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
-                    return None
-                return record_of(json.load(file))
-        except (OSError, ValueError, RecursionError):
-            return None
+        return record_of(read_trusted(self.directory / "daemon.json"))
 
     def write(self, record: DaemonRecord) -> None:
-        """Write the record atomically."""
-        descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".daemon-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(record), file, indent=2)
-            # Other users may look at it: `gpushare status` shows root's daemons.
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.directory / "daemon.json")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        """Write the record, for others to read too: `gpushare status` shows root's daemons."""
+        replace_file(self.directory / "daemon.json", json.dumps(asdict(record), indent=2))
 
     def clear(self) -> None:
         """Remove the record and what a dead daemon left in the pipe directory; the logs stay.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -33,11 +33,9 @@ class Pauses:
 def note_pauses(host: Host, found: Pauses) -> None:
     """Note how a program stands now, atomically."""
     path = _directory(host.run_directory) / f"{found.pid}.json"
-    temporary = path.with_suffix(".new")
     with contextlib.suppress(OSError, NoPermission):
         make_private_directory(path.parent)
-        temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, json.dumps(asdict(found)))
 
 
 def forget_pauses(host: Host, pid: int) -> None:
@@ -57,10 +55,10 @@ def noted_pauses(host: Host) -> tuple[Pauses, ...]:
 
 
 def _read(path: Path) -> Pauses | None:
+    raw = read_trusted(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
         return Pauses(**raw) if isinstance(raw["pid"], int) else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (TypeError, KeyError):
         return None
 
 

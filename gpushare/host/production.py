@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -44,17 +42,8 @@ def write_production(host: Host, production: Production) -> None:
     # One by one: a mode holds for the last of a path only.
     make_private_directory(host.run_directory)
     make_private_directory(directory)
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".production-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(production), file)
-        # Others spare it too.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, directory / f"{production.name}.json")
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    # Others read it too, and spare the job.
+    replace_file(directory / f"{production.name}.json", json.dumps(asdict(production)))
 
 
 def productions(host: Host) -> list[Production]:
@@ -62,7 +51,7 @@ def productions(host: Host) -> list[Production]:
     found = []
     for run_directory in (host.run_directory, *host.shared_run_directories):
         with contextlib.suppress(OSError):
-            found += [_read(path) for path in sorted((run_directory / "production").glob("*.json"))]
+            found += [_production(read_trusted(path)) for path in sorted((run_directory / "production").glob("*.json"))]
     return [one for one in found if one is not None]
 
 
@@ -74,18 +63,6 @@ def find_production(host: Host, name: str) -> Production | None:
 def lives(host: Host, production: Production) -> bool:
     """Return whether a production job runs now."""
     return host.processes.alive(production.pid, production.started_at)
-
-
-def _read(path: Path) -> Production | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            # Only our own and root's word: its PID is looked at, and its need taken from others.
-            if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
-                return None
-            raw = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return _production(raw)
 
 
 def _production(raw: Any) -> Production | None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, NoPermission, NotFound
+from gpushare.errors import BadUsage, NoPermission
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import read_trusted, replace_file
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -66,26 +64,10 @@ def check_job_name(name: str) -> str:
 def find_tuned(host: Host, name: str) -> Tuned | None:
     """Return what was found for a production job: this user's, else root's; None when nothing is kept."""
     for directory in (host.state_directory, *host.shared_state_directories):
-        found = _read(directory / "tuned" / f"{name}.json")
+        found = _tuned(read_trusted(directory / "tuned" / f"{name}.json"))
         if found is not None:
             return found
     return None
-
-
-def demand_tuned(host: Host, name: str) -> Tuned:
-    """Return what was found for a production job.
-
-    Raises:
-        NotFound: nothing is kept of this name.
-    """
-    found = find_tuned(host, check_job_name(name))
-    if found is None:
-        raise NotFound(
-            f"nothing was tuned under the name '{name}'",
-            f"find its settings: gpushare tune --name {name} --production CMD --opportunistic CMD",
-            code="not_tuned",
-        )
-    return found
 
 
 def keep_tuned(host: Host, tuned: Tuned) -> Path:
@@ -97,35 +79,15 @@ def keep_tuned(host: Host, tuned: Tuned) -> Path:
     directory = host.state_directory / "tuned"
     make_private_directory(directory)
     path = directory / f"{tuned.name}.json"
-    temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".tuned-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(tuned), file, indent=2)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        replace_file(path, json.dumps(asdict(tuned), indent=2))
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         raise NoPermission(
             f"cannot write {path}: {error.strerror}",
             "set GPUSHARE_STATE_DIR to a directory that you may write",
             code="directory_unwritable",
         ) from None
     return path
-
-
-def _read(path: Path) -> Tuned | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            # Only our own and root's word: it decides how much of a GPU a program gets.
-            if os.fstat(file.fileno()).st_uid not in {os.geteuid(), 0}:
-                return None
-            raw = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return _tuned(raw)
 
 
 def _tuned(raw: Any) -> Tuned | None:

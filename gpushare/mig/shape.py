@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gpushare.mig.outcome import gpu_plan, whole
@@ -236,13 +236,8 @@ def _part(profile: Profile, part: ComputeShape, lost: list[str]) -> NewCompute |
 # -- keeping it ------------------------------------------------------------------------------------
 
 
-def to_json(shape: GpuShape) -> dict[str, Any]:
-    """Return what JSON can hold of a shape."""
-    return asdict(shape)
-
-
 def from_json(raw: Mapping[str, Any]) -> GpuShape:
-    """Return the shape that `to_json` kept.
+    """Return the shape whose `dataclasses.asdict` was kept.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.

@@ -184,16 +184,16 @@ def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
 def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     host = MigHost(H200)
     before, written = host.look(), 0
-    real = Journal._replace
+    real = mig_journal.replace_file
 
-    def full_at_the_fourth(self: Journal, entry: Any) -> None:
+    def full_at_the_fourth(path: Path, text: str, *, durable: bool) -> None:
         nonlocal written
         written += 1
         if written == 4:
             raise OSError(28, "No space left on device")
-        real(self, entry)
+        real(path, text, durable=durable)
 
-    monkeypatch.setattr(Journal, "_replace", full_at_the_fourth)
+    monkeypatch.setattr(mig_journal, "replace_file", full_at_the_fourth)
     said = host.run("mig", "apply", "3g.71gb*2")
     assert (said.code, said.error["code"]) == (1, "journal_unwritable")
     assert said.error["message"].endswith("everything is as before")

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
-from gpushare.host import mps_home
+from gpushare.host import kept_file, mps_home
 from gpushare.host.mps_home import DaemonHome, DaemonRecord, device_key, home_of, homes_in
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
@@ -106,7 +106,7 @@ def test_a_write_that_fails_leaves_the_old_record_and_no_rubbish(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mps_home.json, "dump", full)
+    monkeypatch.setattr(kept_file.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         home.write(DaemonRecord(device_uuid=UUID, pid=8, started_at=None, uid=0))
     assert home.read() == RECORD

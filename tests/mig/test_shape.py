@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import assume, given
@@ -20,7 +20,6 @@ from gpushare.mig.shape import (
     restoration,
     shape_after,
     shape_of,
-    to_json,
 )
 from gpushare.sim.catalogue import profiles_of
 from tests.mig.boards import SHAPES, SOMEBODY
@@ -112,7 +111,7 @@ def carried_out(layout: Layout, plan: GpuPlan) -> Model:
 def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bool | None, name: str) -> None:
     one = shape_of(found[0], mig_enabled=mode)
     one = replace(one, instances=tuple(replace(part, name=name or None) for part in one.instances))
-    assert from_json(json.loads(json.dumps(to_json(one)))) == one
+    assert from_json(json.loads(json.dumps(asdict(one)))) == one
 
 
 @pytest.mark.parametrize(
