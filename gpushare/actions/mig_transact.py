@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_evict import Ending
-from gpushare.actions.plan import carry_out
+from gpushare.actions.plan import NotUndone, carry_out
 from gpushare.errors import GpushareError, InUse
 from gpushare.host.mig_leases import take_lease
 
@@ -56,8 +56,10 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     step = _Watched(on_step)
     try:
         carry_out(change.plan, step)
+    except NotUndone:
+        raise
     except GpushareError as error:
-        if error.code != "not_restored" and step.last is not None and "could not be undone" not in error.message:
+        if step.last is not None:
             raise _undone(error, step.last, ended=step.ended) from error
         raise
     finally:

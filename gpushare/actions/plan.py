@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from gpushare.errors import GpushareError, Interrupted, OperationFailed
 
 
+class NotUndone(OperationFailed):
+    """A step failed, and of the steps before it some could not be undone; the message names them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step of a plan.
@@ -39,7 +43,8 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
     """Do the steps in order; when one fails, undo those before it, last first, and raise its error.
 
     Raises:
-        GpushareError: the error of the failed step. What could not be undone is named in it.
+        GpushareError: the error of the failed step.
+        NotUndone: the same, with its code and exit code, where some could not be undone.
     """
     done: list[Step] = []
     try:
@@ -102,7 +107,7 @@ def _undisturbed() -> Iterator[None]:
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
     names = "; ".join(f"{step.what} ({reason.message})" for step, reason in left)
     commands = "; ".join(step.undo for step, _ in left if step.undo)
-    failed = OperationFailed(
+    failed = NotUndone(
         f"{error.message}; and could not be undone: {names}",
         f"undo by hand: {commands}" if commands else error.hint,
         gpu=error.gpu,

@@ -122,16 +122,7 @@ class MigReader:
         )
 
     def _compute_profiles(self, gpu: Gpu, profile: Profile, handle: Any) -> tuple[ComputeProfile, ...]:
-        def read(nvml: Any) -> list[tuple[int, Any]]:
-            return list(
-                _infos(
-                    nvml,
-                    lambda number: nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(handle, number, _SHARED_ENGINES),
-                    _COMPUTE_PROFILES,
-                )
-            )
-
-        infos = self._nvml.ask(read, str(gpu.index))
+        infos = self._nvml.ask(lambda nvml: list(_compute_infos(nvml, handle)), str(gpu.index))
         found = tuple(
             ComputeProfile(
                 slices=int(info.sliceCount),
@@ -139,7 +130,7 @@ class MigReader:
                 instances=int(info.instanceCount),
                 multiprocessors=int(info.multiprocessorCount),
             )
-            for _, info in infos or ()
+            for info in infos or ()
         )
         return found or profile.compute
 
@@ -164,12 +155,16 @@ class MigReader:
 
 def compute_profile_id(nvml: Any, instance: Any, slices: int) -> int | None:
     """Return the id of the compute instance profile with so many slices in an NVML GPU instance; None: not offered."""
-    infos = _infos(
-        nvml,
-        lambda number: nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES),
-        _COMPUTE_PROFILES,
-    )
-    return next((int(info.id) for _, info in infos if int(info.sliceCount) == slices), None)
+    return next((int(info.id) for info in _compute_infos(nvml, instance) if int(info.sliceCount) == slices), None)
+
+
+def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
+    """Yield the compute instance profiles of a GPU instance (``nvidia-smi mig -lcip``)."""
+
+    def ask(number: int) -> Any:
+        return nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES)
+
+    return (info for _, info in _infos(nvml, ask, _COMPUTE_PROFILES))
 
 
 def _in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
