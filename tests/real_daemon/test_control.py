@@ -146,11 +146,20 @@ def test_the_probe_of_the_version_starts_nothing_and_talks_to_nobody(
     """Before driver 580 ``-v`` is no option: the program would wait for commands to whatever daemon it finds."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", control.pipe_directory)
     log = sim_dir / "hand" / "log" / "control.log"
-    before = log.read_text()
+    before = _conversations(control, log, "get_server_list")
     version = probe_version(LocalPrograms())
     assert version is None or version >= 13000
-    assert log.read_text() == before
+    assert _conversations(control, log, "get_default_device_pinned_mem_limit 0") == before + 1
     assert len(daemons_below(sim_dir)) == 1
+
+
+def _conversations(control: MpsControl, log: Path, command: str) -> int:
+    """Return how many conversations the daemon has logged, this one included: it writes its log after it has answered."""
+    control.ask(command)
+    wait_until(
+        lambda: "UI closed" in log.read_text().rpartition(f"Cmd:{command}")[2] and f"Cmd:{command}" in log.read_text()
+    )
+    return log.read_text().count("NEW UI")
 
 
 def _directory_of(length: int, root: Path) -> Path:
