@@ -27,10 +27,11 @@ def _in_the_way(s: Situation) -> bool | None:
 
 def _tight(s: Situation) -> bool:
     """Return whether all fit, but not with limits that have room for what CUDA takes of them."""
-    ones, usable = s.case.workloads, s.under_mps.usable_bytes
+    usable = s.under_mps.usable_bytes
     if not s.under_mps.fits or usable is None:
         return False
-    return sum(limit_for(one.memory) * (one.processes or 1) for one in ones if one.memory is not None) > usable
+    each = zip(s.case.workloads, s.case.counts, strict=True)
+    return sum(limit_for(one.memory) * (count or 1) for one, count in each if one.memory is not None) > usable
 
 
 CONDITIONS: Final = (

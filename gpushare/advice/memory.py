@@ -111,8 +111,7 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
     """Return the budget of a case on a GPU."""
     context = MPS_CONTEXT_BYTES if mps else CONTEXT_BYTES
     total = gpu.memory_total_bytes
-    several = len(case.workloads) > 1
-    counts = [one.processes or (1 if several else None) for one in case.workloads]
+    counts = case.counts
     sizes = [one.memory for one in case.workloads]
     known = [size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None]
     # What nobody said is not nothing: then the sum is known only from below, and is a sum when it is too large already.

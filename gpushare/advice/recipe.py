@@ -48,11 +48,8 @@ def _whole(situation: Situation) -> Recipe:
             lines.append(Line("a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
             lock = f"flock /tmp/gpu-{index}.queue env {_device(situation)}"
         lines += [
-            Line(
-                again(one.processes if len(ones) == 1 else one.processes or 1, who(one), "one after the other"),
-                f"{lock} {program(one)}",
-            )
-            for one in ones
+            Line(again(count, who(one), "one after the other"), f"{lock} {program(one)}")
+            for one, count in zip(ones, situation.case.counts, strict=True)
         ]
     else:
         lines.append(Line("nothing to set up: run it", f"{_device(situation)} {program(ones[0])}"))
@@ -78,10 +75,9 @@ def _timeslice(situation: Situation) -> Recipe:
     if case.any("running"):
         lines.append(Line("the programs run: they are time-sliced as they are; look", f"gpushare status -g {index}"))
     else:
-        several = len(case.workloads) > 1
         lines += [
-            Line(again(one.processes or (1 if several else None), who(one)), f"{_device(situation)} {program(one)}")
-            for one in case.workloads
+            Line(again(count, who(one)), f"{_device(situation)} {program(one)}")
+            for one, count in zip(case.workloads, case.counts, strict=True)
         ]
     return Recipe(
         lines=tuple(lines),

@@ -65,11 +65,10 @@ def limits_sum(situation: Situation, way: Way) -> int | None:
     """Return what the memory limits of all processes come to; None: there is a process without one."""
     if way not in ALL_MPS or way is Way.MPS_STATIC:
         return None
-    ones = situation.case.workloads
-    counts = [one.processes or (1 if len(ones) > 1 else 0) for one in ones]
+    case = situation.case
     limited = [
-        (limit or 0) * count
-        for one, limit, count in zip(ones, memory_limits(situation), counts, strict=True)
+        (limit or 0) * (count or 0)
+        for one, limit, count in zip(case.workloads, memory_limits(situation), case.counts, strict=True)
         if not (way is Way.MPS_PRIORITY and one.role is Role.PRODUCTION)
     ]
     return sum(limited) if limited and all(limited) else None
@@ -80,11 +79,10 @@ def memory_limits(situation: Situation) -> list[int | None]:
     if situation.before_volta:
         return [None] * len(situation.case.workloads)
     ones, usable = situation.case.workloads, situation.under_mps.usable_bytes
-    several = len(ones) > 1
-    counts = [one.processes or (1 if several else 0) for one in ones]
-    if usable is None or not all(counts):
-        return [None if one.memory is None else limit_for(one.memory) for one in ones]
     limits = [None if one.memory is None else limit_for(one.memory) for one in ones]
+    counts = [count for count in situation.case.counts if count is not None]
+    if usable is None or len(counts) < len(ones):
+        return limits
     taken = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
     if taken > usable:
         return [None if one.memory is None else one.memory // MIB * MIB for one in ones]

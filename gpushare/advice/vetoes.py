@@ -27,10 +27,6 @@ def _older_than(s: Situation, capability: tuple[int, int]) -> bool | None:
     return None if s.gpu.compute_capability is None else s.gpu.compute_capability < capability
 
 
-def _mig_off(s: Situation) -> bool | None:
-    return negated(s.gpu.mig_enabled)
-
-
 def _not_root(s: Situation) -> bool | None:
     return negated(s.may_be_root)
 

@@ -94,11 +94,16 @@ class Case:
         return any_of(getattr(one, field) for one in self.workloads)
 
     @property
+    def counts(self) -> tuple[int | None, ...]:
+        """Return the processes of each workload; one in a list of several is one unless it says more."""
+        several = len(self.workloads) > 1
+        return tuple(one.processes or (1 if several else None) for one in self.workloads)
+
+    @property
     def processes(self) -> int | None:
-        """Return how many processes there are; a workload in a list of several is one unless it says more."""
-        if len(self.workloads) == 1:
-            return self.workloads[0].processes
-        return sum(one.processes or 1 for one in self.workloads)
+        """Return how many processes there are; None when nobody said."""
+        known = [count for count in self.counts if count is not None]
+        return sum(known) if known else None
 
     @property
     def wanted_isolation(self) -> frozenset[Isolation] | None:

@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 _HINT: Final = "write one as you need it from what is there: gpushare mig export > mig.yaml"
 
 
-def demands_of_file(path: str, config_name: str | None, gpus: Sequence[Gpu], host: Host) -> dict[int, Demand]:
-    """Return what a file wants of these GPUs: `config_of`, then `demands_of`; errors as theirs.
-
-    Who plans twice calls those two: stdin can be read only once, and a file may change meanwhile.
-    """
-    return demands_of(config_of(path, config_name), gpus, host)
-
-
 def config_of(path: str, name: str | None) -> Config:
     """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name.
 
