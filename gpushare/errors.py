@@ -44,6 +44,14 @@ class GpushareError(Exception):
         if code is not None:
             self.code = code
 
+    def restated(
+        self, *, message: str | None = None, hint: str | None = None, kind: type[GpushareError] | None = None
+    ) -> GpushareError:
+        """Return this error with another message, hint or type: its GPU, its code and its exit code stay."""
+        said = (kind or type(self))(message or self.message, hint or self.hint, gpu=self.gpu, code=self.code)
+        said.exit_code = self.exit_code
+        return said
+
 
 class OperationFailed(GpushareError):
     """The host refused, or did not do what it accepted."""

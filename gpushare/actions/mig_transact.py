@@ -84,7 +84,4 @@ class _Watched:
 
 def _undone(error: GpushareError, step: Step, *, ended: bool) -> GpushareError:
     but = ", but for the programs that --evict ended" if ended else ""
-    message = f"could not {step.what}: {error.message}; everything is as before{but}"
-    said = type(error)(message, error.hint, gpu=error.gpu, code=error.code)
-    said.exit_code = error.exit_code
-    return said
+    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{but}")

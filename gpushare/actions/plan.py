@@ -107,11 +107,8 @@ def _undisturbed() -> Iterator[None]:
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
     names = "; ".join(f"{step.what} ({reason.message})" for step, reason in left)
     commands = "; ".join(step.undo for step, _ in left if step.undo)
-    failed = NotUndone(
-        f"{error.message}; and could not be undone: {names}",
-        f"undo by hand: {commands}" if commands else error.hint,
-        gpu=error.gpu,
-        code=error.code,
+    return error.restated(
+        message=f"{error.message}; and could not be undone: {names}",
+        hint=f"undo by hand: {commands}" if commands else None,
+        kind=NotUndone,
     )
-    failed.exit_code = error.exit_code
-    return failed

@@ -90,11 +90,8 @@ def _run(words: tuple[str, ...]) -> Any:
 
 def _half_done(error: GpushareError, advice: Advice) -> GpushareError:
     commands = [line.command for line in (advice.recipe.undo if advice.recipe else ()) if line.command]
-    failed = OperationFailed(
-        f"{error.message}; what came before it was done",
-        f"take it back: {'; '.join(commands)}" if commands else error.hint,
-        gpu=error.gpu,
-        code=error.code,
+    return error.restated(
+        message=f"{error.message}; what came before it was done",
+        hint=f"take it back: {'; '.join(commands)}" if commands else None,
+        kind=OperationFailed,
     )
-    failed.exit_code = error.exit_code
-    return failed

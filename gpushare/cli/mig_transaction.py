@@ -130,10 +130,8 @@ def _looked(host: Host, journal: Journal, make: Callable[[Host, Journal], MigCha
         left = journal.left()
         if left is None:
             raise
-        hint = f"'{left.title}' was interrupted, which may be why: gpushare mig recover; else {error.hint}"
-        said = type(error)(error.message, hint, gpu=error.gpu, code=error.code)
-        said.exit_code = error.exit_code
-        raise said from error
+        why = f"'{left.title}' was interrupted, which may be why: gpushare mig recover"
+        raise error.restated(hint=f"{why}; else {error.hint}") from error
 
 
 def recovered() -> Result:
