@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mig_places import Place, means_profile, named_places, places_on, profile_places
-from gpushare.actions.mig_share import InstanceShare
+from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.run import Reporter, RunOptions, run_in
 from gpushare.actions.share import Share, open_mps_share
 from gpushare.errors import BadUsage, GpushareError, InUse
@@ -123,7 +123,7 @@ def run_mig(
         share: Share = (
             open_mps_share(host, place.device, command[0], options.limits, lease)
             if mps
-            else InstanceShare(host, place.device, lease)
+            else PlainShare(host, place.device, lease)
         )
     except BaseException:
         lease.release()

@@ -168,8 +168,8 @@ def run_role(host: Host, device: Device, command: list[str], options: RunOptions
 def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
     """Run a program in a MIG instance that is free, or the one that a name means."""
     from gpushare.actions.mig_report import InstanceReport
-    from gpushare.actions.mig_share import dropped_variables
     from gpushare.actions.mps_limits import MpsLimits
+    from gpushare.actions.plain_share import dropped_variables
     from gpushare.actions.run_environment import check_program
     from gpushare.actions.run_mig import free_place, run_mig, take_place
     from gpushare.actions.run_report import RunReport
@@ -196,11 +196,11 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
 
 def planned_in(host: Host, place: Place, command: list[str]) -> Any:
     """Return what a run in an instance without MPS would do, as a plan."""
-    from gpushare.actions.mig_share import instance_environment
+    from gpushare.actions.plain_share import plain_environment
     from gpushare.actions.plan import Step
     from gpushare.show.plan import plan_result
 
-    environment = instance_environment({}, host, place.device)
+    environment = plain_environment({}, host, place.device)
     what = f"run {command[0]} in {place.title}, if it is still free then"
     step = Step(what=what, command=command_line(environment, command), do=lambda: None)
     return plan_result("run", [step], dry_run=True)

@@ -101,12 +101,12 @@ def _paused(
 
 
 def _planned_pause(host: Host, device: Device, command: Sequence[str], title: str) -> Any:
-    from gpushare.actions.mig_share import instance_environment
+    from gpushare.actions.plain_share import plain_environment
     from gpushare.actions.plan import Step
     from gpushare.cli.run import command_line
     from gpushare.show.plan import plan_result
 
-    line = command_line(instance_environment({}, host, device), command)
+    line = command_line(plain_environment({}, host, device), command)
     what = f"run {command[0]} on {device.title}, paused while {title} works"
     return plan_result("run", [Step(what=what, command=line, do=lambda: None)], dry_run=True)
 

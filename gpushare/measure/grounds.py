@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_places import places_on
-from gpushare.actions.mig_share import instance_environment, pipe_directory
 from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.plain_share import pipe_directory, plain_environment
 from gpushare.actions.run import start_guard
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids
 from gpushare.actions.run_environment import client_environment
@@ -127,11 +127,11 @@ class Grounds:
         if way.kind == MIG:
             places = [place for place, _ in self._instances[:copies]]
             return [
-                Launch(argv=argv, environment=instance_environment(base, self._host, self._device_of(place)))
+                Launch(argv=argv, environment=plain_environment(base, self._host, self._device_of(place)))
                 for place in places
             ]
         # A daemon of ours that runs on the device does not listen there.
-        environment = instance_environment(base, self._host, self._device)
+        environment = plain_environment(base, self._host, self._device)
         return [Launch(argv=argv, environment=environment)] * copies
 
     def _device_of(self, place: Place) -> Device:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.actions import run_mig
-from gpushare.actions.mig_share import InstanceWatch
+from gpushare.actions.plain_share import PlainWatch
 from gpushare.errors import InUse
 from gpushare.host.mig_leases import live_leases, take_lease
 from gpushare.host.mig_names import NamedInstance, names_changed
@@ -132,7 +132,7 @@ def test_a_process_elsewhere_is_outside(world: World) -> None:
     device = Device(gpu=gpu, mig=next(mig for mig in gpu.mig_instances if mig.uuid == mine))
     seen = {}
     for uuid in (mine, other):
-        watch = InstanceWatch(world.host, device, admin.add_process(H200, mig=uuid))
+        watch = PlainWatch(world.host, device, admin.add_process(H200, mig=uuid))
         watch.look()
         watch.look()
         seen[uuid] = (watch.attached == {watch.program_pid}, watch.outside == {watch.program_pid})
