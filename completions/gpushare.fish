@@ -267,7 +267,7 @@ complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'N copies; {} in CMD
 complete -c gpushare -n '__gpushare_at run' -l logs -x -d 'With --copies: keep what each prints in DIR/copy-N.log.'
 complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: start a failed copy again, K times at most.'
 complete -c gpushare -n '__gpushare_at run' -l stall -x -d 'With --copies: end a copy that prints nothing for so long.'
-complete -c gpushare -n '__gpushare_at run' -l bench -x -d 'With --copies: the cap that gpushare bench found.'
+complete -c gpushare -n '__gpushare_at run' -l bench -x -d 'With --copies: take the cap from a file of bench --to.'
 complete -c gpushare -n '__gpushare_at run' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at run' -s y -l yes -d 'Do not ask.'
 complete -c gpushare -n '__gpushare_at run' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'

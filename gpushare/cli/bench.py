@@ -115,11 +115,13 @@ def bench(
     from gpushare.measure.session import prepare
 
     prepared = prepare(host, device, request)
-    from gpushare.cli.bench_run import carried_out, planned
+    from gpushare.cli.bench_run import carried_out, keep_caps, planned
 
     if settings.dry_run:
         return planned(prepared)
     data, measurement, number = carried_out(host, device, prepared, workload)
+    if command:
+        keep_caps(host, device, command, data)
     return _result(data, measurement, number, before, kept, picture)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from gpushare.cli.common import settings
+from gpushare.cli.common import note, settings
+from gpushare.errors import NoPermission
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement
@@ -42,6 +43,20 @@ def carried_out(
         notes=(*blind, *prepared.notes),
     )
     return bench_data(header, measurement), measurement, number
+
+
+def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
+    """Keep the caps that were found, for `gpushare run --copies`: that they cannot be kept does not fail a benchmark."""
+    from gpushare.host.benched import keep_benched
+    from gpushare.measure.bench_caps import best_caps
+
+    caps = best_caps(data)
+    if not caps:
+        return
+    try:
+        keep_benched(host, device, command, caps)
+    except (NoPermission, OSError) as error:
+        note(f"the caps are not kept for gpushare run --copies: {getattr(error, 'message', error)}")
 
 
 def planned(prepared: Prepared, command: str = "bench") -> Any:

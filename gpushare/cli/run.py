@@ -98,7 +98,7 @@ def run(
         typer.Option("--stall", metavar="SECS", help="With --copies: end a copy that prints nothing for so long."),
     ] = None,
     bench: Annotated[
-        str | None, typer.Option("--bench", metavar="FILE", help="With --copies: the cap that gpushare bench found.")
+        str | None, typer.Option("--bench", metavar="FILE", help="With --copies: take the cap from a file of bench --to.")
     ] = None,
 ) -> Any:
     """Run a program inside a share of a GPU, and prove that it is attached.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,14 @@ def run_copies(host: Host, device: Device, command: Sequence[str], run: RunOptio
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     from dataclasses import replace
 
-    from gpushare.actions.farm import farm, share_of_memory, share_of_threads
+    from gpushare.actions.farm import farm, share_of_memory
     from gpushare.units import parse_seconds
 
     copies, limits = farming.copies or 1, run.limits
     stall_seconds = None if farming.stall is None else parse_seconds(farming.stall)
     threads = limits.threads_percent
     if threads is None:
-        threads = share_of_threads(copies) if farming.bench is None else benched_threads(farming.bench, copies)
+        threads = _threads(host, device, command, farming)
     memory = limits.memory_limit_bytes
     if memory is None:
         memory = share_of_memory(host, device, copies)
@@ -56,37 +56,36 @@ def run_copies(host: Host, device: Device, command: Sequence[str], run: RunOptio
     return _finished(result, options)
 
 
-def benched_threads(file: str, copies: int) -> float | None:
-    """Return the cap that a benchmark found for so many copies under MPS; None is no cap.
+def _threads(host: Host, device: Device, command: Sequence[str], farming: Farming) -> float | None:
+    """Return the cap of each copy: what `gpushare bench` found for this command here, else its share; None is no cap.
 
     Raises:
-        NotFound: it did not measure so many copies under MPS; or as `read_bench`.
+        NotFound: the file of --bench did not measure so many copies under MPS; or as `read_bench`.
     """
+    from gpushare.actions.farm import share_of_threads
+    from gpushare.host.benched import find_benched
+    from gpushare.measure.bench_caps import best_caps
     from gpushare.measure.bench_data import read_bench
 
-    data = read_bench(file)
-    picked = next((one for one in data.get("picks") or () if one and one.get("copies") == copies), None)
-    if picked is not None and str(picked.get("way", "")).startswith("mps"):
-        return _percent_of(picked)
-    under_mps = [
-        cell
-        for cell in data["cells"]
-        if cell["copies"] == copies and cell["way"].startswith("mps") and (cell.get("throughput") or {}).get("mean")
-    ]
-    if not under_mps:
-        raise NotFound(
-            f"{file} holds no measurement of {copies} copies under MPS",
-            f"measure it: gpushare bench --copies {copies} --ways mps,mps:200/n -- CMD",
-            code="not_measured",
-        )
-    if picked is not None:
-        note(f"gpushare bench found {picked['way']} best for {copies} copies, not MPS; the best cap under MPS is taken")
-    return _percent_of(max(under_mps, key=lambda cell: float(cell["throughput"]["mean"])))
-
-
-def _percent_of(cell: Mapping[str, Any]) -> float | None:
-    value = cell.get("threads_percent")
-    return float(value) if isinstance(value, (int, float)) and 0 < value < 100 else None
+    copies = farming.copies or 1
+    if farming.bench is None:
+        found = find_benched(host, device, command, copies)
+        if found is None:
+            return share_of_threads(copies)
+        by = f"gpushare bench found the cap on {found.date}"
+        driver = host.nvml.driver_version()
+        note(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
+    else:
+        found = best_caps(read_bench(farming.bench)).get(copies)
+        if found is None:
+            raise NotFound(
+                f"{farming.bench} holds no measurement of {copies} copies under MPS",
+                f"measure it: gpushare bench --copies {copies} --ways mps,mps:200/n -- CMD",
+                code="not_measured",
+            )
+    if not found.best:
+        note(f"another way than MPS was faster for {copies} copies (gpushare bench); this is the best cap under MPS")
+    return found.threads_percent
 
 
 def _most_at_once(host: Host, device: Device, copies: int) -> int | None:

@@ -122,10 +122,12 @@ def test_what_copies_print_is_kept_per_copy_and_per_start(host: Host, tmp_path: 
     assert result.copies[1].log == str(logs / "copy-1.1.log")
 
 
-def test_no_more_copies_run_than_fit_into_the_memory(host: Host) -> None:
+def test_no_more_copies_run_than_fit_into_the_memory(host: Host, tmp_path: Path) -> None:
     heard = Heard()
     options = FarmOptions(copies=4, limits=MpsLimits(memory_limit_bytes=60 * GIB))
-    result = farm(host, device_of(host), shell("sleep 0.1"), options, heard)
+    # Each waits until two have begun: however slow the machine is, two run at once.
+    text = f"touch {tmp_path}/{{}}; while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.02; done; sleep 0.2"
+    result = farm(host, device_of(host), shell(text), options, heard)
     assert heard.most == 2
     assert not result.failed
 

@@ -123,9 +123,14 @@ def test_copies_alone_say_how_many_processes_there_are(cli: Cli) -> None:
 
 
 def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
+    """Which way wins is another test's: how long such a short run takes is the machine's affair."""
     data = measured(cli, *FARM, "--repeat", "1", *job(40, "--work", "10"))
     assert data["measurement"]["metric"]["unit"] == "runs_per_second"
-    assert data["winner"] == "mps"
+    runs = {run["way"]: run for run in data["measurement"]["runs"] if run["copies"] == 2}
+    assert set(runs) >= {"timeslice", "mps"}
+    for run in runs.values():
+        assert [one["exit_code"] for one in run["results"]] == [0, 0]
+        assert run["throughput"] == pytest.approx(2 / run["seconds"], rel=0.01)
 
 
 def test_one_way_alone_is_not_measured(cli: Cli) -> None:

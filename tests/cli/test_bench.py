@@ -65,15 +65,25 @@ def test_caps_win_where_copies_get_in_each_others_way(cli: Cli) -> None:
     assert (data["best"]["way"], data["best"]["threads_percent"]) == ("mps:100/n", 50.0)
 
 
+def test_a_farm_takes_the_cap_that_was_found(cli: Cli) -> None:
+    command = job(80, "--contention", "20")
+    bench(cli, "--copies", "2", "--ways", "mps,mps:100/n", "--repeat", "2", *WINDOW, *command)
+    planned = cli("run", "--copies", "2", "-n", *command).ok()
+    assert planned.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50.0") == 2
+    assert "gpushare bench found the cap" in planned.err
+    assert cli("run", "--copies", "2", "-n", *job(80)).ok().out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100.0") == 0
+
+
 def test_finished_runs_are_counted(cli: Cli) -> None:
     words = ("--copies", "2", "--ways", "queue,mps", "--repeat", "1")
     data = bench(cli, *words, *job(40, "--work", "15"))
     cells = {cell["way"]: cell for cell in data["cells"]}
     assert data["metric"]["unit"] == "runs_per_second"
-    # By how much depends on how long the copies take to start.
-    assert cells["mps"]["throughput"]["mean"] > cells["queue"]["throughput"]["mean"]
-    assert [len(run["results"]) for run in data["runs"] if run["way"] == "queue"] == [2]
-    assert data["best"]["way"] == "mps"
+    # Which is faster depends on how long the copies take to start: that is the machine's affair.
+    for way in ("queue", "mps"):
+        (run,) = (run for run in data["runs"] if run["way"] == way and run["copies"] == 2)
+        assert [one["exit_code"] for one in run["results"]] == [0, 0]
+        assert cells[way]["throughput"]["mean"] == pytest.approx(2 / run["seconds"], rel=0.01)
     assert not data["best"]["certain"], "each ran once"
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.host.benched import BenchedCap, keep_benched
 from gpushare.measure.bench_data import KIND
+from gpushare.selection import select_one
 from tests.cli.drive import Answer, World
 
 Cli = Callable[..., Answer]
@@ -49,9 +51,41 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     file.write_text(json.dumps(found))
     answer = cli("run", "--copies", "4", "--bench", str(file), "-n", "--", "true").ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 4
-    assert "timeslice best for 4 copies, not MPS" in answer.err
+    assert "another way than MPS was faster for 4 copies" in answer.err
     missing = cli("-o", "json", "run", "--copies", "5", "--bench", str(file), "--", "true")
     assert missing.json["errors"][0]["code"] == "not_measured"
+
+
+def benched(world: World, *command: str, copies: int = 4, driver: str | None = None) -> None:
+    device = select_one(None, world.host.nvml.sweep())
+    known = driver or world.host.nvml.driver_version()
+    cap = BenchedCap(threads_percent=40.0, best=True, date="2026-11-20", driver=known)
+    keep_benched(world.host, device, command, {copies: cap})
+
+
+def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: World) -> None:
+    benched(world, "true", "{}")
+    answer = cli("run", "--copies", "4", "-n", "--", "true", "{}").ok()
+    assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0") == 4
+    assert "gpushare bench found the cap on 2026-11-20\n" in answer.err
+
+
+@pytest.mark.parametrize("words", [("3", "true", "{}"), ("4", "true", "other")])
+def test_another_number_of_copies_or_another_command_was_not_measured(
+    cli: Cli, world: World, words: tuple[str, ...]
+) -> None:
+    benched(world, "true", "{}")
+    copies, *command = words
+    answer = cli("run", "--copies", copies, "-n", "--", *command).ok()
+    assert "=40.0" not in answer.out
+    assert "bench" not in answer.err
+
+
+def test_a_cap_that_was_found_under_another_driver_says_so(cli: Cli, world: World) -> None:
+    benched(world, "true", driver="535.1")
+    answer = cli("run", "--copies", "4", "-n", "--", "true").ok()
+    assert "under driver 535.1; measure again here" in answer.err
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0" in answer.out
 
 
 def cell(way: str, copies: int, threads: float | None, mean: float) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The thread caps that a benchmark found, and how they are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.host.benched import BenchedCap, find_benched, keep_benched
+from gpushare.host.connect import connect
+from gpushare.measure.bench_caps import best_caps
+from gpushare.selection import select_one
+
+
+def cell(way: str, threads: float | None, mean: float | None, *, copies: int = 4, failures: Any = ()) -> dict[str, Any]:
+    throughput = None if mean is None else {"mean": mean}
+    return {
+        "way": way,
+        "copies": copies,
+        "threads_percent": threads,
+        "throughput": throughput,
+        "failures": list(failures),
+    }
+
+
+def document(*cells: dict[str, Any], way: str | None = None, copies: int = 4) -> dict[str, Any]:
+    picks = [] if way is None else [{"copies": copies, "way": way}]
+    return {"cells": cells, "picks": picks, "driver": "580.1", "started_at": 1_700_000_000.0}
+
+
+def test_the_pick_counts_although_another_is_a_little_faster() -> None:
+    caps = best_caps(document(cell("mps", None, 98), cell("mps:200/n", 50.0, 100), way="mps"))
+    assert caps[4] == BenchedCap(threads_percent=None, best=True, date="2023-11-14", driver="580.1")
+    again = best_caps(document(cell("mps:200/n", 50.0, 100), cell("mps", None, 98), way="mps"))
+    assert again == caps
+
+
+def test_where_another_way_is_better_the_fastest_under_mps_counts() -> None:
+    cells = (cell("timeslice", None, 120), cell("mps", None, 90), cell("mps:100/n", 25.0, 100))
+    caps = best_caps(document(*cells, way="timeslice"))
+    assert (caps[4].threads_percent, caps[4].best) == (25.0, False)
+
+
+def test_a_way_that_failed_or_was_not_measured_is_no_answer() -> None:
+    failed = cell("mps", None, 200, failures=["copy 1: exit code 1"])
+    assert best_caps(document(failed, cell("mps:100/n", 25.0, None))) == {}
+    assert best_caps(document(failed, cell("mps:100/n", 25.0, 1.0)))[4].threads_percent == 25.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["queue", "timeslice", "mps", "mps:60"]), st.floats(0.1, 1e6)), max_size=6))
+def test_the_answer_is_one_of_the_fastest_cells_under_mps(rows: list[tuple[str, float]]) -> None:
+    caps = best_caps(document(*[cell(way, 60.0 if way == "mps:60" else None, mean) for way, mean in rows]))
+    under_mps = [row for row in rows if row[0].startswith("mps")]
+    assert bool(caps) == bool(under_mps)
+    if under_mps:
+        fastest = {way for way, mean in under_mps if mean == max(mean for _, mean in under_mps)}
+        assert ("mps:60" if caps[4].threads_percent else "mps") in fastest
+
+
+def test_caps_are_kept_by_command_and_numbers_of_copies_add_up() -> None:
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    four, two = (BenchedCap(threads_percent=p, best=True, date="2026-11-21", driver="580.1") for p in (50.0, None))
+    keep_benched(host, device, ["a", "b c"], {4: four})
+    path = keep_benched(host, device, ["a", "b c"], {2: two})
+    assert find_benched(host, device, ["a", "b c"], 4) == four
+    assert find_benched(host, device, ["a", "b c"], 2) == two
+    assert find_benched(host, device, ["a", "b c"], 8) is None
+    assert find_benched(host, device, ["a", "b", "c"], 4) is None
+    other = connect("sim:a100-80gb")
+    assert find_benched(other, select_one(None, other.nvml.sweep()), ["a", "b c"], 4) is None
+    for broken in ("", "[]", json.dumps({**json.loads(path.read_text()), "caps": {"4": {"threads_percent": 400}}})):
+        path.write_text(broken)
+        assert find_benched(host, device, ["a", "b c"], 4) is None
+
+
+def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path: Path) -> None:
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
+    path = keep_benched(host, device, ["a"], {4: cap})
+    path.write_text(path.read_text().replace('"a"', '"b"'))
+    assert find_benched(host, device, ["a"], 4) is None
