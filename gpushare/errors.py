@@ -91,13 +91,6 @@ class NotFound(GpushareError):
     exit_code = ExitCode.NOT_FOUND
 
 
-class NotAsRequested(GpushareError):
-    """A check found the host different from what was asked."""
-
-    code = "not_as_requested"
-    exit_code = ExitCode.NOT_AS_REQUESTED
-
-
 class DriverNotLoaded(GpushareError):
     """libnvidia-ml is there but the kernel driver does not answer."""
 

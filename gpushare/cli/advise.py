@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, settings
+from gpushare.cli.measured import HungAfter, LowerIsBetter, MeasuredTime, PrintedNumber
 from gpushare.errors import BadUsage, GpuLost, NotFound
 
 if TYPE_CHECKING:
@@ -119,24 +120,13 @@ def advise(
     copies: Annotated[
         int | None, typer.Option("--copies", metavar="N", help="Measure so many copies. [default: --processes]")
     ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
-    ] = None,
-    lower: Annotated[
-        bool,
-        typer.Option("--lower-is-better/--higher-is-better", help="What is printed: a time per unit, or a rate."),
-    ] = False,
-    window: Annotated[
-        str | None,
-        typer.Option("--for", metavar="TIME", help="Measure so long and end CMD; it needs --metric."),
-    ] = None,
+    metric: PrintedNumber = None,
+    lower: LowerIsBetter = False,
+    window: MeasuredTime = None,
     repeat: Annotated[
         int | None, typer.Option("--repeat", metavar="N", help="How often each is run. [default: 3]")
     ] = None,
-    timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
-    ] = None,
+    timeout: HungAfter = None,
 ) -> Any:
     """Say which way of sharing a GPU fits, why, and what exactly to type on this host.
 
@@ -152,6 +142,7 @@ def advise(
     if program and command is None:
         words["command"] = shlex.join(program)
     from gpushare.advice.ways import way_of
+    from gpushare.advice.workload import checked
     from gpushare.cli.facts import gather
 
     asked_for = {
@@ -177,10 +168,11 @@ def advise(
             f"--production stands not beside {sources[0]}", "give each workload its role", code="two_sources"
         )
     case = _case(words, file, root, pair, seen=live or recording is not None)
+    case = case and checked(case)
     host = settings.connect()
     facts = gather(host)
     chosen = _chosen(host, facts, gpu)
-    case = case or _seen(host, chosen.index, words, root, recording)
+    case = case or checked(_seen(host, chosen.index, words, root, recording))
     situation = _situation(case, facts, chosen)
     if _may_ask(explained=explained is not None):
         from gpushare.cli.advise_cases import asked

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, Ended, gpus_of, settings
+from gpushare.cli.measured import HungAfter, LowerIsBetter, MeasuredTime, PrintedNumber
 from gpushare.errors import BadUsage, Interrupted
 
 if TYPE_CHECKING:
@@ -54,27 +55,16 @@ def bench(
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG instance: index, UUID, PCI bus id.")
     ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
-    ] = None,
-    lower: Annotated[
-        bool,
-        typer.Option("--lower-is-better/--higher-is-better", help="What is printed: a time per unit, or a rate."),
-    ] = False,
+    metric: PrintedNumber = None,
+    lower: LowerIsBetter = False,
     latency: Annotated[
         str | None,
         typer.Option(
             "--latency", metavar="REGEX", help="A latency that CMD prints. [default: latency=... and p50=, p99=]"
         ),
     ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option("--for", metavar="TIME", help="Measure so long and end CMD; it needs --metric."),
-    ] = None,
-    timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
-    ] = None,
+    window: MeasuredTime = None,
+    timeout: HungAfter = None,
     size: Annotated[int | None, typer.Option("--size", metavar="N", help="Built-in workload: N x N matrices.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: with work on the CPU too.")] = False,
     footprint: Annotated[

@@ -83,7 +83,6 @@ class Measurement:
     """All that was measured; kept also when it was interrupted."""
 
     settings: Settings
-    warm_up: RunResult | None = None
     runs: list[RunResult] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     rounds_done: int = 0
@@ -146,7 +145,7 @@ class Bench:
         measurement, cells = self.measurement, schedule(self._settings)
         total = 1 + len(cells) * self._settings.repeat
         self._say(0, total, "warm-up: one copy alone", None)
-        warm = measurement.warm_up = self._run(0, (self._settings.alone, 1))
+        warm = self._run(0, (self._settings.alone, 1))
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:

@@ -89,9 +89,8 @@ def fragmentation(layout: Layout) -> int:
 
     The difference to the best packing of the same instances on an empty GPU, in memory slices.
     """
-    board = board_of(layout)
-    mask, members = occupied(layout), members_of(layout)
-    here = board.lost(mask, members)
+    board, members = board_of(layout), members_of(layout)
     kinds = tuple(Kind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
+    here = capacity_lost(layout)
     return here - min((board.lost(one.mask, members) for one in board.complete(kinds, counts)), default=here)

@@ -17,11 +17,6 @@ class Row:
     undo: str | None
     steps: tuple[Step, ...]
 
-    @property
-    def uses_new_id(self) -> bool:
-        """Return whether the command needs the id that the command before it prints."""
-        return "-gi GI" in self.command
-
 
 def rows(plan: Plan) -> list[Row]:
     """Return the lines of a plan, in the order of its steps."""
