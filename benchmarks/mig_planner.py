@@ -119,7 +119,7 @@ def questions(size: int) -> dict[str, Callable[[], Plan | NoPlan]]:
             full, parse_wish("3g*2 2g*2 1g*4 1g.20gb*2 1g+me*2"), may_destroy=True
         ),
     }
-    if size <= 32:  # About nine seconds on 64: the states of the search grow with the product of the counts.
+    if size <= 32:  # About five seconds on 64: the states of the search grow with the product of the counts.
         found["empty host, a 3g, a 2g and a 1g per GPU"] = lambda: plan_add(
             empty, parse_wish(f"3g*{size} 2g*{size} 1g*{size}")
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_grant import plan_reapply
@@ -33,14 +33,16 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
         if one is None:
             continue
         if one.gpu_uuid not in looked_at or (one.gpu_uuid, one.profile, one.start) in there:
-            raise name_taken(one)
+            raise name_taken(one, {plan.uuid: plan.gpu for plan in plans})
     return [_named(word, plan, new) for word, (plan, new) in zip(words, made, strict=True)]
 
 
-def name_taken(one: NamedInstance) -> BadUsage:
-    """Return the error for a name that is given."""
+def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
+    """Return the error for a name that is given; ``indices`` are those of the GPUs that were looked at, by UUID."""
+    index = indices.get(one.gpu_uuid)
+    where = one.gpu_uuid if index is None else f"GPU {index}"
     return BadUsage(
-        f"the name '{one.name}' is given to {one.profile}:{one.start} of {one.gpu_uuid}",
+        f"the name '{one.name}' is given to {one.profile}:{one.start} of {where}",
         f"choose another, or forget it: gpushare mig name --forget {one.name}",
         code="name_taken",
     )

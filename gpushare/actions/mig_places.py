@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gpushare.mig.profile import ComputeInstance, GpuInstance
     from gpushare.model import Gpu, MigInstance
 
-_UUID: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]{4,}(-[0-9a-f-]*)?)", re.ASCII | re.IGNORECASE)
+_UUID: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)", re.ASCII | re.IGNORECASE)
+_IDS: Final = re.compile(r"\d+/\d+(/\d+)?", re.ASCII)
 # A name begins with a letter, a profile or its id with a digit; "MIG 1g.10gb" is how the driver prints it.
 _PROFILE: Final = re.compile(r"(mig[\s-]+)?\d", re.ASCII | re.IGNORECASE)
 
@@ -63,13 +64,19 @@ def means_profile(text: str) -> bool:
     """Return whether ``--mig`` was given a profile; otherwise it is a name.
 
     Raises:
-        BadUsage: it is a MIG UUID.
+        BadUsage: it is a MIG UUID, or ids.
     """
     word = text.strip()
     if _UUID.fullmatch(word):
         raise BadUsage(
             f"'{word[:60]}' is a MIG UUID: at its place another instance may have it by now",
             "give a profile or a name: --mig 1g.10gb, --mig train; an instance by its UUID is taken with -g",
+            code="bad_mig",
+        )
+    if _IDS.fullmatch(word):
+        raise BadUsage(
+            f"'{word[:60]}' is an id: another instance may get it",
+            f"give a profile or a name: --mig 1g.10gb, --mig train; a name is given by: gpushare mig name train {word[:60]}",
             code="bad_mig",
         )
     return _PROFILE.match(word) is not None

@@ -8,7 +8,7 @@ import typer
 
 from gpushare.cli import mig_change, mig_env, mig_files, mig_grant, mig_name
 from gpushare.cli.common import GPU_HELP, Command, Group, gpus_of, settings
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.errors import BadUsage, GpuLost, NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,28 +169,22 @@ def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[in
         NotSupported: there is none, and never will be here.
         InUse: something that may not go is in the way.
     """
+    from dataclasses import replace
+
     from gpushare.cli.mig_transaction import planned_or_refused
-    from gpushare.show.mig import commands, plan_text
-    from gpushare.show.result import Column, Result, Table
+    from gpushare.mig.words import rows
+    from gpushare.show.mig import plan_text
+    from gpushare.show.plan import plan_result
 
     found = planned_or_refused(found)
-    rows = tuple({"number": number, **row} for number, row in enumerate(commands(found), 1))
-    columns = (
-        Column(key="number", title="#", right=True),
-        Column(key="what", title="what"),
-        Column(key="command", title="command", whole=True),
-    )
-    data = {
-        "dry_run": True,
-        "steps": [{key: row[key] for key in ("what", "command", "undo")} for row in rows],
-        "cost": found.cost._asdict(),
-    }
-    return Result(
-        command="mig plan",
-        data=data,
+    steps = rows(found)
+    notes = _plan_notes(found, off, made_ids=any("-gi GI" in step.command for step in steps))
+    result = plan_result("mig plan", steps, dry_run=True, notes=notes)
+    return replace(
+        result,
+        data={**result.data, "cost": found.cost._asdict()},
         text=plan_text(found, {layout.gpu: layout for layout in layouts}),
-        tables=(Table(name="steps", columns=columns, rows=rows),) if rows else (),
-        notes=_plan_notes(found, off, made_ids=any("-gi GI" in str(row["command"]) for row in rows)),
+        tables=result.tables if steps else (),
     )
 
 
@@ -209,6 +203,7 @@ def capable(gpu: str | None, silent: list[Gpu] | None = None) -> tuple[Sequence[
     """Return the chosen GPUs that have MIG, with their layouts; ``silent`` gets those that do not answer.
 
     Raises:
+        GpuLost: one that is named does not answer, or none that has MIG does.
         NotSupported: none of them has.
     """
     from gpushare.actions.mig_layouts import layouts_of
@@ -219,6 +214,9 @@ def capable(gpu: str | None, silent: list[Gpu] | None = None) -> tuple[Sequence[
     if silent is not None:
         silent += [one for one in chosen.values() if one.error is not None]
     gpus = [one for one in chosen.values() if one.mig_capable and one.error is None]
+    lost = next((one for one in chosen.values() if one.error is not None), None)
+    if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
+        raise GpuLost(lost.error, "see: gpushare status", gpu=str(lost.index))
     if not gpus:
         names = ", ".join(sorted({one.name or "unknown" for one in chosen.values()})) or "no GPU"
         raise NotSupported(
@@ -269,9 +267,12 @@ def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> W
     from gpushare.mig.wish import Need, Request, parse_wish
     from gpushare.units import parse_memory_limit
 
-    if bool(words) == (memory is not None or sm is not None):
+    by_need = memory is not None or sm is not None
+    if bool(words) == by_need:
         raise BadUsage(
-            "give a wish, or a need", "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30", code="no_wish"
+            "give a wish or a need, not both" if by_need else "give a wish, or a need",
+            "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30",
+            code="no_wish",
         )
     if words:
         return parse_wish(" ".join(words))
@@ -294,5 +295,8 @@ def _gone(gpu: int, gone: Any) -> dict[str, Any]:
         "gpu_instance_id": gone.instance.id,
         "profile": gone.instance.profile.name,
         "start": gone.instance.start,
+        # False: the GPU instance stays, and only these of its compute instances would go.
+        "whole": gone.whole,
+        "compute_instance_ids": [one.id for one in gone.compute],
         "busy": gone.busy,
     }

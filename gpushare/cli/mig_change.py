@@ -66,17 +66,25 @@ def create(
     into an idle GPU instance that has room for it; beside somebody only where its place is said (1c.3g.40gb:4).
     """
     from gpushare.cli.mig import wished
+    from gpushare.host.mig_names import check_name
+    from gpushare.mig.plan import NoPlan
     from gpushare.mig.planner import plan_add
 
     asked = wished(wish, memory, sm)
+    if name is not None:
+        check_name(name)
 
     def make(host: Host, journal: Journal) -> MigChange:
         gpus, layouts = current(host, gpu)
         _need_mig(gpus)
         # It only adds: a GPU whose mode is off has no place to add to.
+        off = ",".join(str(one.index) for one in gpus if not one.mig_enabled)
         on = [n for n, one in enumerate(gpus) if one.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
-        plan = planned_or_refused(plan_add(layouts, asked, beside=name is None))
+        found = plan_add(layouts, asked, beside=name is None)
+        if off and isinstance(found, NoPlan):
+            found = replace(found, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
+        plan = planned_or_refused(found)
         return _change(host, journal, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
 
     return carried("mig create", make, refresh_cdi=refresh_cdi)
@@ -128,7 +136,7 @@ def apply(
 
     if bool(wish) == (file is not None):
         raise BadUsage(
-            "give a layout, or a file with one",
+            "give a layout or a file with one, not both" if wish else "give a layout, or a file with one",
             "for example: gpushare mig apply -g 0 3g.40gb 1g.10gb*2",
             code="no_wish",
         )

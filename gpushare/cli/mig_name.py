@@ -65,7 +65,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     one = NamedInstance(name=name, gpu_uuid=layout.uuid or "", profile=found.profile.name, start=found.start)
     given = names_of(host)
     if name in given and _place(given[name]) != _place(one):
-        raise name_taken(given[name])
+        raise name_taken(given[name], {layout.uuid: layout.gpu for layout in layouts})
     steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
     if steps and found.name is not None:
         raise BadUsage(

@@ -232,7 +232,7 @@ def _after(host: Host, change: MigChange) -> list[str]:
     gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus]
     notes = list(cdi_notes(host, gpus))
     notes += [
-        f"GPU {gpu.index}: MIG is on without an instance: no CUDA program can use it"
+        f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it"
         for gpu in gpus
         if gpu.mig_enabled and not gpu.mig_instances
     ]
@@ -251,7 +251,12 @@ def _undo_of(change: GpuChange) -> list[str]:
         return [f"gpushare mig enable -g {gpu}"]
     here = {one.place for one in change.after.instances}
     lost = [one for one in before.instances if one.name and one.place not in here]
-    return [as_command(before), *(f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}" for one in lost)]
+    granted = {one.name: one.granted for one in change.layout.instances}
+    words = [as_command(before)]
+    for one in lost:
+        words.append(f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}")
+        words += [f"gpushare mig grant {one.name} {user}" for user in granted.get(one.name, ())]
+    return words
 
 
 def _say(step: Any) -> None:

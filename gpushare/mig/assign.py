@@ -65,50 +65,122 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
 
     ``instances`` is how many instances the wish has: no more GPUs of a group than that are needed. A group's
     ``weights`` are differences to leaving a GPU as it is, and hold the empty part (0) with weight 0.
+
+    GPUs of one group are interchangeable, so of the many orders of the same parts only one is searched: by the first
+    kind of instance that a part holds. In the last group, which has to take all that is left, that is the first kind
+    that is left.
     """
-    order = [number for number, group in enumerate(groups) for _ in range(min(group.count, instances))]
-    reach = _reach(groups, order, codes)
+    turns = [number for number in _by_count(groups) for _ in range(min(groups[number].count, instances))]
+    reach = _reach(groups, turns, codes)
     guard = codes.guard
     if ((reach[0] | guard) - codes.whole) & guard != guard:
         return None
-    cheapest = {codes.whole: 0}
-    steps: list[dict[int, int]] = []
-    for layer, number in enumerate(order):
-        later = reach[layer + 1] | guard
-        parts = tuple(groups[number].weights.items())
-        best: dict[int, int] = {}
-        taken: dict[int, int] = {}
-        for left, weight in cheapest.items():
-            guarded = left | guard
-            for code, more in parts:
-                rest = guarded - code
-                if rest & guard != guard:
-                    continue
-                rest ^= guard
-                known = best.get(rest)
-                if (known is None or weight + more < known) and (later - rest) & guard == guard:
-                    best[rest] = weight + more
-                    taken[rest] = code
-        cheapest = best
+    cheapest: dict[_State, int] = {(codes.whole, 0): 0}
+    steps: list[dict[_State, tuple[int, _State]]] = []
+    choices: _Choices | None = None
+    for layer, number in enumerate(turns):
+        if choices is None or turns[layer - 1] != number:
+            choices = _Choices(groups[number], codes, last=number == turns[-1])
+            cheapest = _without_order(cheapest, steps)
+        cheapest, taken = _turn(cheapest, choices, reach[layer + 1] | guard, guard)
         steps.append(taken)
-    return _walk_back(groups, order, steps) if 0 in cheapest else None
+    ends = [state for state in cheapest if state[0] == 0]
+    if not ends:
+        return None
+    return _walk_back(groups, turns, steps, min(ends, key=lambda state: (cheapest[state], state)))
 
 
-def _reach(groups: Sequence[Group], order: Sequence[int], codes: Codes) -> list[int]:
+# What is left of the wish, and which kind of instance the next part may begin with.
+_State = tuple[int, int]
+
+
+def _by_count(groups: Sequence[Group]) -> list[int]:
+    """Return the groups in the order in which they take their parts: the largest last, where the order says most."""
+    return sorted(range(len(groups)), key=lambda number: groups[number].count)
+
+
+class _Choices:
+    """The parts that a GPU of a group may take, by the first kind of instance in them; rare kinds come first."""
+
+    def __init__(self, group: Group, codes: Codes, *, last: bool) -> None:
+        masks = [((1 << bits) - 1) << shift for shift, bits in codes.fields[:-1]]
+        self.last = last
+        self.masks = sorted(masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
+        self.first: list[list[tuple[int, int]]] = [[] for _ in (*self.masks, None)]
+        for code, weight in group.weights.items():
+            self.first[self._first_of(code)].append((code, weight))
+        # Of a list of parts from a kind on, with the kind that each begins with.
+        self._onward = [
+            [(code, weight, kind) for kind in range(start, len(self.first)) for code, weight in self.first[kind]]
+            for start in range(len(self.first))
+        ]
+
+    def _first_of(self, code: int) -> int:
+        return next((kind for kind, mask in enumerate(self.masks) if code & mask), len(self.masks))
+
+    def parts(self, left: int, begin: int) -> Sequence[tuple[int, int, int]]:
+        """Return code, weight and first kind of the parts that may be taken of what is left."""
+        if not self.last:
+            return self._onward[begin]
+        kind = self._first_of(left)
+        return [(code, weight, 0) for code, weight in self.first[kind]]
+
+
+def _turn(
+    cheapest: Mapping[_State, int], choices: _Choices, later: int, guard: int
+) -> tuple[dict[_State, int], dict[_State, tuple[int, _State]]]:
+    """Let one GPU take a part: the cheapest way to each state, and from where it was reached by which part."""
+    best: dict[_State, int] = {}
+    taken: dict[_State, tuple[int, _State]] = {}
+    for state, weight in cheapest.items():
+        left, begin = state
+        guarded = left | guard
+        for code, more, kind in choices.parts(left, begin):
+            rest = guarded - code
+            if rest & guard != guard:
+                continue
+            rest ^= guard
+            if (later - rest) & guard != guard:
+                continue
+            then = (rest, kind)
+            known = best.get(then)
+            if known is None or weight + more < known:
+                best[then] = weight + more
+                taken[then] = (code, state)
+    return best, taken
+
+
+def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tuple[int, _State]]]) -> dict[_State, int]:
+    """Return the states at the begin of a new group: the order within the group before says nothing of it."""
+    found: dict[_State, int] = {}
+    links: dict[_State, tuple[int, _State]] = {}
+    for state, weight in cheapest.items():
+        fresh = (state[0], 0)
+        if fresh not in found or weight < found[fresh]:
+            found[fresh] = weight
+            if steps:
+                links[fresh] = steps[-1][state]
+    if steps:
+        steps[-1].update(links)
+    return found
+
+
+def _reach(groups: Sequence[Group], turns: Sequence[int], codes: Codes) -> list[int]:
     """Return for each layer, field by field, the most that it and all later ones can take."""
     most = [codes.field_wise_max(list(group.weights)) for group in groups]
     reach = [0]
-    for number in reversed(order):
+    for number in reversed(turns):
         reach.append(codes.capped_sum(reach[-1], most[number]))
     return reach[::-1]
 
 
-def _walk_back(groups: Sequence[Group], order: Sequence[int], steps: Sequence[dict[int, int]]) -> list[list[int]]:
+def _walk_back(
+    groups: Sequence[Group], turns: Sequence[int], steps: Sequence[Mapping[_State, tuple[int, _State]]], end: _State
+) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in groups]
-    left = 0
-    for number, taken in zip(reversed(order), reversed(steps), strict=True):
-        code = taken[left]
-        left += code
+    state = end
+    for number, taken in zip(reversed(turns), reversed(steps), strict=True):
+        code, state = taken[state]
         if code:
             found[number].append(code)
     return found

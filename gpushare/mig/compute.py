@@ -61,6 +61,35 @@ def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[NewCompute, ..
     return None
 
 
+def make_room(
+    instance: GpuInstance,
+    wanted: Sequence[int],
+    *,
+    may_destroy: bool,
+    may_evict: bool,
+    beside: bool = True,
+    beside_busy: bool = False,
+) -> tuple[ComputeInstance, ...] | None:
+    """Return what has to go inside so that these (slices of each) fit beside the rest; None when there is no way.
+
+    Fewest busy ones go, then fewest. What stays may be nothing unless ``beside``, and nobody is in it unless
+    ``beside_busy``. A GPU instance that is held as a whole is left as it is.
+    """
+    held = instance.holders is None or bool(instance.holders)
+    if held and not beside_busy:
+        return None
+    best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
+    for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
+        for gone in combinations(instance.compute, size):
+            kept = [one for one in instance.compute if one not in gone]
+            busy = sum(one.busy for one in gone)
+            if (kept and not beside) or (busy and not may_evict) or (any(one.busy for one in kept) and not beside_busy):
+                continue
+            if (best is None or (busy, size) < best[0]) and new_compute(instance.profile, wanted, kept) is not None:
+                best = ((busy, size), gone)
+    return None if best is None else best[1]
+
+
 def change_compute(
     instance: GpuInstance, wanted: Sequence[int], *, may_destroy: bool, may_evict: bool
 ) -> ComputeChange | None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from gpushare.mig.board import Arrangement, Kind, board_of
 from gpushare.mig.compute import change_compute
-from gpushare.mig.outcome import cost_of, creation, gpu_plan, lost_after, whole
+from gpushare.mig.outcome import creation, gpu_plan, lost_after, whole
 from gpushare.mig.plan import Cost, Created, Destroyed, GpuPlan
 from gpushare.mig.profile import GpuInstance, Layout
-from gpushare.mig.site import weigh
+from gpushare.mig.site import cost_of, weigh
 from gpushare.mig.wish import Wish, resolve
 
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from gpushare.mig.board import board_of
 from gpushare.mig.compute import new_compute
 from gpushare.mig.plan import Cost, Created, Destroyed, GpuPlan, Plan
-from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
-from gpushare.mig.site import Option, Site, cost_of_destroying
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.site import Option, Site, cost_of
 
 
 def untouched(layout: Layout) -> GpuPlan:
@@ -34,13 +34,18 @@ def whole(instance: GpuInstance) -> Destroyed:
     return Destroyed(instance=instance, compute=instance.compute, whole=True)
 
 
-def creation(profile: Profile, start: int, compute: Sequence[int], into: GpuInstance | None = None) -> Created:
+def creation(
+    profile: Profile,
+    start: int,
+    compute: Sequence[int],
+    into: GpuInstance | None = None,
+    beside: Sequence[ComputeInstance] = (),
+) -> Created:
     """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it.
 
-    ``into``: it exists, and they come beside what is inside.
+    ``into``: it exists, and they come beside those that stay inside.
     """
     placement = next(one for one in profile.placements or () if one.start == start)
-    beside = () if into is None else into.compute
     parts = new_compute(profile, compute or (profile.slices,), beside) or ()
     return Created(profile=profile, placement=Placement(*placement), compute=parts, into=into)
 
@@ -48,16 +53,21 @@ def creation(profile: Profile, start: int, compute: Sequence[int], into: GpuInst
 def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
     """Return what an option of the search means on its GPU; ``compute`` is what each kind has inside."""
     gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
-    filled = {one.start: one for number, one in enumerate(site.instances) if option.removal.filled >> number & 1}
-    created = [
-        creation(site.board.profiles[profile], start, compute[kind], filled.get(start))
-        for kind, profile, start in option.arrangement.places
-    ]
+    filled = {one.start: number for number, one in enumerate(site.instances) if option.removal.filled >> number & 1}
+    destroyed = [whole(one) for number, one in enumerate(site.instances) if number in gone]
+    created = []
+    for kind, profile, start in option.arrangement.places:
+        number = filled.get(start)
+        if number is None:
+            created.append(creation(site.board.profiles[profile], start, compute[kind]))
+            continue
+        into, parts = site.instances[number], site.fills[number, kind]
+        kept = [one for one in into.compute if one not in parts]
+        created.append(creation(into.profile, start, compute[kind], into, kept))
+        if parts:
+            destroyed.append(Destroyed(instance=into, compute=parts, whole=False))
     return gpu_plan(
-        site.layout,
-        [one for number, one in enumerate(site.instances) if number not in gone],
-        [whole(one) for number, one in enumerate(site.instances) if number in gone],
-        created,
+        site.layout, [one for number, one in enumerate(site.instances) if number not in gone], destroyed, created
     )
 
 
@@ -88,18 +98,6 @@ def may_end(gone: Destroyed, named: Collection[tuple[int, int | None]]) -> bool:
         return True
     held = one.holders is None or bool(one.holders)
     return not held and all((one.id, part.id) in named for part in gone.compute if part.busy)
-
-
-def cost_of(gone: Destroyed) -> Cost:
-    """Return what it costs that this goes."""
-    if gone.whole:
-        return cost_of_destroying(gone.instance)
-    held = gone.instance.holders is None or bool(gone.instance.holders)
-    busy = sum(one.busy or held for one in gone.compute)
-    rest = len(gone.compute) - busy
-    if gone.instance.name is not None:
-        return Cost(busy_destroyed=busy, named_destroyed=rest)
-    return Cost(busy_destroyed=busy, idle_destroyed=rest)
 
 
 def lost_after(layout: Layout, plan: GpuPlan) -> int:

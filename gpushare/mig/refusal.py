@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from gpushare.errors import GpushareError
@@ -23,18 +24,34 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
     most = {request: most_of(layouts, request) for request in wish}
     for request, number in most.items():
         if number < request.count:
-            one = str(number or "no")
+            most_there = f"at most {number} of {request.one}" if number else f"not even one {request.one}"
             return NoPlan(
                 why=Why.NEVER,
-                message=f"{words} never fits on {where}: {one} {request.one} at most, also when nothing else is there",
+                message=f"{words} never fits on {where}: {most_there}, also when nothing else is there",
                 hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
                 most=number if len(wish) == 1 else None,
             )
+    reason = _reason(layouts[0], wish) if len(layouts) == 1 else ""
     return NoPlan(
         why=Why.NEVER,
-        message=f"{words} never fits together on {where}, also when nothing else is there",
+        message=f"{words} never fits together on {where}, also when nothing else is there{reason}",
         hint="ask for fewer or smaller instances; see what fits together: gpushare mig profiles",
     )
+
+
+def _reason(layout: Layout, wish: Wish) -> str:
+    """Return which rule of the driver forbids a wish on an empty GPU, where one can be named."""
+    asked = [profile for one in wish for profile in [resolve(one, layout.profiles)] * one.count]
+    memory, compute = sum(one.size or 0 for one in asked), sum(one.slices for one in asked)
+    if sum(one.media for one in asked) > 1:
+        return ": one with +me per GPU is the limit"
+    if any(one.all_media for one in asked) and not all(one.all_media or one.no_media for one in asked):
+        return ": beside +me.all there may only be -me"
+    if memory > layout.axis:
+        return f": they take {memory} memory slices of {layout.axis}"
+    if compute > layout.compute_slices:
+        return f": they take {compute} compute slices of {layout.compute_slices}"
+    return ""
 
 
 def most_of(layouts: Sequence[Layout], request: Request) -> int:
@@ -61,12 +78,22 @@ def blocked(wish: Wish, instead: Plan, *, only_adds: bool = False) -> NoPlan:
     if busy and only_adds:
         hint = f"end what runs there, then make room: gpushare mig destroy {_words(gone)}"
     elif busy:
-        hint = f"end what runs there, or let its programs be ended: {_words(busy, '--evict ')}"
+        hint = f"end what runs there, or let its programs be ended: {_words(_busy_only(busy), '--evict ')}"
     elif only_adds:
-        hint = f"it is idle: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy"
+        hint = f"it is idle: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy, with the same words"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(why=Why.BLOCKED, message=f"{what}: this would have to go: {listing}", hint=hint, instead=instead)
+
+
+def _busy_only(gone: Sequence[tuple[int, Destroyed]]) -> list[tuple[int, Destroyed]]:
+    """Return what has to be named to be evicted: of the parts of a GPU instance those that somebody is in."""
+    found = []
+    for gpu, one in gone:
+        held = one.instance.holders is None or bool(one.instance.holders)
+        parts = one.compute if held else tuple(part for part in one.compute if part.busy)
+        found.append((gpu, replace(one, compute=parts)))
+    return found
 
 
 def _words(gone: Sequence[tuple[int, Destroyed]], option: str = "") -> str:
@@ -83,7 +110,8 @@ def _ids(gpu: int, gone: Destroyed) -> list[str]:
 def _named(gpu: int, gone: Destroyed) -> str:
     one = gone.instance
     name = "" if one.name is None else f" '{one.name}'"
-    part = "" if gone.whole else "".join(f", compute instance {compute.id}" for compute in gone.compute)
+    ids = ", ".join(str(compute.id) for compute in gone.compute)
+    part = "" if gone.whole else f", compute instance{'s' if len(gone.compute) > 1 else ''} {ids}"
     return f"{one.profile.name}:{one.start}{name} (GPU {gpu}, GPU instance {one.id}{part}; {who_is_in(gone)})"
 
 
@@ -92,16 +120,18 @@ def who_is_in(gone: Destroyed) -> str:
     parts = [gone.instance.holders, *(one.holders for one in gone.compute)]
     if any(part is None for part in parts):
         return "busy, by whom is unknown"
-    there = ", ".join(who(part) for part in parts if part)
-    return f"busy: {there}" if there else "idle"
+    there = [one for part in parts for one in part or ()]
+    return f"busy: {who(there)}" if there else "idle"
 
 
 def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
     """Return who is in an instance: ``4194306 python3 (alice)``; who is not in CUDA with what it holds."""
     if holders is None:
         return "unknown"
-    words = []
+    found: dict[str, list[str]] = {}
     for one in holders:
         name = " ".join(filter(None, [str(one.pid), one.name, one.user and f"({one.user})"]))
-        words.append(f"{name} by {one.what}" if isinstance(one, Holder) else name)
-    return ", ".join(words) or "idle"
+        held = found.setdefault(name, [])
+        if isinstance(one, Holder) and one.what not in held:
+            held.append(one.what)
+    return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in found.items()) or "idle"

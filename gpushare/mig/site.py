@@ -14,9 +14,9 @@ from operator import or_
 from typing import Final, NamedTuple
 
 from gpushare.mig.board import Arrangement, Board, board_of, occupied
-from gpushare.mig.compute import new_compute
-from gpushare.mig.plan import Cost
-from gpushare.mig.profile import GpuInstance, Layout
+from gpushare.mig.compute import make_room
+from gpushare.mig.plan import Cost, Destroyed
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 
 # Larger than any sum of one field over a host.
 _BASE: Final = 1 << 20
@@ -46,6 +46,18 @@ def cost_of_destroying(instance: GpuInstance) -> Cost:
     return Cost(busy_destroyed=busy, idle_destroyed=rest, slices_destroyed=size)
 
 
+def cost_of(gone: Destroyed) -> Cost:
+    """Return what it costs that this goes."""
+    if gone.whole:
+        return cost_of_destroying(gone.instance)
+    held = gone.instance.holders is None or bool(gone.instance.holders)
+    busy = sum(one.busy or held for one in gone.compute)
+    rest = len(gone.compute) - busy
+    if gone.instance.name is not None:
+        return Cost(busy_destroyed=busy, named_destroyed=rest)
+    return Cost(busy_destroyed=busy, idle_destroyed=rest)
+
+
 @dataclass(frozen=True)
 class Existing:
     """One GPU instance that exists, in numbers; equal ones are interchangeable for the search."""
@@ -59,9 +71,10 @@ class Existing:
     weight: int
     # It may not be destroyed.
     pinned: bool
-    # It has no name; and nobody is in it.
+    # It has no name; nobody is in it; somebody holds it as a whole.
     nameless: bool
     idle: bool
+    held: bool
 
 
 class Removal(NamedTuple):
@@ -104,6 +117,26 @@ def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Seque
     ]
 
 
+def _gone_to_fill(
+    one: GpuInstance, compute: tuple[int, ...], *, placed: bool, beside: bool, may_destroy: bool, may_evict: bool
+) -> tuple[ComputeInstance, ...] | None:
+    """Return what goes inside a GPU instance so that these compute instances come into it; None: they do not.
+
+    Into an instance that is idle and nobody's; beside somebody only where the wish says so by its place. A wish for
+    a whole GPU instance (``compute`` is empty) fills one that has room, and destroys nothing inside.
+    """
+    if one.name is not None:
+        return None
+    return make_room(
+        one,
+        compute or (one.profile.slices,),
+        may_destroy=may_destroy and bool(compute),
+        may_evict=may_evict,
+        beside=beside,
+        beside_busy=placed and bool(compute),
+    )
+
+
 class Site:
     """One GPU, and which of its instances may go."""
 
@@ -122,13 +155,20 @@ class Site:
         # `requests`: of each kind that is asked for its compute instances, and whether its place is named.
         self.existing = tuple(self._number(one, may_destroy=may_destroy, evict=evict) for one in self.instances)
         self.lost_now = self.board.lost(occupied(layout), self._members(0))
-        # (number of the existing one, kind): a new instance of this kind in its place is made by filling it.
-        self._fillable = {
-            (number, kind)
-            for number, one in enumerate(self.instances)
-            for kind, (compute, placed) in enumerate(requests)
-            if (beside or not one.compute) and self._holds(one, compute, placed=placed)
-        }
+        # (number of the existing one, kind): a new instance of this kind in its place is made by filling it, once
+        # these compute instances are gone.
+        self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
+        for number, one in enumerate(self.instances):
+            for kind, (compute, placed) in enumerate(requests):
+                gone = _gone_to_fill(
+                    one, compute, placed=placed, beside=beside, may_destroy=may_destroy, may_evict=one.id in evict
+                )
+                if gone is not None:
+                    self.fills[number, kind] = gone
+        # What overlaps one of these is no way; one that can be filled is there to be overlapped.
+        fillable = {number for number, _ in self.fills}
+        fixed = (one.mask for number, one in enumerate(self.existing) if one.pinned and number not in fillable)
+        self._fixed: int = reduce(or_, fixed, 0)
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
@@ -142,17 +182,8 @@ class Site:
             pinned=not may_destroy or (one.busy and one.id not in evict),
             nameless=one.name is None,
             idle=not one.busy,
+            held=one.holders is None or bool(one.holders),
         )
-
-    @staticmethod
-    def _holds(one: GpuInstance, compute: tuple[int, ...], *, placed: bool) -> bool:
-        """Return whether these compute instances fit beside those that are inside, and may be put there.
-
-        Into an instance that is idle and nobody's; beside somebody only where the wish says so by its place.
-        """
-        if one.name is not None or (one.busy and not (placed and compute)):
-            return False
-        return new_compute(one.profile, compute or (one.profile.slices,), one.compute) is not None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -173,6 +204,8 @@ class Site:
         cheapest: dict[int, int] = {}
         tied: dict[int, list[tuple[Arrangement, Removal]]] = {}
         for code, made, arrangement in ways:
+            if arrangement.mask & self._fixed:
+                continue
             removals = self._removals_for(arrangement)
             if not removals:
                 continue
@@ -205,7 +238,7 @@ class Site:
         return self.board.lost(known[0] | arrangement.mask, members)
 
     def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        if self._fillable:
+        if self.fills:
             return self._find_removals(arrangement)
         key = (arrangement.mask, arrangement.members)
         known = self._removals.get(key)
@@ -217,26 +250,29 @@ class Site:
         """Return the cheapest sets that make way for an arrangement; none when one in the way may not go."""
         if not arrangement.places:
             return (Removal(0, 0, 0),)
-        filled = self._filled_by(arrangement)
-        weight = destroyed = 0
+        filled, weight = self._filled_by(arrangement)
+        destroyed = 0
         for number, one in enumerate(self.existing):
             if not filled >> number & 1 and self._in_the_way(one, arrangement):
                 if one.pinned:
                     return ()
                 weight += one.weight
                 destroyed |= 1 << number
-        least = Removal(weight - CREATED * filled.bit_count(), destroyed, filled)
+        least = Removal(weight, destroyed, filled)
         return (least,) if self._within_limits(least, arrangement) else self._with_more(least, arrangement)
 
-    def _filled_by(self, arrangement: Arrangement) -> int:
-        if not self._fillable:
-            return 0
-        laid = {(profile, start): kind for kind, profile, start in arrangement.places}
-        return sum(
-            1 << number
-            for number, one in enumerate(self.existing)
-            if (number, laid.get((one.profile, one.start))) in self._fillable
-        )
+    def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
+        """Return the existing ones that are filled, as bits, and what that weighs: it always costs less than new ones."""
+        filled = weight = 0
+        if self.fills:
+            laid = {(profile, start): kind for kind, profile, start in arrangement.places}
+            for number, one in enumerate(self.existing):
+                gone = self.fills.get((number, laid.get((one.profile, one.start), -1)))
+                if gone is not None:
+                    filled |= 1 << number
+                    parts = Destroyed(instance=self.instances[number], compute=gone, whole=False)
+                    weight += weigh(cost_of(parts)) - CREATED
+        return filled, weight
 
     def _in_the_way(self, one: Existing, arrangement: Arrangement) -> bool:
         board, members = self.board, arrangement.members

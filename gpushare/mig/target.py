@@ -33,7 +33,11 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
         places = ", ".join(_title(one) for one in matches)
         raise BadUsage(f"'{text}' fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
     if not matches:
-        there = [_title(Target(layout.gpu, one.id)) for layout in layouts for one in layout.instances]
+        there = [
+            f"{layout.gpu}/{one.id} ({one.name or f'{one.profile.name}:{one.start}'})"
+            for layout in layouts
+            for one in layout.instances
+        ]
         known = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
         raise NotFound(
             f"there is no MIG instance '{text[:60]}' here",

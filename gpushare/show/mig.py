@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.mig.fragmentation import free_profiles, lost_slices
 from gpushare.mig.plan import GpuPlan, Plan
 from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
 from gpushare.mig.refusal import who
-from gpushare.mig.words import rows
 from gpushare.show.result import Column, Table
 from gpushare.units import format_bytes
 
+# A slice of a GPU with up to eight; the picture of a GPU with more is as wide, so that it fits 80 columns.
 _CELL: Final = 9
+_WIDTH: Final = 8 * _CELL
+_COLUMNS: Final = 80
 
 
 def placements_text(placements: Sequence[Placement] | None) -> str:
@@ -24,19 +27,29 @@ def placements_text(placements: Sequence[Placement] | None) -> str:
 
 
 def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
-    """Return the memory slices of a GPU as one line of boxes; a free slice is a dot."""
-    cells = ["|" + "·".center(_CELL - 1)] * layout.axis
+    """Return the memory slices of a GPU as one line of boxes; a free slice is a dot.
+
+    A label too long for its box goes without its memory: ``1g+me`` for ``1g.10gb+me``.
+    """
+    cell = _cell(layout)
+    cells = ["|" + "·".center(cell - 1)] * layout.axis
     covered: set[int] = set()
     for placement, label in instances:
-        width = _CELL * placement.size - 1
+        width = cell * placement.size - 1
+        if len(label) > width:
+            label = re.sub(r"\.\d+gb", "", label)
         cells[placement.start] = "|" + label[:width].center(width)
         covered |= set(range(placement.start + 1, placement.start + placement.size))
-    return "".join(cell for slot, cell in enumerate(cells) if slot not in covered) + "|"
+    return "".join(box for slot, box in enumerate(cells) if slot not in covered) + "|"
 
 
 def ruler(layout: Layout) -> str:
     """Return the numbers of the slices above a picture."""
-    return "".join(str(slot).center(_CELL) for slot in range(layout.axis)).rstrip()
+    return "".join(str(slot).center(_cell(layout)) for slot in range(layout.axis)).rstrip()
+
+
+def _cell(layout: Layout) -> int:
+    return min(_CELL, _WIDTH // max(1, layout.axis))
 
 
 def now(layout: Layout) -> str:
@@ -131,8 +144,19 @@ def layout_text(layout: Layout, title: str) -> str:
         for one in free_profiles(layout)
         if one.count
     ]
-    lines.append("  still fits: " + ("; ".join(free) or "nothing"))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_listed("  still fits: ", free or ["nothing"])])
+
+
+def _listed(title: str, items: Sequence[str]) -> Iterator[str]:
+    """Yield items behind a title, cut between items so that 80 columns are enough."""
+    line = title + items[0]
+    for item in items[1:]:
+        if len(line) + len(item) > _COLUMNS - 3:
+            yield line + ";"
+            line = " " * len(title) + item
+        else:
+            line += "; " + item
+    yield line
 
 
 def _sms(profile: Profile) -> str:
@@ -147,16 +171,11 @@ def plan_text(plan: Plan, layouts: Mapping[int, Layout]) -> str:
             layout = layouts[gpu.gpu]
             lines += [
                 f"GPU {gpu.gpu}",
-                f"          {ruler(layout)}",
-                f"  before  {now(layout)}",
-                f"  after   {after(layout, gpu)}",
+                f"       {ruler(layout)}",
+                f"before {now(layout)}",
+                f"after  {after(layout, gpu)}",
             ]
     return "\n".join(lines) or "nothing to do: it is there already"
-
-
-def commands(plan: Plan) -> list[dict[str, str | None]]:
-    """Return the steps in words, with the plain ``nvidia-smi`` command of each and its undo."""
-    return [{"what": row.what, "command": row.command, "undo": row.undo} for row in rows(plan)]
 
 
 def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -129,3 +129,86 @@ def test_status_draws_the_slices(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "|              3g.71gb              |1g.18gb*|   ·    |   ·    |   ·    |" in out
     assert "lost: 1 compute and 0 memory slices" in out
+
+
+@pytest.mark.parametrize("words", [("plan", "3g"), ("fits", "3g"), ("profiles",), ("status",)])
+@pytest.mark.parametrize("gpu", ["0", "0,1"])
+def test_a_lost_gpu_that_is_named_is_the_error(cli: Cli, words: tuple[str, ...], gpu: str) -> None:
+    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "0")
+    done = cli("--host", "sim:2xh100", "mig", *words, "-g", gpu)
+    if words == ("status",) and gpu == "0,1":
+        assert (done.code, done.err.splitlines()[0]) == (0, "note: GPU 0: the GPU is lost: it fell off the bus")
+    else:
+        assert (done.code, done.err.splitlines()[0]) == (6, "error: GPU 0: the GPU is lost: it fell off the bus")
+
+
+def test_a_wish_leaves_a_lost_gpu_that_nobody_named_out(cli: Cli) -> None:
+    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "0")
+    assert cli("--host", "sim:2xh100", "-o", "json", "mig", "fits", "3g").json["data"]["where"] == [
+        "3g.40gb:4 on GPU 1"
+    ]
+
+
+def test_a_label_too_long_for_its_slice_keeps_its_extension(cli: Cli) -> None:
+    done = cli("--host", "sim:h100", "mig", "plan", "1g+me:0 1g.20gb:2")
+    assert "| +1g+me |" in done.out
+    assert "    +1g.20gb    " in done.out
+
+
+def test_an_instance_that_is_not_there_is_answered_with_those_that_are(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "3g:4 1g:0")
+    cli("--host", "sim:h100", "mig", "name", "train", "0/2")
+    done = cli("--host", "sim:h100", "mig", "destroy", "1g.10gb")
+    assert done.err.splitlines()[1].startswith("hint: instances: 0/7 (1g.10gb:0), 0/2 (train);")
+    taken = cli("--host", "sim:h100", "mig", "name", "train", "0/7")
+    assert taken.err.splitlines()[0] == "error: the name 'train' is given to 3g.40gb:4 of GPU 0"
+
+
+def test_a_wish_and_a_need_are_too_much(cli: Cli) -> None:
+    done = cli("--host", "sim:h100", "mig", "fits", "1g", "--memory", "10G")
+    assert (done.code, done.err.splitlines()[0]) == (2, "error: give a wish or a need, not both")
+
+
+def test_who_holds_in_several_ways_is_named_once(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "3g:4")
+    cli("--host", "sim:h100", "sim", "add", "--mig", "2", "--holder", "--name", "nv-hostengine")
+    done = cli("--host", "sim:h100", "mig", "destroy", "0/2")
+    first = done.err.splitlines()[0]
+    assert first.count("nv-hostengine") == 1
+    assert first.count("/dev/nvidia-caps/") == 2
+
+
+def test_mig_without_an_instance_is_told_once(cli: Cli) -> None:
+    assert cli("--host", "sim:h100", "mig", "enable").err.count("no CUDA program can use it") == 1
+
+
+@pytest.mark.parametrize(("model", "wish"), [("h100", "1g+me 2g 3g"), ("rtx-pro-6000", "1g+me.all 1g-me 2g-me")])
+def test_the_picture_of_a_plan_fits_80_columns(cli: Cli, model: str, wish: str) -> None:
+    done = cli("mig", "plan", "--model", model, *wish.split())
+    picture = [line for line in done.out.splitlines() if "|" in line]
+    assert [line.split()[0] for line in picture] == ["before", "after"]
+    assert max(map(len, picture)) <= 80
+    assert all(word.partition("g")[2].lstrip(".0123456789gb") in picture[1] for word in wish.split())
+
+
+def test_what_would_go_inside_is_told_apart(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb:0*3", "3g:4")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "2c.3g.40gb:0")
+    (gone,) = fits.json["data"]["would_go"]
+    assert (gone["gpu_instance_id"], gone["whole"], gone["compute_instance_ids"]) == (1, False, [0, 1])
+
+
+def test_the_undo_of_a_change_gives_grants_again(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "3g:4")
+    cli("--host", "sim:h100", "mig", "name", "train", "0/2")
+    cli("--host", "sim:h100", "mig", "grant", "train", "root")
+    done = cli("--host", "sim:h100", "-o", "json", "mig", "apply", "1g:0")
+    assert done.json["data"]["undo"].endswith("gpushare mig name train 3g.40gb:4 -g 0; gpushare mig grant train root")
+
+
+@pytest.mark.parametrize("wish", ["3g*3", "3g*2"])
+def test_a_gpu_whose_mode_is_off_is_the_hint_when_the_others_have_no_room(cli: Cli, wish: str) -> None:
+    cli("--host", "sim:2xh100", "mig", "apply", "-g", "0", "3g:0")
+    done = cli("--host", "sim:2xh100", "mig", "create", wish, "-g", "all")
+    assert done.code in {3, 19}
+    assert done.err.splitlines()[1] == "hint: MIG is off on GPU 1, so it is left out: gpushare mig enable -g 1"

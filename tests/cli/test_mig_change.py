@@ -243,6 +243,8 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
         (A100, ("name", "train"), "no_name", 2),
         (A100, ("name", "--forget", "train"), "no_name", 6),
         (A100, ("name", "3g.40gb", "0/1"), "bad_name", 2),
+        # What is typed wrong is told before what the host lacks.
+        (A100, ("create", "1g.10gb", "--name", "a b"), "bad_name", 2),
         (A100, ("enable", "-g", "7"), "unknown_gpu", 6),
         (EIGHT, ("enable",), "gpu_not_named", 2),
         (EIGHT, ("apply", "1g.10gb"), "gpu_not_named", 2),

@@ -186,7 +186,7 @@ LAUGHS = "a: &a [x]\n" + "".join(
     [
         ("", "empty"),
         ("a: [1\n", "not YAML"),
-        ("a: b: c\n", "not YAML, line 1"),
+        ("a: b: c\n", ":1:5: this is not YAML"),
         (b"\xff\xfe\x00", "not UTF-8"),
         ("a: \x07\n", "not YAML"),
         ("!!python/object/apply:os.system [id]\n", "not YAML"),

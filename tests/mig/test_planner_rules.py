@@ -295,11 +295,20 @@ def test_what_does_not_exist_is_not_destroyed() -> None:
         plan_exact([gpu], {3: ()})
 
 
-def test_never_together() -> None:
-    never = plan_exact([layout("h100")], {0: parse_wish("7g 1g")})
+@pytest.mark.parametrize(
+    ("model", "wish", "reason"),
+    [
+        ("h100", "7g 1g", "they take 9 memory slices of 8"),
+        ("rtx-pro-6000", "1g+me 2g+me.all", "one with +me per GPU is the limit"),
+        ("rtx-pro-6000", "1g 2g+me.all", "beside +me.all there may only be -me"),
+        ("h100-pcie", "4g 1g*4", "they take 8 compute slices of 7"),
+    ],
+)
+def test_never_together(model: str, wish: str, reason: str) -> None:
+    never = plan_exact([layout(model)], {0: parse_wish(wish)})
     assert isinstance(never, NoPlan)
     assert never.why is Why.NEVER
-    assert "together" in never.message
+    assert f"never fits together on GPU 0, also when nothing else is there: {reason}" in never.message
     assert never.instead is None
 
 
