@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gpushare.advice.memory import limit_for
+from gpushare.advice.recipe_first import in_the_way_of
 from gpushare.advice.rule import Kind, Rule, When
 from gpushare.advice.situation import Situation
 from gpushare.advice.three import any_of, negated
@@ -23,6 +24,14 @@ def _in_the_way(s: Situation) -> bool | None:
     if s.gpu.mig_enabled:
         return False
     return None if s.gpu.processes is None else s.gpu.processes > 0
+
+
+def _held(way: Way) -> When:
+    return lambda s: s.held(way)
+
+
+def _served(way: Way) -> When:
+    return lambda s: in_the_way_of(s, way)
 
 
 def _tight(s: Situation) -> bool:
@@ -44,6 +53,26 @@ CONDITIONS: Final = (
         unknown="the GPU must be idle to be divided",
         words=lambda s: {"count": "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"},
     ),
+    *(
+        _condition(
+            "mig-instances-busy",
+            (way,),
+            "programs are in its instances, and what is left is too small: they have to end first",
+            _MIG_GUIDE,
+            _held(way),
+        )
+        for way in ALL_MIG
+    ),
+    *(
+        _condition(
+            "mps-serves",
+            (way,),
+            "an MPS daemon serves the GPU: it has to be stopped first, when its programs have ended",
+            "NVIDIA MPS guide; MIG User Guide (when idle)",
+            _served(way),
+        )
+        for way in (Way.TIMESLICE, *ALL_MIG)
+    ),
     _condition(
         "mig-profiles-unknown",
         ALL_MIG,
@@ -57,6 +86,13 @@ CONDITIONS: Final = (
         "MIG is on: it has to be turned off first (root, GPU idle)",
         _MIG_GUIDE,
         lambda s: bool(s.gpu.mig_enabled),
+    ),
+    _condition(
+        "whole-together",
+        (Way.WHOLE,),
+        "they work together, so none can wait for another: one process on each GPU",
+        "MPI and NCCL: a collective operation waits for every rank",
+        lambda s: s.together,
     ),
     _condition(
         "timeslice-compute-mode",
@@ -118,7 +154,7 @@ CONDITIONS: Final = (
     _condition(
         "priority-bandwidth",
         (Way.MPS_PRIORITY,),
-        "no cap protects from a neighbour that fills the memory bandwidth: half of the SMs draw all of it",
+        "no cap protects where one of the two fills the memory bandwidth: half of the SMs draw all of it",
         "measured on an H200",
         lambda s: s.case.any("bandwidth_bound"),
     ),

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MpsFacts:
+    """What the MPS daemon of gpushare that serves a GPU gives its new clients; None: no limit."""
+
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    low_priority: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class GpuFacts:
     """One GPU. ``error`` says why it does not answer; then the rest is what is still known."""
 
@@ -30,6 +39,8 @@ class GpuFacts:
     compute_mode: ComputeMode | None = None
     # MPS control daemons that serve this GPU.
     mps_daemons: int = 0
+    # The one of gpushare that serves the whole GPU; None: there is none, or it does not answer.
+    mps: MpsFacts | None = None
     # How many processes are on it.
     processes: int | None = None
     # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.

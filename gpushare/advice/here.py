@@ -154,10 +154,21 @@ def _mps_sm(place: _Place) -> str | None:
 
 
 def _static_partitions(place: _Place) -> bool:
-    host, capability = place.host, place.gpu.compute_capability
-    options = place.table.cell(Mechanism.MPS, "sm_isolation", host.driver or "0").options
-    new = host.mps_version is None or host.mps_version >= _MPS_60
-    return bool(options) and new and capability is not None and capability >= _AMPERE
+    options = place.table.cell(Mechanism.MPS, "sm_isolation", place.host.driver or "0").options
+    return bool(options) and no_static_partitions(place.host, place.gpu) == () and bool(place.gpu.compute_capability)
+
+
+def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
+    """Return what of the host is too old for static partitions of MPS: an Ampere, driver 590 and MPS of CUDA 13.1."""
+    lacks = []
+    if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
+        lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
+    if host.driver_major is not None and host.driver_major <= _BEFORE_590:
+        lacks.append(f"driver {host.driver or host.driver_major}")
+    elif host.mps_version is not None and host.mps_version < _MPS_60:
+        # A container may bring an older program than the driver is.
+        lacks.append(f"MPS {host.mps_version}")
+    return tuple(lacks)
 
 
 def _mps_errors(place: _Place) -> str | None:

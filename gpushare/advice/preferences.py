@@ -71,7 +71,9 @@ def _leaves_half(s: Situation) -> bool:
 
 def _free_to_measure(s: Situation) -> bool:
     hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
-    return s.several and not s.pair and not hard and s.trusted and not s.case.any("vms")
+    # Ranks of NCCL are no copies of one program: nothing could be measured on one GPU.
+    one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
+    return s.several and not s.pair and not hard and s.trusted and one_gpu
 
 
 def _production(s: Situation) -> bool:
@@ -99,6 +101,13 @@ PREFERENCES: Final = (
         "several small programs of one user: MPS runs their kernels at the same time",
         "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
         _farm,
+    ),
+    *_for(
+        "mps-there-already",
+        {Way.MPS: 5},
+        "an MPS daemon serves the GPU already",
+        "the host",
+        lambda s: s.several and s.mps_serves and s.case.same_user is True,
     ),
     *_for(
         "small-maybe-same-user",
@@ -243,7 +252,7 @@ PREFERENCES: Final = (
     *_for(
         "production-bandwidth",
         {Way.MIG: 60, Way.WHOLE: 70},
-        "the other fills the memory bandwidth: give production an instance, or pause the other",
+        "one of the two fills the memory bandwidth: give production an instance, or pause the other",
         "measured on an H200",
         lambda s: s.pair and bool(s.case.any("bandwidth_bound")),
     ),
@@ -277,7 +286,7 @@ PREFERENCES: Final = (
     ),
     *_for(
         "virtual-machines",
-        {Way.VGPU: 200},
+        {Way.VGPU: 400},
         "the parties are virtual machines",
         "NVIDIA table 2022",
         lambda s: bool(s.case.any("vms")),

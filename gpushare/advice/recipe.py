@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.memory import equal_limit, limit_for
-from gpushare.advice.recipe_line import Line, Recipe, again, program, sudo, who
+from gpushare.advice.recipe_first import without_mps
+from gpushare.advice.recipe_line import Line, Recipe, again, program, sudo, visible_to, who
 from gpushare.advice.recipe_mig import mig_as_it_was, mig_lines, mig_shared_lines, off_first
 from gpushare.advice.recipe_mps import (
     Limits,
@@ -17,6 +18,8 @@ from gpushare.advice.recipe_mps import (
     mps_streams_lines,
     threads_for,
 )
+from gpushare.advice.recipe_whole import whole_lines
+from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import Way
 from gpushare.advice.workload import Isolation, Pattern
 from gpushare.model import ComputeMode, TimeSlice
@@ -29,35 +32,26 @@ if TYPE_CHECKING:
 def recipe(situation: Situation, way: Way) -> Recipe:
     """Return what to type for a way."""
     found = _RECIPES[way](situation)
+    found = without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
     if any(line in found.lines for line in off_first(situation)):
-        return replace(found, undo=(*found.undo, mig_as_it_was(situation)))
+        inside = (
+            [Line("and MPS in them: gpushare mps start -g UUID, with the new UUID of each", None)]
+            if situation.gpu.mps_daemons
+            else []
+        )
+        return replace(found, undo=(*found.undo, mig_as_it_was(situation), *inside))
     return found
 
 
-def _device(situation: Situation) -> str:
-    return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
-
-
-def _whole(situation: Situation) -> Recipe:
-    ones, lines = situation.case.workloads, off_first(situation)
-    if situation.several:
-        index = situation.gpu.index
-        lock = f"flock /tmp/gpu-{index}.lock env {_device(situation)}"
-        if situation.case.same_user is not True:
-            # Not a file: in /tmp that of another user cannot be opened for it (fs.protected_regular).
-            lines.append(Line("a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
-            lock = f"flock /tmp/gpu-{index}.queue env {_device(situation)}"
-        lines += [
-            Line(again(count, who(one), "one after the other"), f"{lock} {program(one)}")
-            for one, count in zip(ones, situation.case.counts, strict=True)
-        ]
-    else:
-        lines.append(Line("nothing to set up: run it", f"{_device(situation)} {program(ones[0])}"))
-    return Recipe(
-        lines=tuple(lines),
-        undo=(),
-        measure=("how long all take one after the other: what any sharing has to beat",) if situation.several else (),
-    )
+def _elsewhere(situation: Situation, way: Way) -> list[Line]:
+    """Return where the share is written for what starts the programs in containers: `gpushare run` does not there."""
+    if way.outer not in {Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG}:
+        return []
+    if situation.case.any("kubernetes"):
+        return [Line("for pods, the share as configuration: gpushare export k8s, or gpushare export dra", None)]
+    if situation.case.any("containers"):
+        return [Line("for containers, the share as flags: gpushare export docker, or gpushare export compose", None)]
+    return []
 
 
 def _timeslice(situation: Situation) -> Recipe:
@@ -73,12 +67,12 @@ def _timeslice(situation: Situation) -> Recipe:
         back = "reset" if now in {None, TimeSlice.DEFAULT} else f"set {now.title}"
         undo = (Line("go back", f"{sudo(situation)}gpushare timeslice {back} -g {index}"),)
     if case.any("running"):
-        lines.append(Line("the programs run: they are time-sliced as they are; look", f"gpushare status -g {index}"))
-    else:
-        lines += [
-            Line(again(count, who(one)), f"{_device(situation)} {program(one)}")
-            for one, count in zip(case.workloads, case.counts, strict=True)
-        ]
+        lines.append(Line("what runs shares the GPU as it does now; look", f"gpushare status -g {index}"))
+    lines += [
+        Line(again(count, who(one)), f"{visible_to(situation)} {program(one)}")
+        for one, count in zip(case.workloads, case.counts, strict=True)
+        if not one.running
+    ]
     return Recipe(
         lines=tuple(lines),
         undo=undo,
@@ -101,7 +95,7 @@ def _streams(situation: Situation) -> Recipe:
                 "in the program: independent work on its own cudaStream_t (torch.cuda.Stream), copies from pinned memory",
                 None,
             ),
-            Line("run it", f"{_device(situation)} {program(one)}"),
+            Line("run it", f"{visible_to(situation)} {program(one)}"),
         ),
         undo=(),
         measure=("whether kernels overlap: nsys profile CMD",),
@@ -172,7 +166,7 @@ def _mig_timeslice(situation: Situation) -> Recipe:
 
 
 _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
-    Way.WHOLE: _whole,
+    Way.WHOLE: whole_lines,
     Way.STREAMS: _streams,
     Way.TIMESLICE: _timeslice,
     Way.MPS: mps_lines,

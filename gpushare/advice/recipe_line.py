@@ -32,6 +32,11 @@ def sudo(situation: Situation) -> str:
     return "" if situation.host.root else "sudo "
 
 
+def visible_to(situation: Situation) -> str:
+    """Return what lets a program see this GPU only."""
+    return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
+
+
 def program(workload: Workload) -> str:
     """Return the workload's own command, or the word that stands for it."""
     return workload.command or "CMD"

@@ -104,7 +104,12 @@ def mig_shared_lines(
         return mig_lines(situation, way)
     parties = _parties(situation, way)
     names = [name for name, _, _ in parties]
-    lines = [*on, *_made(situation, parties, [one.name for one in slices.profiles])]
+    layout = situation.gpu.layout
+    room: list[Line] = []
+    if layout is not None and layout.instances and not addable(layout, slices.wish):
+        idle = " ".join(f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy)
+        room = [Line("make room: instances that idle go", f"{root}gpushare mig destroy {idle}")]
+    lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
         lines.append(Line(f"in the shell of {name}", f'eval "$(gpushare mig env {name})"'))
         run = program(one)
@@ -117,7 +122,7 @@ def mig_shared_lines(
         undo = Line("take all of it back, when the programs have ended", f"{root}gpushare mig disable {gpu} --destroy")
     else:
         undo = Line("take the instances away, with their MPS", f"{root}gpushare mig destroy {' '.join(names)}")
-    return Recipe(lines=tuple(lines), undo=(undo,), measure=_MEASURE)
+    return Recipe(lines=tuple(lines), undo=(undo, mig_as_it_was(situation)) if room else (undo,), measure=_MEASURE)
 
 
 def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:

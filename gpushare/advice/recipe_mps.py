@@ -15,6 +15,7 @@ from gpushare.advice.workload import Isolation, Role
 from gpushare.units import GIB, MIB
 
 if TYPE_CHECKING:
+    from gpushare.advice.facts import MpsFacts
     from gpushare.advice.situation import Situation
 
 # Measured on an H200: the highest cap under which production kept its rate and its p99, with low priority.
@@ -91,27 +92,42 @@ def memory_limits(situation: Situation) -> list[int | None]:
     return [rest if limit is None else limit for limit in limits]
 
 
-def _serves(situation: Situation) -> bool:
-    """Return whether an MPS daemon of the whole GPU is there already; those of instances go with MIG."""
-    return situation.gpu.mps_daemons > 0 and not situation.gpu.mig_enabled
+def start_words(now: MpsFacts) -> list[str]:
+    """Return the options with which a daemon has the limits of another."""
+    return [
+        *Limits(now.threads_percent, now.memory_limit_bytes).words,
+        *(["--priority low"] if now.low_priority else []),
+    ]
+
+
+def set_limits(situation: Situation, threads: float | None, memory: int | None) -> str:
+    """Return the line that gives the daemon of the GPU these limits; None is none."""
+    limit = "none" if memory is None else size(memory)
+    share = percent(min(threads or 100.0, 100.0))
+    return f"gpushare mps set -g {situation.gpu.index} --threads {share} --memory {limit}"
 
 
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
     """Return the line that starts the daemon, or that sets the limits of the one that is there."""
     gpu, limits = f"-g {situation.gpu.index}", limits or Limits()
-    if not _serves(situation):
+    if not situation.mps_serves:
         return Line(what, " ".join([f"gpushare mps start {gpu}", *limits.words]))
-    threads = percent(min(limits.threads or 100.0, 100.0))
-    memory = "none" if limits.memory is None else size(limits.memory)
     return Line(
-        "set the limits of the MPS daemon that is there already (what it was is printed as its undo)",
-        f"gpushare mps set {gpu} --threads {threads} --memory {memory}",
+        "set the limits of the MPS daemon that is there already", set_limits(situation, limits.threads, limits.memory)
     )
 
 
+def limits_back(situation: Situation) -> Line:
+    """Return the line that gives the daemon of now its limits again."""
+    now = situation.gpu.mps
+    if now is None:
+        return Line("set the limits back: `gpushare mps set` has printed the line", None)
+    return Line("set the limits back", set_limits(situation, now.threads_percent, now.memory_limit_bytes))
+
+
 def _back(situation: Situation) -> tuple[Line, ...]:
-    if _serves(situation):
-        return (Line("set the limits back: `gpushare mps set` has printed the line", None),)
+    if situation.mps_serves:
+        return (limits_back(situation),)
     return (Line("stop MPS, which waits for its programs", f"gpushare mps stop -g {situation.gpu.index}"),)
 
 
@@ -138,9 +154,12 @@ def mps_lines(situation: Situation) -> Recipe:
         undo=_back(situation),
         measure=(
             "steps per second of all programs together, against the same number without MPS",
-            "the same with --threads 100 and half of it: the best cap depends on the program",
+            *(() if situation.before_volta else (_OTHER_CAPS,)),
         ),
     )
+
+
+_OTHER_CAPS: Final = "the same with --threads 100 and half of it: the best cap depends on the program"
 
 
 def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from gpushare.advice.here import mps_clients
 from gpushare.advice.memory import CONTEXT_BYTES, MPS_CONTEXT_BYTES, Budget, budget
-from gpushare.advice.slices import Share, Slices, free_instances, slices_for
+from gpushare.advice.slices import Share, Slices, addable, free_instances, slices_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import Way
 from gpushare.advice.workload import Isolation, Pattern, Role
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
     from gpushare.advice.workload import Case, Workload
 
 VOLTA: Final = (7, 0)
-AMPERE: Final = (8, 0)
 HOPPER: Final = (9, 0)
-_PRE_VOLTA_CLIENTS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,18 @@ class Situation:
         )
 
     @cached_property
+    def together(self) -> bool:
+        """Return whether several processes need each other alive, so that none can wait for another to end."""
+        needs = ("cooperating", "nccl", "ipc", "one_application")
+        return self.several and not self.pair and any(self.case.any(need) for need in needs)
+
+    @cached_property
+    def gpus_to_have(self) -> tuple[GpuFacts, ...]:
+        """Return this GPU, and the idle ones beside it that are not divided."""
+        others = (one for one in self.host.gpus if one.index != self.gpu.index)
+        return (self.gpu, *(one for one in others if one.error is None and one.processes == 0 and not one.mig_enabled))
+
+    @cached_property
     def trusted(self) -> bool:
         """Return False when one of the parties is not trusted."""
         return not any(one.trusted is False for one in self.case.workloads)
@@ -115,10 +126,13 @@ class Situation:
 
     @cached_property
     def mps_clients(self) -> int | None:
-        """Return how many clients MPS takes here: the table's number, 16 before Volta, None when unknown."""
-        if self.before_volta:
-            return _PRE_VOLTA_CLIENTS
-        return self.table.cell(Mechanism.MPS, "max_partitions", self.host.driver).limit
+        """Return how many clients MPS takes here, as `gpushare compare` says it; None when unknown."""
+        return mps_clients(self.table, self.host, self.gpu)
+
+    @property
+    def mps_serves(self) -> bool:
+        """Return whether an MPS daemon of the whole GPU is there already; those of instances go with MIG."""
+        return self.gpu.mps_daemons > 0 and not self.gpu.mig_enabled
 
     @cached_property
     def instances(self) -> int | None:
@@ -172,6 +186,16 @@ class Situation:
                 return replace(half, profiles=half.profiles[:1])
         return slices_for(layout, shares)
 
+    def held(self, way: Way) -> bool:
+        """Return whether instances in which somebody works leave too little room for those of a way."""
+        layout, slices = self.gpu.layout, self.slices(way)
+        if layout is None or not self.gpu.mig_enabled or slices is None or not slices.profiles:
+            return False
+        if way is Way.MIG and self.free_now(way) is not None:
+            return False
+        busy = tuple(one for one in layout.instances if one.busy)
+        return bool(busy) and not addable(replace(layout, instances=busy), slices.wish)
+
     def free_now(self, way: Way) -> list[str] | None:
         """Return idle instances that are there and hold the shares."""
         layout = self.gpu.layout
@@ -180,4 +204,4 @@ class Situation:
 
 def _share(workload: Workload, processes: int, context: int) -> Share:
     memory = 0 if workload.memory is None else processes * (workload.memory + context)
-    return Share(memory, workload.sms or 0)
+    return Share(memory, workload.sms or 0, bool(workload.graphics))

@@ -19,10 +19,11 @@ from gpushare.units import format_bytes
 
 @dataclass(frozen=True, order=True)
 class Share:
-    """What one party needs of an instance, with contexts; zero: nobody said."""
+    """What one party needs of an instance, with contexts; zero: nobody said. ``graphics``: only +gfx profiles draw."""
 
     memory_bytes: int = 0
     sms: int = 0
+    graphics: bool = False
 
     def __str__(self) -> str:
         parts = [format_bytes(self.memory_bytes)] if self.memory_bytes else []
@@ -56,16 +57,13 @@ def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
     Equal shares get equal instances. Larger than needed is better here: what is not given to anybody idles.
     """
     empty = replace(layout, instances=())
-    ordinary = sorted(
-        (one for one in layout.profiles if not one.attributes and one.placements and one.memory_bytes is not None),
-        key=lambda one: (one.slices, one.size or 0, one.memory_bytes or 0),
-    )
-    smallest = [_smallest(ordinary, share) for share in shares]
+    kinds = {graphics: _of_kind(layout, graphics=graphics) for graphics in (False, True)}
+    smallest = [_smallest(kinds[share.graphics], share) for share in shares]
     too_large = next((share for share, found in zip(shares, smallest, strict=True) if found is None), None)
     if too_large is not None:
-        largest = ordinary[-1] if ordinary else None
-        has = "" if largest is None else f"; the largest, {largest.name}, has {format_bytes(largest.memory_bytes)}"
-        return Slices(why_not=f"no instance has {too_large}{has}", most=0)
+        return Slices(
+            why_not=f"no instance has {too_large}{_largest_has(kinds[too_large.graphics], too_large)}", most=0
+        )
     chosen = [one for one in smallest if one is not None]
     if not _together(empty, chosen):
         worst = max(shares)
@@ -74,8 +72,28 @@ def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
         why = f"{len(shares)} instances with {worst} do not fit: {most or 'none'} of {needed.name} would"
         return Slices(why_not=why, most=most)
     if len(set(shares)) == 1:
-        return Slices(profiles=tuple(_largest_equal(empty, ordinary, chosen[0], len(shares))))
-    return Slices(profiles=tuple(_enlarged(empty, ordinary, chosen)))
+        return Slices(profiles=tuple(_largest_equal(empty, kinds[shares[0].graphics], chosen[0], len(shares))))
+    return Slices(profiles=tuple(_enlarged(empty, [kinds[share.graphics] for share in shares], chosen)))
+
+
+def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
+    """Return the ordinary profiles, or those that can draw, small ones first."""
+    wanted = {"+gfx"} if graphics else set()
+    found = [one for one in layout.profiles if one.attributes == wanted and one.placements and one.memory_bytes]
+    return sorted(found, key=lambda one: (one.slices, one.size or 0, one.memory_bytes or 0))
+
+
+def _largest_has(profiles: Sequence[Profile], share: Share) -> str:
+    """Return what the largest profile has of what was asked for."""
+    if not profiles:
+        return ""
+    largest = profiles[-1]
+    return f"; the largest, {largest.name}, has {_of_both(largest, share)}"
+
+
+def _of_both(profile: Profile, share: Share) -> Share:
+    memory = profile.memory_bytes or 0 if share.memory_bytes or not share.sms else 0
+    return Share(memory, profile.multiprocessors or 0 if share.sms else 0)
 
 
 def _smallest(ordinary: Sequence[Profile], share: Share) -> Profile | None:
@@ -83,7 +101,7 @@ def _smallest(ordinary: Sequence[Profile], share: Share) -> Profile | None:
 
 
 def _holds(profile: Profile, share: Share) -> bool:
-    enough = (profile.memory_bytes or 0) >= share.memory_bytes
+    enough = (profile.memory_bytes or 0) >= share.memory_bytes and (profile.graphics or not share.graphics)
     return enough and (not share.sms or (profile.multiprocessors or 0) >= share.sms)
 
 
@@ -108,13 +126,13 @@ def _largest_equal(empty: Layout, ordinary: Sequence[Profile], least: Profile, c
     return [next((one for one in better if _together(empty, [one] * count)), least)] * count
 
 
-def _enlarged(empty: Layout, ordinary: Sequence[Profile], chosen: list[Profile]) -> list[Profile]:
-    """Return the choice with each enlarged, the smallest first, while all still fit."""
+def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
+    """Return the choice with each enlarged among the profiles of its kind, the smallest first, while all still fit."""
     moved = True
     while moved:
         moved = False
         for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
-            for larger in ordinary:
+            for larger in kinds[number]:
                 grows = larger.slices > chosen[number].slices
                 tried = [*chosen[:number], larger, *chosen[number + 1 :]]
                 if (

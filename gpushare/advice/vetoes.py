@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from gpushare.advice.here import no_static_partitions
 from gpushare.advice.rule import Kind, Rule, When, Words
-from gpushare.advice.situation import AMPERE, Situation
+from gpushare.advice.situation import Situation
 from gpushare.advice.three import all_of, any_of, negated
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, Way
 from gpushare.model import ComputeMode
@@ -16,15 +17,16 @@ from gpushare.units import format_bytes
 
 _MIG_GUIDE: Final = "NVIDIA MIG User Guide"
 _MPS_GUIDE: Final = "NVIDIA MPS guide"
-_STATIC_DRIVER: Final = 590
 
 
 def _veto(name: str, ways: tuple[Way, ...], text: str, source: str, when: When, **more: Any) -> Rule:
     return Rule(id=name, kind=Kind.VETO, ways=ways, text=text, source=source, when=when, **more)
 
 
-def _older_than(s: Situation, capability: tuple[int, int]) -> bool | None:
-    return None if s.gpu.compute_capability is None else s.gpu.compute_capability < capability
+def _no_static(s: Situation) -> bool | None:
+    if no_static_partitions(s.host, s.gpu):
+        return True
+    return None if None in {s.gpu.compute_capability, s.host.driver_major} else False
 
 
 def _not_root(s: Situation) -> bool | None:
@@ -187,13 +189,11 @@ VETOES: Final = (
     _veto(
         "mps-static-old",
         (Way.MPS_STATIC,),
-        "static partitions need Ampere and driver 590 (CUDA 13.1); here is {driver}",
+        "static partitions need Ampere and driver 590 (CUDA 13.1); here is {here}",
         "NVIDIA CUDA 13.1; nvidia-cuda-mps-control 595",
-        lambda s: any_of(
-            [_older_than(s, AMPERE), None if s.host.driver_major is None else s.host.driver_major < _STATIC_DRIVER]
-        ),
+        _no_static,
         unknown="only from Ampere and driver 590 (CUDA 13.1) on",
-        words=lambda s: {"driver": s.host.driver},
+        words=lambda s: {"here": " with ".join(no_static_partitions(s.host, s.gpu))},
     ),
     # -- streams -----------------------------------------------------------------------------------
     _veto(
@@ -213,19 +213,20 @@ VETOES: Final = (
     ),
     # -- vGPU --------------------------------------------------------------------------------------
     _veto(
-        "vgpu-not-there",
-        (Way.VGPU,),
-        "this GPU or driver has no vGPU",
-        "NVML vGPU capability",
-        lambda s: negated(s.gpu.vgpu_capable),
-    ),
-    _veto(
         "vgpu-no-vms",
         (Way.VGPU,),
         "there are no virtual machines",
         "NVIDIA table 2022",
         lambda s: negated(s.case.any("vms")),
         unknown="only for virtual machines, with NVIDIA's licence",
+    ),
+    _veto(
+        "vgpu-not-there",
+        (Way.VGPU,),
+        "this GPU or driver has no vGPU",
+        "NVML vGPU capability",
+        lambda s: negated(s.gpu.vgpu_capable),
+        unknown="only with NVIDIA's vGPU host driver, and this one does not say that it is",
     ),
     # -- memory and the GPU itself -----------------------------------------------------------------
     *(

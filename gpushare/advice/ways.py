@@ -90,6 +90,7 @@ _ALIASES: Final = {
     "time-slicing": Way.TIMESLICE,
     "timeslicing": Way.TIMESLICE,
     "time-slice": Way.TIMESLICE,
+    "ts": Way.TIMESLICE,
     "priority": Way.MPS_PRIORITY,
     "static": Way.MPS_STATIC,
     "mig+time-slicing": Way.MIG_TIMESLICE,

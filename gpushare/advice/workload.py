@@ -161,6 +161,28 @@ class Case:
         return True if all(one.same_user or one.user or (one.processes or 1) == 1 for one in self.workloads) else None
 
 
+def checked(case: Case) -> Case:
+    """Return a case whose users do not contradict each other.
+
+    Raises:
+        BadUsage: the same user under several names, or one process of several users.
+    """
+    names = sorted({one.user for one in case.workloads if one.user is not None})
+    if len(names) > 1 and all(one.same_user for one in case.workloads):
+        raise BadUsage(
+            f"users: same, and they are {', '.join(names)}",
+            "leave users away: the names say it",
+            code="bad_combination",
+        )
+    if case.processes == 1 and any(one.same_user is False for one in case.workloads):
+        raise BadUsage(
+            "one process belongs to one user, and users are different",
+            "give the number of processes, or leave users away",
+            code="bad_combination",
+        )
+    return case
+
+
 # -- from words ------------------------------------------------------------------------------------
 
 _CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
@@ -207,7 +229,7 @@ def _close(key: str) -> str:
 
 def _value(key: str, value: Any) -> dict[str, Any]:
     if key in _TEXTS:
-        return {key: str(value)}
+        return {key: _text(key, value)}
     if key in _COUNTS:
         return {key: _count(key, value)}
     if key in _CHOICES:
@@ -215,12 +237,26 @@ def _value(key: str, value: Any) -> dict[str, Any]:
     if key == "users":
         return {"same_user": _choice(key, value, ["same", "different"], str) == "same"}
     if key == "memory":
-        return {"memory": value if isinstance(value, int) and value > 1024 else parse_memory_limit(str(value))}
+        return {"memory": value if isinstance(value, int) and value > 1024 else _memory(str(value))}
     if key == "isolation":
         return {"isolation": _isolation(value)}
     if key == "latency":
         return _latency(value)
-    return {key: _yes_or_no(key, value)}
+    return {key: yes_or_no(key, value)}
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, (list, tuple, Mapping)):
+        raise BadUsage(f"'{str(value)[:40]}' is not a value of {key}", f"give one {key}", code="bad_value")
+    return str(value)
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_memory_limit(text)
+    except BadUsage as error:
+        # A file has no option to name.
+        raise error.restated(hint="give a size with its unit: 6G, 1500M") from None
 
 
 def _count(key: str, value: Any) -> int:
@@ -239,7 +275,12 @@ def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
     return kind(text)
 
 
-def _yes_or_no(key: str, value: Any) -> bool:
+def yes_or_no(key: str, value: Any) -> bool:
+    """Return what yes or no means.
+
+    Raises:
+        BadUsage: it is neither.
+    """
     if isinstance(value, bool):
         return value
     known = _YES.get(str(value).strip().lower())
@@ -267,4 +308,11 @@ def _latency(value: Any) -> dict[str, Any]:
     text = str(value).strip().lower()
     if text == "none" or text in _YES:
         return {"latency": _YES.get(text, False)}
-    return {"latency": True, "latency_seconds": parse_seconds(text)}
+    hint = "give a time: 20ms, 1s; or yes, none"
+    try:
+        seconds = parse_seconds(text)
+    except BadUsage as error:
+        raise error.restated(hint=hint) from None
+    if seconds <= 0:
+        raise BadUsage(f"a latency target of {text[:40]} cannot be met", hint, code="bad_value")
+    return {"latency": True, "latency_seconds": seconds}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gpushare.advice.workload import Case, Workload, workload_of
+from gpushare.advice.workload import Case, Workload, workload_of, yes_or_no
 from gpushare.errors import BadUsage
 
 _HINT: Final = "write for example: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]"
@@ -40,7 +40,7 @@ def read_case(text: str, path: str) -> Case:
                     code="unknown_key",
                 )
         if "root" in entries:
-            root = _at(entries["root"][1], path, lambda: workload_of({"code": _plain(entries["root"][1])}).code)
+            root = _at(entries["root"][1], path, lambda: yes_or_no("root", _plain(entries["root"][1])))
         if "workloads" not in entries:
             raise BadUsage(f"{path}: it has no workloads", _HINT, code="bad_file")
         node = entries["workloads"][1]
@@ -86,9 +86,10 @@ def _plain(node: Any) -> Any:
     import yaml
 
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(one) for one in node.value]
+        # No deeper: no property has a list of lists, and an alias may lead back to the list itself.
+        return [one.value if isinstance(one, yaml.ScalarNode) else "..." for one in node.value]
     if isinstance(node, yaml.MappingNode):
-        return "{...}"
+        return {_key(key): "..." for key, _ in node.value}
     return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
 
 

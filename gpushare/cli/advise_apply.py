@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 # The commands that set something up; those that run a program are left to the user.
 _SET_UP: Final = frozenset(
-    {("mps", "start"), ("mps", "set"), ("timeslice", "set"), ("mig", "apply"), ("mig", "create"), ("mig", "disable")}
+    {
+        *(("mps", verb) for verb in ("start", "set", "stop")),
+        *(("mig", verb) for verb in ("apply", "create", "destroy", "disable")),
+        ("timeslice", "set"),
+    }
 )
 
 
@@ -44,8 +48,8 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
         said += [note for note in result.notes if keeps_undo or not note.startswith("undo: ")]
     recipe = advice.recipe
     if recipe is not None:
-        runs = [line.command for line in recipe.lines if line.command and _words(line.command)[:2] not in _SET_UP]
-        said += [f"then: {command}" for command in runs]
+        runs = [line for line in recipe.lines if line.command and _words(line.command)[:2] not in _SET_UP]
+        said += [f"then, {line.what}: {line.command}" for line in runs]
         if not settings.dry_run and lines:
             said += [f"undo: {line.command}" for line in recipe.undo if line.command]
     return plan_result("advise", steps, dry_run=settings.dry_run, notes=said)

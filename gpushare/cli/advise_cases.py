@@ -97,11 +97,15 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     from gpushare.host.snapshot import Observer
 
     gpu = next(one for one in Observer(host).look().gpus if one.index == index)
-    seen = [
-        one for one in gpu.processes or () if (one.compute or one.mps) and "nvidia-cuda-mps" not in (one.name or "")
-    ]
+    if gpu.processes is None:
+        raise NotFound(
+            f"who is on GPU {index} cannot be seen from here",
+            f"say what runs: gpushare advise -g {index} --processes 4; or ask on the host, outside the container",
+            code="not_seen",
+        )
+    seen = [one for one in gpu.processes if (one.compute or one.mps) and "nvidia-cuda-mps" not in (one.name or "")]
     entries = [(one.user, one.name, one.memory_used_bytes, one.graphics) for one in seen]
-    graphics = any(one.graphics and not one.compute for one in gpu.processes or ())
+    graphics = any(one.graphics and not one.compute for one in gpu.processes)
     if not entries:
         raise NotFound(
             f"no program is on GPU {index}", "say what shall run: gpushare advise --processes 4", code="nobody"
@@ -200,6 +204,8 @@ def asked(situation: Situation) -> Situation:
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:
+            # The cursor is still behind the question.
+            sys.stderr.write("\n")
             break
         text = line.strip().lower()
         fitting = [value for word, value in question.answers if text and word.startswith(text)]

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 def advice_data(advice: Advice) -> dict[str, Any]:
     """Return all of an advice: winner, verdicts with reasons and sources, commands, undo, what would change it."""
+    from gpushare.advice.memory_mig import instances_sentence
     from gpushare.advice.rule import Kind
 
     gpu, best, recipe = advice.situation.gpu, advice.best, advice.recipe
+    inside = None if best is None else instances_sentence(advice.situation, best.way)
     why = [] if best is None else [one.text for one in best.of(Kind.FOR)]
     conditions = [] if best is None else [one.text for one in best.of(Kind.CONDITION)]
     return {
@@ -36,7 +38,10 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "confidence_why": advice.confidence_why,
         "conditions": conditions,
         "not_protected": list(advice.gaps),
-        "memory": memory_data(advice.budget, advice.limits_bytes),
+        "memory": {
+            **memory_data(advice.budget, advice.limits_bytes),
+            **({} if inside is None else {"sentence": inside}),
+        },
         "commands": [] if recipe is None else [line_data(line) for line in recipe.lines],
         "undo": [] if recipe is None else [line_data(line) for line in recipe.undo],
         "measure": [] if recipe is None else list(recipe.measure),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.facts import GpuFacts, HostFacts
+from gpushare.advice.facts import GpuFacts, HostFacts, MpsFacts
 from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def _gpu(host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Any, *, b
         "uuid": gpu.uuid,
         "name": gpu.name,
         "mps_daemons": sum(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in daemons),
+        "mps": next((_mps(daemon) for daemon in daemons if _only_serves(daemon, gpu)), None),
     }
     if gpu.error is not None:
         return GpuFacts(**facts, error=gpu.error)
@@ -76,6 +77,21 @@ def _gpu(host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Any, *, b
         processes=None if seen is None else len({process.pid for process in seen}),
         time_slice_settable=None if levels is None else gpu.index in levels,
         time_slice=None if levels is None else levels.get(gpu.index),
+    )
+
+
+def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
+    """Return whether a daemon is ours, answers, and serves this whole GPU and no other."""
+    return daemon.ours and daemon.error is None and daemon.device_uuid is not None and daemon.device_uuid == gpu.uuid
+
+
+def _mps(daemon: MpsDaemon) -> MpsFacts:
+    from gpushare.model import Priority
+
+    return MpsFacts(
+        threads_percent=daemon.threads_percent,
+        memory_limit_bytes=daemon.memory_limit_bytes,
+        low_priority=daemon.priority is Priority.LOW,
     )
 
 
@@ -122,6 +138,9 @@ def _daemons(host: Host, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
     from gpushare.host.mps import find_daemons
 
     found = _or_none(lambda: find_daemons(host, gpus, deep=False))
+    if found:
+        # What they give their clients is asked of them, one after the other.
+        found = _or_none(lambda: find_daemons(host, gpus)) or found
     return tuple(item.daemon for item in found or ())
 
 

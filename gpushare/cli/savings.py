@@ -83,6 +83,9 @@ def savings(
     return savings_result(_data(found, work, capacity, instance), notes)
 
 
+_EXAMPLES: Final = {"--hours": "720", "--target-load": "80"}
+
+
 def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
     import re
 
@@ -90,9 +93,11 @@ def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Dec
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):
         low = "0" if zero else "above 0"
+        said = {"--gpus": "4", "--load": "25", "--price": "0.752"}
+        said |= {option: _EXAMPLES[option]} if option in _EXAMPLES else {}
         raise BadUsage(
             f"{option} {text} is not a number {low} to {most}",
-            "for example: gpushare savings --gpus 4 --load 25 --price 0.752",
+            f"for example: gpushare savings {' '.join(f'{name} {one}' for name, one in said.items())}",
             code="bad_number",
         )
     return value

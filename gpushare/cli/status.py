@@ -61,9 +61,7 @@ def interval(text: str) -> float:
 
     seconds = parse_seconds(text)
     if seconds < 0.1:
-        raise BadUsage(
-            f"{text} is too short an interval", "give at least 0.1: gpushare status -w 1", code="bad_interval"
-        )
+        raise BadUsage(f"{text} is too short an interval", "give at least 0.1s, for example 1s", code="bad_interval")
     return seconds
 
 

@@ -85,6 +85,9 @@ def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "shared", ", ".join(data["not_protected"])
     for item, lines in (("do", data["commands"]), ("undo", data["undo"])):
         for line in lines:
+            if item == "do" and line["command"] is not None:
+                # How often, and by whom: the line alone does not say it.
+                yield "step", line["what"]
             yield item, line["command"] or line["what"]
     for text in data["measure"]:
         yield "measure", text

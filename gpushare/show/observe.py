@@ -31,7 +31,8 @@ def duration(seconds: float) -> str:
 
 def _header(data: Mapping[str, Any]) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(data["started_at"]))
-    seen = f"{data['samples']} samples in {duration(data['seconds'])}"
+    samples = f"{data['samples']} sample{'' if data['samples'] == 1 else 's'}"
+    seen = f"{samples} in {duration(data['seconds'])}"
     return f"{data['host']}   driver {data['driver'] or '-'}   {began}   {seen}\n{data['file']}"
 
 

@@ -46,6 +46,8 @@ def test_case(case: dict[str, Any]) -> None:
     lines = "\n".join(line.command or line.what for line in advice.recipe.lines) if advice.recipe else ""
     for words in case.get("types", ()):
         assert words in lines.replace("'", "") or words in lines
+    for words in case.get("without", ()):
+        assert words not in lines
 
 
 def test_an_unknown_word_is_refused() -> None:

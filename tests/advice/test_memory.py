@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from gpushare.advice.memory import (
     LEAST_CONTEXT_BYTES,
     MPS_CONTEXT_BYTES,
     MPS_SERVER_BYTES,
+    Budget,
     budget,
     equal_limit,
     limit_for,
@@ -88,3 +90,76 @@ def test_the_limits_of_a_list_add_up_or_are_the_bare_needs(parts: list[tuple[int
     total = sum((limit or 0) * count for limit, (count, _) in zip(limits, parts, strict=True))
     bare = sum((one.memory or 0) * (one.processes or 1) for one in situation.case.workloads)
     assert total <= max(usable, bare)
+
+
+# -- at the edges ----------------------------------------------------------------------------------
+
+
+def filled(left: int, *, mps: bool = False, count: int = 4) -> Budget:
+    """Return the budget of processes that leave so much free, or so much too little."""
+    context, server = (MPS_CONTEXT_BYTES, MPS_SERVER_BYTES) if mps else (CONTEXT_BYTES, 0)
+    each = (98 * GIB - server - left) // count - context
+    assert (98 * GIB - server - left) % count == 0
+    return budget(case((each, count)), gpu(100 * GIB), mps=mps)
+
+
+@pytest.mark.parametrize("mps", [False, True])
+def test_what_fills_it_to_the_last_byte_fits_and_one_more_does_not(mps: bool) -> None:
+    exact, over = filled(0, mps=mps), filled(-4, mps=mps)
+    assert (exact.left_bytes, exact.fits, exact.may_fit) == (0, True, True)
+    assert (over.left_bytes, over.fits) == (-4, False)
+    # Under MPS a context was measured: there is no smaller one.
+    assert over.may_fit is not mps
+
+
+def test_with_the_smallest_contexts_it_may_fit_to_the_last_byte() -> None:
+    saved = 4 * (CONTEXT_BYTES - LEAST_CONTEXT_BYTES)
+    assert filled(-saved).may_fit is True
+    assert filled(-saved - 4).may_fit is False
+
+
+def test_the_largest_alone_fits_to_the_last_byte() -> None:
+    for largest, fits in ((98 * GIB - CONTEXT_BYTES, True), (98 * GIB - CONTEXT_BYTES + 1, False)):
+        found = budget(case((largest, 3), (GIB, 1)), gpu(100 * GIB), mps=False)
+        assert found.one_fits is fits
+        assert found.most == int(fits)
+    assert budget(case((None, 3)), gpu(100 * GIB), mps=False).one_fits is None
+    assert budget(case((GIB, 3)), gpu(None), mps=False).one_fits is None
+
+
+def test_how_many_fit_is_of_the_largest_and_unknown_where_no_size_is() -> None:
+    assert budget(case((None, 3)), gpu(100 * GIB), mps=False).most is None
+    assert budget(case((GIB, 3)), gpu(None), mps=False).most is None
+    # A GPU that the server alone fills has room for nobody, not for less than nobody.
+    assert budget(case((GIB, 3)), gpu(MPS_SERVER_BYTES // 2), mps=True).most == 0
+
+
+def test_headroom_is_rounded_up() -> None:
+    assert budget(case((GIB, 1)), gpu(101), mps=False).headroom_bytes == 3
+    assert budget(case((GIB, 1)), gpu(100), mps=False).headroom_bytes == 2
+
+
+def test_the_sum_in_words() -> None:
+    left = budget(case((6 * GIB, 4)), gpu(100 * GIB), mps=True).sentence()
+    assert left == (
+        "24.0 GiB + 4 x 248 MiB CUDA context = 25.0 GiB of 100.0 GiB (2 % kept free, 66 MiB MPS server): 73.0 GiB left"
+    )
+    over = budget(case((60 * GIB, 4)), gpu(100 * GIB), mps=False).sentence()
+    assert over == (
+        "240.0 GiB + 4 x 500 MiB CUDA context = 242.0 GiB of 100.0 GiB (2 % kept free): 144.0 GiB too much, 1 would fit"
+    )
+
+
+def test_what_was_measured_is_planned_with() -> None:
+    found = [CONTEXT_BYTES, LEAST_CONTEXT_BYTES, MPS_CONTEXT_BYTES, MPS_SERVER_BYTES]
+    assert [one // MIB for one in found] == [500, 286, 248, 66]
+    assert [one % MIB for one in found] == [0, 0, 0, 0]
+
+
+def test_equal_limits_are_readable_and_none_where_nothing_is_left() -> None:
+    assert equal_limit(98 * GIB, 4) == 24 * GIB + 512 * MIB
+    assert equal_limit(10 * GIB - 1, 10) == 768 * MIB
+    # A limit of which the program itself would see nothing.
+    assert equal_limit(5 * GIB, 10) is None
+    assert equal_limit(7 * 512 * MIB, 7) is None
+    assert limit_for(GIB) == GIB + 768 * MIB

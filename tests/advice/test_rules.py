@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from gpushare.advice.vetoes import VETOES
 from gpushare.advice.ways import Way
 from gpushare.advice.workload import workload_of
 from gpushare.errors import BadUsage
+from gpushare.mig.profile import GpuInstance
 from gpushare.model import ComputeMode, TimeSlice
-from tests.advice.conftest import situation_of
+from tests.advice.conftest import facts_of, situation_of
 
 FOUR = {"processes": 4, "users": "same", "saturating": False}
 PAIR = ({"role": "production"}, {"role": "opportunistic"})
@@ -47,7 +48,20 @@ def one(**more: Any) -> Example:
 
 
 OLD = {"compute_capability": (6, 0)}
+NEW = {"driver": "595.45.04", "driver_major": 595, "mps_version": 13020}
 ON = {"mig_enabled": True}
+
+
+def held() -> dict[str, Any]:
+    """Return the facts of an A100 in whose one instance, the whole of it, somebody may be."""
+    layout = facts_of("a100-80gb").gpus[0].layout
+    assert layout is not None
+    whole = next(one for one in layout.profiles if one.name == "7g.80gb")
+    assert whole.placements
+    instance = GpuInstance(id=0, profile=whole, placement=whole.placements[0], holders=None)
+    return {**ON, "layout": replace(layout, instances=(instance,))}
+
+
 GRAPHICS = "rtx-pro-6000-blackwell"
 
 # rule: the way that it speaks of, where it speaks, where it does not.
@@ -65,7 +79,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mps-not-installed": ("mps", of(facts={"mps_program": False}), of()),
     "mps-dynamic-parallelism": ("mps", four(dynamic_parallelism=True), four()),
     "mps-limits-before-volta": ("mps-priority", of(host="t4", facts=OLD), of(host="t4")),
-    "mps-static-old": ("mps-static", of(), of(facts={"driver": "595.45.04", "driver_major": 595})),
+    "mps-static-old": ("mps-static", of(), of(facts=NEW)),
     "streams-need-code": ("streams", one(code=False), one(code=True)),
     "streams-running": ("streams", one(running=True), one(running=False)),
     "vgpu-not-there": ("vgpu", of({"vms": True}, facts={"vgpu_capable": False}), of({"vms": True})),
@@ -77,6 +91,9 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mig-busy": ("mig", of(facts={"processes": 1}), of(facts={"processes": 0})),
     "mig-profiles-unknown": ("mig", of(facts={"layout": None}), of()),
     "mig-is-on": ("mps", of(facts=ON), of()),
+    "mig-instances-busy": ("mig", of(facts=held()), of()),
+    "mps-serves": ("timeslice", of(facts={"mps_daemons": 1}), of()),
+    "whole-together": ("whole-gpu", four(nccl=True), four(nccl=False)),
     "timeslice-compute-mode": ("timeslice", of(facts={"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}), of()),
     "memory-tight": ("timeslice", of({**FOUR, "memory": "19700M"}), four(memory="19G")),
     "mps-memory-tight": ("mps", four(memory="19G"), four(memory="18G")),
@@ -128,6 +145,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "production-apart": ("mig", of(*PAIR), four()),
     "production-first": ("whole-gpu", of(*PAIR), four()),
     "production-fills": ("whole-gpu", of({**PAIR[0], "saturating": True}, PAIR[1]), of(*PAIR)),
+    "mps-there-already": ("mps", of(facts={"mps_daemons": 1}), of()),
     "production-time": ("timeslice", of(*PAIR), four()),
     "production-bandwidth": ("mig", of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), of(*PAIR)),
     "production-bandwidth-cap": ("mps-priority", of(PAIR[0], {**PAIR[1], "bandwidth_bound": True}), of(*PAIR)),

@@ -51,6 +51,20 @@ def test_sms_are_a_need_too() -> None:
     assert slices_for(layout("a100-80gb"), (Share(0, 50), Share(0, 50))).why_not
 
 
+def test_what_draws_gets_instances_that_can() -> None:
+    board = layout("rtx-pro-6000-blackwell")
+    drawing = Share(5 * GIB, graphics=True)
+    assert slices_for(board, (drawing,) * 2).words == ["2g.48gb+gfx*2"]
+    mixed = slices_for(board, (drawing, Share(5 * GIB)))
+    assert [one.graphics for one in mixed.profiles] == [True, False]
+    assert isinstance(plan_exact([board], {0: mixed.wish}), Plan)
+
+
+def test_what_no_instance_has_of_sms_says_sms() -> None:
+    found = slices_for(layout("a100-80gb"), (Share(0, 500),))
+    assert found.why_not == "no instance has 500 SMs; the largest, 7g.80gb, has 98 SMs"
+
+
 def test_what_does_not_fit_says_how_many_would() -> None:
     found = slices_for(layout("h200"), (Share(40 * GIB),) * 3)
     assert (found.profiles, found.most) == ((), 2)

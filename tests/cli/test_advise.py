@@ -273,7 +273,7 @@ def test_apply_shows_its_plan_in_a_dry_run(cli: Any, words: tuple[str, ...], spe
 
 def test_apply_sets_up_and_names_what_comes_then(cli: Any) -> None:
     answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
-    assert "note: then: gpushare run -g 0 -- CMD" in answer.err
+    assert "note: then, the program, 4 times: gpushare run -g 0 -- CMD" in answer.err
     assert "note: undo: gpushare mps stop -g 0" in answer.err
     assert '"threads_percent": 50.0' in cli("mps", "status", host="sim:t4", output="json").ok().out
 

@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from gpushare.host.connect import connect
 from gpushare.model import ComputeMode
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, same, until
+from tests.cli.drive import Started, World, same, until, until_one_run_is_over
 
 RATE = "^rate=(.+)$"
 FARM = ("--processes", "2", "--memory", "1G", "--users", "same", "--no-saturating")
@@ -176,8 +175,7 @@ def test_the_screen_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], world: World) -> None:
     first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50", "--metric", RATE, "--for", "0.1")
     started = real(*first, *job(40))
-    until(lambda: world.begun and world.attached(), "copies under MPS run")
-    time.sleep(0.3)
+    until_one_run_is_over(world)
     started.signal(signal.SIGINT)
     answer = started.result()
     assert answer.code == 130

@@ -1,0 +1,135 @@
+"""The engine alone: what reasons make of a way, with rules that say what a test wants."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpushare.advice import engine
+from gpushare.advice.engine import BASE, Outcome, Verdict, verdicts, winner
+from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.ways import Way
+from tests.advice.conftest import situation_of
+
+
+def reason(kind: Kind, weight: int = 0, rule: str = "rule") -> Reason:
+    """Return a reason."""
+    return Reason(rule=rule, kind=kind, text="text", source="source", weight=weight)
+
+
+def verdict(way: Way, outcome: Outcome = Outcome.FITS, score: int = 0) -> Verdict:
+    """Return a verdict without reasons."""
+    return Verdict(way=way, outcome=outcome, reasons=(), score=score)
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes the only rules say these reasons of a way."""
+    said: dict[Way, tuple[Reason, ...]] = {}
+    rule = SimpleNamespace(reasons=lambda _situation, way: said.get(way, ()))
+    for name in ("VETOES", "REQUIREMENTS", "CONDITIONS"):
+        monkeypatch.setattr(engine, name, ())
+    monkeypatch.setattr(engine, "PREFERENCES", (rule,))
+    # Something was said, so that nothing is open.
+    monkeypatch.setattr(engine, "_undecided", lambda _: False)
+
+    def tell(way: Way, *reasons: Reason) -> Verdict:
+        said[way] = reasons
+        return next(one for one in verdicts(situation_of({"processes": 2})) if one.way is way)
+
+    return tell
+
+
+def test_what_speaks_for_and_against_is_added_to_where_a_way_begins(say: Any) -> None:
+    found = say(Way.MPS, reason(Kind.FOR, 7), reason(Kind.AGAINST, 3), reason(Kind.CONDITION, 100))
+    assert found.score == BASE[Way.MPS] + 7 - 3
+    assert say(Way.TIMESLICE).score == BASE[Way.TIMESLICE]
+
+
+def test_one_veto_refuses_whatever_speaks_for_it(say: Any) -> None:
+    assert say(Way.MPS).outcome is Outcome.FITS
+    assert say(Way.MPS, reason(Kind.FOR, 1000)).outcome is Outcome.FITS
+    assert say(Way.MPS, reason(Kind.AGAINST, 1000)).outcome is Outcome.FITS
+    assert say(Way.MPS, reason(Kind.CONDITION)).outcome is Outcome.CONDITION
+    refused = say(Way.MPS, reason(Kind.FOR, 1000), reason(Kind.CONDITION), reason(Kind.VETO))
+    assert refused.outcome is Outcome.REFUSED
+    assert refused.refused
+
+
+def test_reasons_come_by_their_weight_for_the_answer(say: Any) -> None:
+    kinds = (Kind.AGAINST, Kind.FOR, Kind.CONDITION, Kind.VETO)
+    found = say(Way.MPS, *(reason(kind) for kind in kinds))
+    assert [one.kind for one in found.reasons] == [Kind.VETO, Kind.CONDITION, Kind.FOR, Kind.AGAINST]
+    assert [one.kind for one in found.of(Kind.FOR, Kind.VETO)] == [Kind.VETO, Kind.FOR]
+    assert found.of() == ()
+
+
+def test_the_best_comes_first_and_what_is_refused_last(say: Any) -> None:
+    say(Way.MIG, reason(Kind.VETO), reason(Kind.FOR, 1000))
+    say(Way.MPS, reason(Kind.FOR, 500))
+    found = verdicts(situation_of({"processes": 2}))
+    assert len(found) == len(Way)
+    assert found[0].way is Way.MPS
+    assert found[-1].way is Way.MIG
+    fitting = [one.score for one in found if not one.refused]
+    assert fitting == sorted(fitting, reverse=True)
+
+
+def test_with_less_than_two_ways_there_is_nothing_to_measure(say: Any) -> None:
+    assert say(Way.MEASURE).outcome is Outcome.FITS
+    for way in Way:
+        if way not in {Way.MPS, Way.TIMESLICE, Way.MEASURE}:
+            say(way, reason(Kind.VETO))
+    assert say(Way.MEASURE).outcome is Outcome.FITS
+    say(Way.MPS, reason(Kind.VETO))
+    refused = say(Way.MEASURE)
+    assert refused.outcome is Outcome.REFUSED
+    assert [one.rule for one in refused.reasons] == ["nothing-to-compare"]
+
+
+def test_where_nothing_decides_measuring_does(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = say(Way.MEASURE).score
+    monkeypatch.setattr(engine, "_undecided", lambda _: True)
+    after = say(Way.MEASURE)
+    assert after.score > before
+    assert [one.rule for one in after.of(Kind.FOR)] == ["nothing-decides"]
+    # One process alone has nothing to be compared with.
+    (alone,) = [one for one in verdicts(situation_of({"processes": 1})) if one.way is Way.MEASURE]
+    assert alone.score == before
+
+
+def test_what_only_measures_or_mends_is_no_answer() -> None:
+    assert winner([]) is None
+    assert winner([verdict(Way.MEASURE), verdict(Way.FIX)]) is None
+    assert winner([verdict(Way.MEASURE), verdict(Way.MPS, Outcome.REFUSED)]) is None
+    first, second = verdict(Way.MEASURE), verdict(Way.MPS)
+    assert winner([first, second]) is first
+    assert winner([verdict(Way.MIG, Outcome.REFUSED), second]) is second
+    assert winner([verdict(Way.MPS, Outcome.CONDITION)]) is not None
+
+
+def test_every_way_begins_somewhere() -> None:
+    assert set(BASE) == set(Way)
+    # What needs least comes first where nothing else is said.
+    assert max(BASE, key=lambda way: BASE[way]) is Way.TIMESLICE
+
+
+@pytest.mark.parametrize(
+    ("words", "open_"),
+    [
+        ({}, True),
+        ({"saturating": True}, False),
+        ({"saturating": False}, False),
+        ({"latency": True}, False),
+        ({"trusted": False}, False),
+        ({"users": "different"}, False),
+        ({"graphics": True}, False),
+        ({"io_bound": True}, False),
+    ],
+)
+def test_it_is_open_until_something_was_said_that_decides(words: dict[str, Any], open_: bool) -> None:
+    found = verdicts(situation_of({"processes": 4, "memory": "1G", **words}, host="h200"))
+    (measure,) = [one for one in found if one.way is Way.MEASURE]
+    assert ("nothing-decides" in [one.rule for one in measure.reasons]) is open_

@@ -1,0 +1,196 @@
+"""``gpushare advise`` tried as somebody would who knows the documents: what was wrong once, and is right now."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.cli import main
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def advice(cli: Any, *words: str, host: str) -> Any:
+    return cli("advise", *words, host=host, output="json").ok().data
+
+
+def lines(data: Any) -> list[str]:
+    return [line["command"] for line in data["commands"] if line["command"]]
+
+
+def test_ranks_that_wait_for_each_other_get_a_gpu_each_and_no_queue(cli: Any) -> None:
+    data = advice(cli, "--processes", "3", "--nccl", "--users", "same", host="sim:4xa100-80gb")
+    (line,) = lines(data)
+    assert line.startswith("CUDA_VISIBLE_DEVICES=")
+    assert len(set(line.removeprefix("CUDA_VISIBLE_DEVICES=").removesuffix(" CMD").split(","))) == 3
+    assert data["commands"][0]["what"] == "start it once: its 3 processes have a GPU each"
+
+
+@pytest.mark.parametrize(
+    ("host", "what"),
+    [
+        ("sim:2xa100-80gb", "one process on each GPU: 3 are wanted, and 2 GPUs are free here"),
+        ("sim:a100-80gb", "they work together, so none can wait for another: start it with one process"),
+    ],
+)
+def test_ranks_on_too_few_gpus_are_told_so(cli: Any, host: str, what: str) -> None:
+    words = ("--processes", "3", "--cooperating", "--saturating", "--users", "same")
+    data = advice(cli, *words, host=host)
+    assert data["winner"] == "whole-gpu"
+    assert [line["what"] for line in data["commands"]] == [what]
+
+
+def test_a_gpu_that_somebody_uses_is_not_given_to_a_rank(cli: Any) -> None:
+    from gpushare.sim.admin import add_process
+
+    add_process("sim:3xa100-80gb", "1", memory_bytes=1024**3)
+    data = advice(cli, "--processes", "3", "--nccl", "--users", "same", host="sim:3xa100-80gb")
+    assert data["commands"][0]["what"] == "one process on each GPU: 3 are wanted, and 2 GPUs are free here"
+
+
+def test_virtual_machines_get_no_lock_of_the_host(cli: Any) -> None:
+    data = advice(cli, "--processes", "2", "--vms", "--bandwidth-qos", host="sim:t4")
+    assert data["winner"] == "whole-gpu"
+    assert lines(data) == []
+    assert "PCI passthrough" in data["commands"][0]["what"]
+
+
+def test_production_first_says_that_the_other_could_be_paused(cli: Any) -> None:
+    words = ("--production", "1", "--opportunistic", "1", "--users", "same")
+    file = "workloads: [{role: production, users: same, saturating: yes}, {role: opportunistic, users: same}]"
+    assert advice(cli, *words, host="sim:t4")["winner"] == "mps-priority"
+    Path("w.yaml").write_text(file)
+    whats = [line["what"] for line in advice(cli, "-f", "w.yaml", host="sim:h200")["commands"]]
+    assert whats[0].startswith("production, first")
+    assert "gpushare run --opportunistic --pause" in whats[-1]
+    # Before Volta nobody measured it.
+    whats = [line["what"] for line in advice(cli, *words, host="sim:p100")["commands"]]
+    assert not any("--pause" in what for what in whats)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_memory_of_instances_is_summed_in_each(cli: Any) -> None:
+    words = ("--processes", "3", "--memory", "12G", "--users", "different", "--pattern", "steady")
+    data = advice(cli, *words, host="sim:a100-80gb")
+    assert data["memory"]["sentence"] == (
+        "in each of 3 2g.20gb 12.5 GiB of 19.5 GiB, CUDA contexts counted: 7.0 GiB left"
+    )
+
+
+def test_before_volta_no_limit_is_to_be_tried(cli: Any) -> None:
+    data = advice(cli, "--processes", "8", "--users", "same", "--no-saturating", host="sim:p100")
+    assert data["winner"] == "mps"
+    assert not any("--threads" in text for text in (*lines(data), *data["measure"]))
+
+
+def test_plain_output_says_how_often_a_line_is_run(cli: Any) -> None:
+    words = ("--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating")
+    out = cli("advise", *words, host="sim:t4").ok().out.splitlines()
+    run = next(number for number, line in enumerate(out) if line.startswith("do ") and "gpushare run" in line)
+    assert out[run - 1].split(maxsplit=1) == ["step", "the program, 4 times"]
+
+
+def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
+    from tests.advice.conftest import situation_of
+
+    new = {"driver": "595.45.04", "driver_major": 595}
+    assert situation_of({"processes": 2}, host="h200", facts={**new, "mps_version": 13000}).mps_clients == 48
+    assert situation_of({"processes": 2}, host="h200", facts={**new, "mps_version": 13010}).mps_clients == 60
+
+
+def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
+    data = advice(cli, "--processes", "2", "--containment", host="sim:t4")
+    (verdict,) = (one for one in data["verdicts"] if one["way"] == "mps-static")
+    assert "here is an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (("--latency", "0"), "bad_value", "20ms"),
+        (("--latency", "fast"), "bad_duration", "yes, none"),
+        (("--processes", "1", "--users", "different"), "bad_combination", "number of processes"),
+        (("--memory", "6"), "bad_size", "6G"),
+    ],
+)
+def test_words_that_say_nothing_are_refused(refused: Any, words: tuple[str, ...], code: str, hint: str) -> None:
+    assert hint in refused("advise", *words, code=code, exit_code=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("root: perhaps\nworkloads: [{processes: 2}]", "'perhaps' is not a value of root"),
+        ("workloads: [{user: [a, b]}]", "is not a value of user"),
+        ("workloads: [{name: {a: b}}]", "is not a value of name"),
+        ("workloads: [{processes: &a [*a]}]", "is not a number of processes"),
+        ("workloads: [{user: a, users: same}, {user: b, users: same}]", "users: same, and they are a, b"),
+        ("workloads: [{memory: 6442450944}]", "give a size with its unit: 6G, 1500M"),
+    ],
+)
+def test_a_file_that_says_nothing_is_refused(cli: Any, text: str, said: str) -> None:
+    Path("w.yaml").write_text(text)
+    answer = cli("advise", "-f", "w.yaml")
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_the_end_of_the_input_ends_the_line_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {name: Terminal() for name in ("stdin", "stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert main(["--host", "sim:t4", "advise", "--processes", "4"]) == 0
+    assert streams["stderr"].getvalue().rstrip(" ").endswith("not known] \n")
+
+
+def test_the_short_name_of_time_slicing_is_known(cli: Any) -> None:
+    assert "time-slicing" in cli("advise", "--processes", "2", "--mechanism", "ts").ok().out
+
+
+def test_live_does_not_take_who_cannot_be_seen_for_nobody(refused: Any) -> None:
+    from gpushare.sim.admin import add_process, set_fault
+
+    add_process("sim:t4", "0", memory_bytes=1024**3)
+    set_fault("sim:t4", "blind")
+    said = refused("advise", "--live", host="sim:t4", code="not_seen", exit_code=6)
+    assert "who is on GPU 0 cannot be seen" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "example"),
+    [
+        (("--target-load", "0"), "--target-load 80"),
+        (("--hours", "0"), "--hours 720"),
+        (("--price", "x"), "--price 0.752"),
+    ],
+)
+def test_a_wrong_number_of_savings_gets_an_example_of_its_own(
+    refused: Any, words: tuple[str, ...], example: str
+) -> None:
+    said = refused("savings", "--gpus", "4", "--load", "25", *words, code="bad_number", exit_code=2)
+    assert example in said
+
+
+def test_too_short_an_interval_gets_a_hint_that_fits_any_command(refused: Any) -> None:
+    said = refused("observe", "--for", "1s", "--interval", "10ms", code="bad_interval", exit_code=2)
+    assert "status" not in said.split("hint: ")[1]
+
+
+def test_one_sample_is_one(cli: Any) -> None:
+    assert (
+        " 1 sample in "
+        in cli("observe", "--for", "0.1s", "--interval", "0.1s", "--to", "one.jsonl", host="sim:t4").ok().out
+    )
