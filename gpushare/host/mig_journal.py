@@ -63,7 +63,7 @@ class Journal:
         """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than ``seconds``.
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
             NoPermission: the directory is not this user's.
         """
         make_private_directory(self._directory.parent)
@@ -74,9 +74,9 @@ class Journal:
                 own = path.parent == self._directory
                 try:
                     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if own else _READ, 0o644)
-                except OSError:
+                except OSError as error:
                     if own:
-                        raise
+                        raise self._unwritable(path, error) from error
                     # No such node before R450, or MIG was never used: then nobody else can change it either.
                     continue
                 held.callback(os.close, descriptor)
@@ -152,11 +152,14 @@ class Journal:
         try:
             replace_file(self._path, json.dumps(asdict(entry)), durable=True)
         except OSError as error:
-            raise OperationFailed(
-                f"the journal {self._path} cannot be written: {error.strerror}",
-                f"make room: df -h {self._directory}",
-                code="journal_unwritable",
-            ) from error
+            raise self._unwritable(self._path, error) from error
+
+    def _unwritable(self, path: Path, error: OSError) -> OperationFailed:
+        return OperationFailed(
+            f"{path}, of the MIG journal, cannot be written: {error.strerror}",
+            f"make room, or remove what is in the way: df -h {self._directory}; ls -l {self._directory}",
+            code="journal_unwritable",
+        )
 
 
 def boot_id() -> str | None:

@@ -72,6 +72,8 @@ def _production(raw: Any) -> Production | None:
     texts = all(isinstance(known.get(key), str) for key in ("name", "device_uuid"))
     pid, started, peak = known.get("pid"), known.get("started_at"), known.get("memory_peak_bytes")
     numbers = isinstance(pid, int) and pid > 0 and (started is None or isinstance(started, (int, float)))
-    if not texts or not numbers or not (peak is None or isinstance(peak, int)):
+    # Without its start a record would soon tell of whoever has the PID then.
+    whole = "started_at" in known and (peak is None or isinstance(peak, int))
+    if not texts or not numbers or not whole:
         return None
     return Production(**known)

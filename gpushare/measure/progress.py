@@ -60,7 +60,10 @@ class Progress:
     def window(self, start: float, end: float) -> Window:
         """Return what was seen in a window: the mean of the printed rates, or lines per second."""
         if self.metric.printed:
-            speeds = [self.metric.speed(value) for value in _within(self.values, start, end) if value > 0]
+            # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
+            rated = self.metric.higher_is_better
+            values = [value for value in _within(self.values, start, end) if value > 0 or (rated and value == 0)]
+            speeds = [self.metric.speed(value) for value in values]
             rate = sum(speeds) / len(speeds) if speeds else None
         else:
             done = self._done(end) - self._done(start)

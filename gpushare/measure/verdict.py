@@ -113,7 +113,7 @@ def _verdict(
 
 def speeds(runs: Iterable[RunResult], metric: Metric) -> list[float]:
     """Return the throughput of runs as numbers of which the larger is the faster."""
-    return [metric.speed(run.throughput) for run in runs if run.throughput]
+    return [metric.speed(run.throughput) for run in runs if run.throughput is not None]
 
 
 def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Metric, *, finite: bool) -> list[float]:
@@ -137,8 +137,10 @@ def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
     found = []
     for run in runs:
         own = [one.value if metric.printed else one.seconds for one in run.result.copies]
-        numbers = [value for value in own if value]
-        if len(numbers) > 1:
+        # A copy that printed a rate of 0 was starved; a time of 0 is no time.
+        starved = metric.printed and metric.higher_is_better
+        numbers = [value for value in own if value or (starved and value == 0)]
+        if len(numbers) > 1 and any(numbers):
             found.append(min(numbers) / max(numbers))
     return _mean(found)
 
@@ -221,7 +223,8 @@ def _differ(measurement: Measurement, one: CellVerdict, other: CellVerdict) -> b
     if one.throughput is None or other.throughput is None:
         return None
     metric = measurement.settings.metric
-    if abs(_speed(one, metric) / _speed(other, metric) - 1) < _NOTHING:
+    # A way in which nothing was done has a speed of 0.
+    if abs(_speed(one, metric) - _speed(other, metric)) < _NOTHING * _speed(other, metric):
         return False
     return differ(one.throughput, other.throughput)
 

@@ -61,3 +61,10 @@ def test_the_share_stays_within_its_bounds(losses: list[float], least: float) ->
     control = Share(least=least, most=0.9)
     for loss in losses:
         assert least <= control.step(loss) <= 0.9
+
+
+def test_the_while_is_three_tenths_of_a_second_and_its_end_belongs_to_the_quiet() -> None:
+    assert Pacer().quiet_seconds == 0.3
+    pacer = Pacer(quiet_seconds=0.5)
+    assert not pacer.may_run(1.0, active=True)
+    assert pacer.may_run(1.5, active=False)

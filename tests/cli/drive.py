@@ -154,6 +154,17 @@ def until(holds: Callable[[], Any], what: str, *, seconds: float = 10.0) -> Any:
     return value
 
 
+def until_one_run_is_over(world: World, copies: int = 2) -> None:
+    """Wait until a benchmark has a run behind it: more have been clients than one run has."""
+    seen: set[int] = set()
+
+    def more_than_one() -> bool:
+        seen.update(one.pid for one in world.attached())
+        return len(seen) > copies
+
+    until(more_than_one, "a second run under MPS begins", seconds=60.0)
+
+
 def alive(pid: int) -> bool:
     """Return whether a process of this machine lives; a zombie does not."""
     try:

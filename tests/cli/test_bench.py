@@ -19,7 +19,7 @@ from gpushare.host.mig_leases import live_leases
 from gpushare.measure.bench_data import read_bench
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, alive, same, until
+from tests.cli.drive import Started, World, alive, same, until, until_one_run_is_over
 
 RATE = "^rate=(.+)$"
 WINDOW = ("--metric", RATE, "--for", "0.06")
@@ -350,8 +350,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
 ) -> None:
     path = tmp_path / "x.json"
     started = bench_started(real, "--for", "0.15", "--to", str(path))
-    until(lambda: world.begun and world.attached(), "copies under MPS run")
-    time.sleep(0.3)
+    until_one_run_is_over(world)
     started.signal(number)
     answer = started.result()
     assert answer.code == 128 + number

@@ -112,3 +112,77 @@ def test_a_driver_that_hangs_does_not_hang_gpushare(monkeypatch: pytest.MonkeyPa
         Checkpoint(Hanging()).unlock(42)
     assert caught.value.code == "driver_hangs"
     release.set()
+
+
+# -- what a wrong answer would do ------------------------------------------------------------------
+
+
+class Answering:
+    """A driver that gives each call the same answer, and notes the bytes that it was given."""
+
+    def __init__(self, code: int, state: int = 1) -> None:
+        self.code, self.state = code, state
+        self.given: list[tuple[str, int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cuCheckpoint"):
+            raise AttributeError(name)
+
+        def call(pid: int, argument: Any) -> int:
+            if name.endswith("GetState"):
+                ctypes.cast(argument, ctypes.POINTER(ctypes.c_int)).contents.value = self.state
+            else:
+                timeout = ctypes.cast(argument, ctypes.POINTER(ctypes.c_uint)).contents.value
+                self.given.append((name, pid, timeout))
+            return self.code
+
+        return call
+
+
+def test_an_unlock_that_the_driver_refuses_is_said() -> None:
+    """Taken for done, the program would stand still for ever."""
+    with pytest.raises(OperationFailed, match="did not unlock process 42: CUDA error 999") as caught:
+        Checkpoint(Answering(999)).unlock(42)
+    assert caught.value.code == "lock_refused"
+    with pytest.raises(NotSupported):
+        Checkpoint(Answering(801)).unlock(42)
+
+
+def test_a_lock_that_the_driver_refuses_is_said() -> None:
+    with pytest.raises(OperationFailed, match="did not lock process 42: CUDA error 999") as caught:
+        Checkpoint(Answering(999)).lock(42, 1.0)
+    assert caught.value.code == "lock_refused"
+
+
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(0.5, 500), (2.0, 2000), (0.0001, 1), (0.0015, 1), (0.0, 1)])
+def test_the_driver_is_told_milliseconds_and_never_none(seconds: float, milliseconds: int) -> None:
+    """0 would be for ever."""
+    driver = Answering(0)
+    Checkpoint(driver).lock(42, seconds)
+    assert driver.given == [("cuCheckpointProcessLock", 42, milliseconds)]
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "locked"), [(0, 1, True), (0, 0, False), (0, 2, False), (0, 3, False), (400, 1, False)]
+)
+def test_only_a_process_that_is_locked_is_said_to_be(code: int, state: int, locked: bool) -> None:
+    # cuda.h, CUprocessState: 0 running, 1 locked, 2 checkpointed, 3 failed.
+    assert Checkpoint(Answering(code, state)).is_locked(42) is locked
+
+
+def test_a_driver_that_hangs_keeps_no_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread must not be waited for at the end."""
+    release, threads = threading.Event(), []
+    monkeypatch.setattr(module, "CALL_SECONDS", 0.0)
+
+    class Hanging:
+        def cuCheckpointProcessGetState(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's name
+            threads.append(threading.current_thread())
+            release.wait(10)
+            return 0
+
+    assert Checkpoint(Hanging()).is_locked(42) is False
+    release.set()
+    for thread in threads:
+        assert thread.daemon
+        thread.join()

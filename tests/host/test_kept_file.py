@@ -57,3 +57,47 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatc
         replace_file(path, "2", durable=True)
     assert path.read_text() == "1"
     assert [one.name for one in tmp_path.iterdir()] == ["one.json"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_must_outlive_a_crash_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    path = tmp_path / "one.json"
+    done: list[str] = []
+    replace = os.replace
+
+    def synced(descriptor: int) -> None:
+        opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        # All of the text, and not what a buffer had let through so far.
+        done.append(f"sync {opened.name}" if opened == tmp_path else f"sync text {opened.read_text()}")
+
+    def renamed(old: str, new: Path) -> None:
+        done.append(f"rename to {Path(new).name}")
+        replace(old, new)
+
+    monkeypatch.setattr(kept_file.os, "fsync", synced)
+    monkeypatch.setattr(kept_file.os, "replace", renamed)
+    replace_file(path, '{"a": 1}', durable=durable)
+    expected = ['sync text {"a": 1}', "rename to one.json", f"sync {tmp_path.name}"]
+    assert done == (expected if durable else ["rename to one.json"])
+    replace_file(path, "2")
+    assert done[-1] == "rename to one.json"
+
+
+def test_a_directory_is_synced_without_keeping_it_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        replace_file(tmp_path / "one.json", str(number), durable=True)
+        assert read_trusted(tmp_path / "one.json") == number
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_interruption_leaves_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept_file.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(tmp_path / "one.json", "1")
+    assert list(tmp_path.iterdir()) == []

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import (
+    ExitCode,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    TimedOut,
+)
+from gpushare.host import mig_changes as changing
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.mig import MigReader
@@ -301,3 +313,69 @@ def test_every_placement_reaches_c_by_reference(host: Host, monkeypatch: pytest.
     found = changes(host)
     found.create_compute_instance(0, found.create_gpu_instance(0, G3, Placement(0, 4)), 1, Placement(0, 1))
     assert seen == [True, True]
+
+
+# -- rights, handles and exit codes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uid", "simulated", "opens", "may"),
+    [
+        (0, False, False, True),
+        (1000, False, True, True),
+        (1000, False, False, False),
+        # The node is the real machine's, and says nothing of a simulated host.
+        (1000, True, True, False),
+    ],
+)
+def test_who_may_change_a_real_host(
+    monkeypatch: pytest.MonkeyPatch, uid: int, simulated: bool, opens: bool, may: bool
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def access(path: str, how: int) -> bool:
+        asked.append((path, how))
+        return opens
+
+    monkeypatch.setattr(changing, "os", SimpleNamespace(access=access, R_OK=os.R_OK))
+    assert may_change(cast("Any", SimpleNamespace(uid=uid, is_simulated=simulated))) is may
+    assert asked == ([] if uid == 0 or simulated else [("/dev/nvidia-caps/nvidia-cap1", os.R_OK)])
+
+
+def test_after_a_change_of_the_mode_no_handle_of_before_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvml.h, nvmlDeviceSetMigMode: the device may be unbound or reset."""
+    found = connect(H100)
+    before = found.nvml.handle(0)
+    calls: list[str] = []
+    restart = found.nvml.restart
+    monkeypatch.setattr(found.nvml, "restart", lambda: (calls.append("restart"), restart()))
+    MigChanges(found.nvml).set_mode(0, enabled=True)
+    assert calls == ["restart"]
+    assert found.nvml.handle(0) is not before
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"),
+    [
+        (Code.IN_USE, ExitCode.IN_USE),
+        (Code.RESET_REQUIRED, ExitCode.FAILED),
+        (Code.NOT_SUPPORTED, ExitCode.NOT_SUPPORTED),
+        (Code.UNKNOWN, ExitCode.FAILED),
+    ],
+)
+def test_the_exit_code_says_why_a_mode_is_only_pending(
+    monkeypatch: pytest.MonkeyPatch, status: Code, exit_code: ExitCode
+) -> None:
+    monkeypatch.setattr(mig_changes, "set_mode", lambda *_: status)
+    assert raised(changes(connect(A100)).set_mode, 0, enabled=True).exit_code is exit_code
+
+
+def test_what_the_driver_did_otherwise_is_a_failure_and_nobody_elses_use(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G1, Placement(0, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(mig_changes, "destroy_gpu_instance", lambda *_: None)
+        assert raised(found.destroy_gpu_instance, 0, instance).exit_code is ExitCode.FAILED
+    assert raised(found.create_gpu_instance, 0, G1, Placement(0, 1)).exit_code is ExitCode.FAILED

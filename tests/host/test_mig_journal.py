@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,3 +268,58 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
     assert "Traceback" not in answer.err
     held.communicate("go\n", timeout=20)
     assert host.nvml.gpu(0).mig_enabled is False
+
+
+# -- the lock itself -------------------------------------------------------------------------------
+
+
+def test_who_waits_goes_on_when_the_other_has_ended(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    with contextlib.ExitStack() as other:
+        other.enter_context(Journal(connect(H200)).locked())
+
+        def ended(seconds: float) -> None:
+            waited.append(seconds)
+            other.close()
+
+        monkeypatch.setattr(mig_journal, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
+        with journal.locked(seconds=3600.0):
+            assert journal.running()
+    assert len(waited) == 1
+
+
+def test_a_lock_that_cannot_be_made_is_said(journal: Journal, path: Path) -> None:
+    lock = path.parent / "lock"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(OperationFailed, match="Is a directory") as caught, journal.locked():
+        pytest.fail("held without a lock")
+    assert caught.value.code == "journal_unwritable"
+    assert str(lock) in caught.value.message
+
+
+def test_without_the_lock_nobody_is_changing_anything(journal: Journal, path: Path) -> None:
+    """As after somebody has cleared up: what died in the middle is told all the same."""
+    (path.parent / "lock").unlink()
+    assert journal.running() is False
+    assert journal.left() is not None
+
+
+def test_each_word_of_the_journal_and_its_end_are_on_the_disk(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash of the machine would bring an entry back that is done, or lose the step that was begun."""
+    durable: list[str] = []
+    real = mig_journal.replace_file
+
+    def replaced(path: Path, text: str, *, durable: bool) -> None:
+        assert durable
+        real(path, text, durable=durable)
+
+    monkeypatch.setattr(mig_journal, "replace_file", replaced)
+    monkeypatch.setattr(mig_journal, "sync_directory", lambda path: durable.append(path.name))
+    with journal.locked():
+        journal.begin("apply", [BEFORE], [AFTER])
+        journal.note("first")
+        journal.end()
+    assert durable == ["mig"]

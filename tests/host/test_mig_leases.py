@@ -301,3 +301,127 @@ def test_root_and_others_keep_each_other_out(
             taken(seen).release()
     finally:
         os.umask(before)
+
+
+# -- files that come and go ------------------------------------------------------------------------
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_removed_again_and_again_is_said_in_the_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, removed = mig_leases._lock, []
+
+    def always_removed(descriptor: int, kind: int) -> bool:
+        removed.append(os.unlink(os.readlink(f"/proc/self/fd/{descriptor}")))
+        return lock(descriptor, kind)
+
+    taken(host).release()
+    monkeypatch.setattr(mig_leases, "_lock", always_removed)
+    before = open_descriptors()
+    with pytest.raises(OperationFailed, match="removed again and again") as caught:
+        take_lease(host, ONE)
+    assert caught.value.code == "lease_unusable"
+    assert 1 < len(removed) <= 100
+    assert open_descriptors() == before
+
+
+def test_a_file_that_goes_before_it_is_opened_is_said_in_the_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = mig_leases._create
+
+    def gone_at_once(path: Path) -> None:
+        create(path)
+        path.unlink()
+
+    monkeypatch.setattr(mig_leases, "_create", gone_at_once)
+    with pytest.raises(OperationFailed, match="comes and goes") as caught:
+        take_lease(host, ONE)
+    assert caught.value.code == "lease_unusable"
+
+
+def test_two_who_make_the_file_at_once_lock_the_same(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, made = mig_leases._create, []
+
+    def other_was_first(path: Path) -> None:
+        create(path)
+        made.append(path)
+        create(path)
+
+    monkeypatch.setattr(mig_leases, "_create", other_was_first)
+    lease = taken(host)
+    assert made == [lease.path]
+    assert [path.name for path in lease.path.parent.iterdir()] == [lease.path.name]
+    assert take_lease(host, ONE) is None
+    lease.release()
+
+
+def test_who_is_refused_keeps_nothing_open(host: Host) -> None:
+    nothing = open_descriptors()
+    lease = taken(host)
+    before = open_descriptors()
+    # Its own, and none of how the file was made.
+    assert before == nothing + 1
+    for _ in range(3):
+        assert take_lease(host, ONE) is None
+        assert set(live_leases(host)) == {ONE}
+    assert open_descriptors() == before
+    lease.release()
+    assert open_descriptors() == before - 1
+
+
+def test_what_is_no_lease_is_not_told_and_hides_none(host: Host) -> None:
+    lease = taken(host)
+    directory = lease.path.parent
+    for name in ("gpushare-GPU-1.lease", f"gpushare-{ONE}.lease.old", f"x-gpushare-{ONE}.lease", ".gpushare-x"):
+        (directory / name).write_text("1\n")
+    (directory / f"gpushare-{OTHER}.lease").symlink_to(lease.path)
+    (directory / "gpushare-MIG-pipe.lease").mkdir()
+    assert set(live_leases(host)) == {ONE}
+    lease.release()
+
+
+def test_a_lease_names_who_holds_it_and_only_while_he_does(host: Host) -> None:
+    lease = taken(host)
+    assert lease.path.read_text() == f"{os.getpid()}\n"
+    lease.release()
+    # Nobody's name stays in a file that is free.
+    assert lease.path.read_text() == ""
+    again = taken(host)
+    again.path.write_text("4194999\n")
+    (holder,) = live_leases(host).values()
+    assert (holder.pid, holder.user, holder.name) == (4194999, None, None)
+    again.release()
+
+
+def test_an_old_way_of_naming_an_instance_makes_a_file_name_too(host: Host) -> None:
+    """MIG-GPU-<uuid>/<gi>/<ci>, of drivers before 470."""
+    lease = taken(host, "MIG-GPU-1/5/0")
+    assert lease.path.name == "gpushare-MIG-GPU-1_5_0.lease"
+    assert take_lease(host, "MIG-GPU-1/5/0") is None
+    lease.release()
+
+
+def test_a_directory_that_is_not_there_is_no_shared_one(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = local(host, tmp_path / "none", monkeypatch)
+    assert mig_leases.lease_directory(seen) == seen.run_directory / "mig" / "leases"
+
+
+def test_the_first_shared_directory_is_everybodys(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "lock", tmp_path / "tmp"
+    for one in (first, second):
+        one.mkdir()
+    seen = replace(host, spec="local", run_directory=tmp_path / "own")
+    monkeypatch.setattr(mig_leases, "SHARED_DIRECTORIES", (first, second))
+    modes = {first: 0o1777, second: 0o1777}
+    # Who owns it counts too, which only root could set.
+    monkeypatch.setattr(
+        mig_leases.os, "lstat", lambda path: os.stat_result((0o040000 | modes[path], 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    )
+    assert mig_leases.lease_directory(seen) == first
+    modes[first] = 0o755
+    assert mig_leases.lease_directory(seen) == second
+    monkeypatch.setattr(mig_leases.os, "lstat", lambda path: os.stat_result((0o041777, 0, 0, 1, 1000, 0, 0, 0, 0, 0)))
+    assert mig_leases.lease_directory(seen) == seen.run_directory / "mig" / "leases"

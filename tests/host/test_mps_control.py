@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,3 +301,91 @@ class HalfOnce(Daemon):
             self.halves -= 1
             return replace(done, stdout=done.stdout.splitlines(keepends=True)[0])
         return done
+
+
+def test_a_server_without_a_limit_holds_none() -> None:
+    daemon = Daemon({"get_device_pinned_mem_limit 7 0": ""})
+    control(daemon).clear_server_memory(7)
+    assert daemon.asked == ["set_device_pinned_mem_limit 7 0 0G", "get_device_pinned_mem_limit 7 0"]
+    for held in ("512M\n", "2G\n"):
+        with pytest.raises(OperationFailed, match="did not take the pinned memory limit None") as caught:
+            control(Daemon({"get_device_pinned_mem_limit 7 0": held})).clear_server_memory(7)
+        assert caught.value.code == "limit_not_held"
+
+
+def test_each_kind_of_command_has_its_own_patience() -> None:
+    """Ending takes longer than asking: servers wait for what their clients have in flight."""
+    waited: list[tuple[str, float]] = []
+
+    class Watched(Daemon):
+        def run(self, argv: Sequence[str], *, timeout: float = 10.0, stdin: str = "", **more: Any) -> Completed:
+            waited.append((stdin.splitlines()[0], timeout))
+            return super().run(argv, timeout=timeout, stdin=stdin, **more)
+
+    watched = control(Watched())
+    watched.ask("get_server_list")
+    watched.ask("get_server_list", timeout=0.5)
+    watched.tell("start_server")
+    watched.terminate_client(7, 8)
+    watched.quit()
+    watched.quit(20.0)
+    watched.quit(0.2)
+    MpsControl(Watched(), "/run/p", seconds=0.7).ask("get_server_list")
+    assert waited == [
+        ("get_server_list", 5.0),
+        ("get_server_list", 0.5),
+        ("start_server", 5.0),
+        ("terminate_client 7 8", 10.0),
+        ("quit", 10.0),
+        ("quit -t 20", 35.0),
+        # Less than a second it cannot be told.
+        ("quit -t 1", 16.0),
+        ("get_server_list", 0.7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "reply", "answered"),
+    [
+        ("100.0\n", 0, "", True),
+        ("628\n629\n50.0\n", 0, "628\n629\n", True),
+        ("", 0, "", False),
+        # A PID, and a word, are no percentage.
+        ("100\n", 0, "100\n", False),
+        ("628\n", 0, "628\n", False),
+        ("Server 1.0 not found\n", 0, "Server 1.0 not found\n", False),
+        ("a.b\n", 0, "a.b\n", False),
+        # The answer to the question itself is not the closing one.
+        ("50.0\n", 1, "50.0\n", False),
+        ("50.0\n100.0\n", 1, "50.0\n", True),
+    ],
+)
+def test_the_closing_answer_is_told_from_the_reply(said: str, least: int, reply: str, answered: bool) -> None:
+    assert mps_control.without_sentinel(said, least) == (reply, answered)
+
+
+def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    for at in range(0, 18_000_000, 1000):
+        told = SimpleNamespace(sleep=waited.append, monotonic_ns=lambda at=at: at)
+        monkeypatch.setattr(mps_control, "time", told)
+        mps_control._step_aside()
+    assert len(set(waited)) == 18
+    assert (min(waited), max(waited)) == (pytest.approx(0.002), pytest.approx(0.019))
+
+
+def test_a_command_that_must_not_come_twice_waits_before_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside: list[int] = []
+    monkeypatch.setattr(mps_control, "_step_aside", lambda: aside.append(1))
+    daemon = Daemon({"terminate_client 7 8": "0\n"}, stderr="Cannot send command to MPS control daemon\n", drops=3)
+    control(daemon).terminate_client(7, 8)
+    assert aside == [1, 1, 1]
+
+
+def test_what_fails_without_a_word_is_told_by_its_exit_code() -> None:
+    daemon = Daemon({"quit": ""}, code=3)
+    with pytest.raises(OperationFailed, match="'quit' failed at the MPS daemon: exit code 3"):
+        control(daemon).quit()
+    daemon = Daemon({"quit": "Bus error\n"}, code=3)
+    with pytest.raises(OperationFailed, match=r"failed at the MPS daemon: Bus error$"):
+        control(daemon).quit()

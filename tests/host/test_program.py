@@ -56,11 +56,16 @@ def test_much_output_and_much_input_do_not_block(script: Script) -> None:
 def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir: Path) -> None:
     script(f"sleep 60 & echo $! $$ > {sim_dir}/pids; wait")
     started = LocalPrograms().start(["nvidia-smi"], timeout=0.2)
+    pids, deadline = sim_dir / "pids", time.monotonic() + 20
+    # However slow the machine is, the time is not over before there is something to end.
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(TimedOut) as caught:
         started.result()
     assert (caught.value.code, caught.value.exit_code) == ("program_hangs", ExitCode.FAILED)
     assert "'nvidia-smi' did not answer within 0.2 s" in caught.value.message
-    for pid in map(int, (sim_dir / "pids").read_text().split()):
+    for pid in map(int, pids.read_text().split()):
         deadline = time.monotonic() + 5
         while LocalProcesses().alive(pid):
             assert time.monotonic() < deadline

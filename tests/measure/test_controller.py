@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpushare.measure.controller import (
     GRID,
+    START,
     Goal,
     Outcome,
     Search,
@@ -186,3 +188,144 @@ def test_a_memory_bound_job_is_warned_of() -> None:
     assert memory_warning(None, None) is None
     assert "opportunistic job alone draws 90 %" in (memory_warning(90.0, 5.0) or "")
     assert "production job alone draws 91 %" in (memory_warning(20.0, 91.0) or "")
+
+
+# -- step by step ----------------------------------------------------------------------------------
+
+
+def ran(threads: float, kept: float, **more: Any) -> Trial:
+    """Return a run of a cap with low priority, unless said otherwise."""
+    setting = Setting(threads=threads, **{key: more.pop(key) for key in ("low", "production_threads") if key in more})
+    return Trial(setting=setting, kept=kept, **more)
+
+
+def next_after(*trials: Trial, search: Search = SEARCH) -> Setting | None:
+    """Return what is tried after these runs."""
+    return next_setting(search, trials)
+
+
+def test_the_way_up_halves_what_is_open_and_each_answer_is_confirmed_once() -> None:
+    found, trials = searched(SEARCH, knee(80.0))
+    assert [(one.setting.threads, one.setting.low) for one in trials] == [
+        (60.0, True),
+        # Of 70, 80, 90 and 100.
+        (80.0, True),
+        (90.0, True),
+        (80.0, True),
+        (80.0, False),
+    ]
+    assert found.best is not None
+    assert (found.best.setting, found.best.trials, found.stable) == (Setting(threads=80.0), 2, True)
+
+
+def test_the_way_down_begins_with_a_small_step() -> None:
+    failing = [ran(60.0, 0.5)]
+    assert next_after(*failing) == Setting(threads=50.0)
+    failing.append(ran(50.0, 0.5))
+    # Of 10, 20, 25, 30 and 40.
+    assert next_after(*failing) == Setting(threads=25.0)
+    failing.append(ran(25.0, 0.5))
+    assert next_after(*failing) == Setting(threads=10.0)
+    failing.append(ran(10.0, 0.5))
+    assert next_after(*failing) is None
+
+
+def test_the_caps_that_are_tried_are_possible_ones_from_none_downwards() -> None:
+    assert (GRID[0], START.threads in GRID) == (100.0, True)
+    assert list(GRID) == sorted(set(GRID), reverse=True)
+    assert all(0 < threads <= 100 for threads in GRID)
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0.96, True), (0.94, False)])
+def test_only_a_narrow_failure_gets_a_second_run(kept: float, again: bool) -> None:
+    # The goal is 0.97: a hundredth below it is narrow, three are not.
+    above = next_after(ran(60.0, 1.0), ran(60.0, 1.0), ran(70.0, kept))
+    assert above == (Setting(threads=70.0) if again else Setting(threads=60.0, low=False))
+    least = next_after(ran(60.0, 0.5), ran(10.0, kept))
+    assert least == (Setting(threads=10.0) if again else None)
+    # And no third one.
+    assert next_after(ran(60.0, 0.5), ran(10.0, kept), ran(10.0, kept)) is None
+
+
+def test_no_more_runs_are_made_than_allowed() -> None:
+    search = Search(goal=Goal(keep=0.97), most=3)
+    found, trials = searched(search, knee(80.0))
+    assert len(trials) == 3
+    assert Search(goal=Goal()).most == 16
+    # What was seen holds, and is called what it is.
+    assert found.best is not None
+    assert found.best.trials == 1
+    assert not found.stable
+
+
+def test_an_answer_stands_only_when_there_is_nothing_left_to_run() -> None:
+    assert not outcome(SEARCH, []).stable
+    assert not outcome(SEARCH, [ran(60.0, 1.0)]).stable
+    # It is confirmed, and larger caps were not tried yet.
+    assert not outcome(SEARCH, [ran(60.0, 1.0), ran(60.0, 1.0)]).stable
+    assert outcome(SEARCH, []).nearest is None
+
+
+def test_caps_on_production_that_leave_nothing_are_not_tried() -> None:
+    search = Search(goal=Goal(keep=0.9), grid=(60.0,), confirmed=1, production_caps=(0.0, 100.0, 30.0, 120.0))
+    _, trials = searched(search, knee(60.0))
+    capped = [one.setting for one in trials if one.setting.production_threads is not None]
+    assert capped == [Setting(threads=70.0, production_threads=30.0)]
+
+
+def test_of_equals_the_one_without_a_cap_on_production_and_with_low_priority_is_better() -> None:
+    trials = [ran(60.0, 1.0, low=False), ran(60.0, 1.0), ran(90.0, 1.0, production_threads=10.0)]
+    best = best_of(judge(Goal(), trials))
+    assert best is not None
+    assert best.setting == Setting(threads=60.0)
+
+
+@pytest.mark.parametrize(("rate", "wins"), [(1.02, False), (1.05, True)])
+def test_another_way_wins_only_by_a_rate_that_stands_out(rate: float, wins: bool) -> None:
+    trials = [ran(60.0, 1.0, opportunistic=1.0), ran(50.0, 1.0, opportunistic=rate)]
+    best = best_of(judge(Goal(), trials))
+    assert best is not None
+    assert best.setting.threads == (50.0 if wins else 60.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "normal", "helps"),
+    [
+        ({"kept": 0.98}, {"kept": 0.96}, True),
+        ({"kept": 0.98}, {"kept": 0.975}, False),
+        ({"kept": 0.98, "p99": 1.0}, {"kept": 0.98, "p99": 1.2}, True),
+        ({"kept": 0.98, "p99": 1.2}, {"kept": 0.98, "p99": 1.0}, False),
+        ({"kept": 0.98, "p99": 1.0}, {"kept": 0.98, "p99": 1.02}, False),
+        ({"kept": 0.98, "p99": 1.0}, {"kept": 0.98}, False),
+        ({"kept": 0.98}, {"kept": 0.98, "p99": 1.0}, False),
+        ({"kept": 0.98}, None, None),
+    ],
+)
+def test_low_priority_helps_by_the_rate_or_by_the_tail(
+    low: dict[str, float], normal: dict[str, float] | None, helps: bool | None
+) -> None:
+    trials = [ran(60.0, **low)] + ([] if normal is None else [ran(60.0, low=False, **normal)])
+    # Another cap's run tells nothing of it.
+    assert outcome(SEARCH, [*trials, ran(50.0, 0.1, low=False)]).low_priority_helps is helps
+
+
+def test_runs_of_one_setting_count_together_and_unknown_ones_do_not() -> None:
+    (one,) = judge(
+        Goal(keep=0.5, p99_factor=2.0),
+        [ran(60.0, 0.8, p99=1.0, opportunistic=3.0), ran(60.0, 0.4), ran(60.0, 0.6, p99=4.0, opportunistic=5.0)],
+    )
+    assert (one.trials, one.kept) == (3, pytest.approx(0.6))
+    assert (one.p99, one.opportunistic) == (2.5, 4.0)
+    assert one.margin == pytest.approx(2.0 / 2.5)
+
+
+def test_settings_are_named_for_people() -> None:
+    assert Setting(threads=100.0, low=False).title == "no cap"
+    assert Setting(threads=60.0).title == "cap 60 %, low priority"
+    assert Setting(threads=50.0, low=False, production_threads=50.0).title == "cap 50 %, production cap 50 %"
+
+
+@pytest.mark.parametrize(("percent", "warned"), [(84.9, False), (85.0, True)])
+def test_a_memory_that_is_nearly_full_is_warned_of(percent: float, warned: bool) -> None:
+    assert (memory_warning(percent, None) is not None) is warned
+    assert (memory_warning(None, percent) is not None) is warned

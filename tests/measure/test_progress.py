@@ -59,7 +59,9 @@ def test_the_interval_of_a_p99_holds_it(latencies: list[float]) -> None:
     found = p99_interval([window])
     assert found is not None
     low, high = found
-    assert min(latencies) <= low <= (p99([window]) or 0.0) <= high <= max(latencies)
+    value, slack = p99([window]) or 0.0, 1 + 1e-12
+    assert min(latencies) <= low <= value * slack
+    assert value <= high * slack <= max(latencies) * slack
 
 
 def test_a_p99_of_few_requests_has_no_interval() -> None:
@@ -71,3 +73,106 @@ def test_the_interval_narrows_with_the_number_of_requests() -> None:
     few, many = ([Window(rate=1.0, latencies=tuple(n / count for n in range(count)))] for count in (500, 5000))
     (low, high), (lower, higher) = p99_interval(few) or (0, 9), p99_interval(many) or (0, 9)
     assert higher - lower < high - low
+
+
+# -- what is easily told wrong ---------------------------------------------------------------------
+
+
+def printed(*rates: str, higher_is_better: bool = True) -> float | None:
+    """Return the rate of a window in which these were printed."""
+    seen = Progress(Metric(pattern=r"rate=(\S+)", higher_is_better=higher_is_better))
+    for number, rate in enumerate(rates):
+        seen.listen(f"rate={rate}", 1.0 + number)
+    return seen.window(0.0, 100.0).rate
+
+
+def test_a_program_that_was_held_up_is_slower_by_it() -> None:
+    """It prints a rate of 0: left out, the one that harmed it would look harmless."""
+    assert printed("10", "0", "0", "10") == 5.0
+    assert printed("0", "0.0") == 0.0
+    assert printed("0.5") == 0.5
+
+
+def test_what_cannot_be_a_rate_or_a_time_is_left_out() -> None:
+    assert printed("10", "-4") == 10.0
+    assert printed("-4") is None
+    assert printed("0.5", "0", "-1", higher_is_better=False) == 2.0
+    assert printed("0", higher_is_better=False) is None
+
+
+def lines_at(*times: float) -> Progress:
+    """Return a program that printed a line at each of these times."""
+    seen = Progress(Metric())
+    for at in times:
+        seen.listen("line", at)
+    return seen
+
+
+def test_lines_are_counted_after_the_start_and_up_to_the_end() -> None:
+    seen = lines_at(1.0, 2.0, 3.0, 4.0)
+    assert [seen.count(*window) for window in ((1.0, 3.0), (0.0, 4.0), (4.0, 9.0), (0.5, 0.9))] == [2, 4, 0, 0]
+    rates = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    for at in (1.0, 2.0, 3.0):
+        rates.listen("rate=1", at)
+        # One that prints a number is not counted by its lines.
+        rates.listen("another line", at)
+    assert [rates.count(*window) for window in ((1.0, 3.0), (0.0, 9.0), (3.0, 9.0))] == [2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("times", "window", "rate"),
+    [
+        # Half of the gap before a line, and half of the one behind it.
+        ((1.0, 2.0, 3.0, 4.0), (1.5, 3.5), 1.0),
+        # Behind the last line one more is due after the last gap, and no more than one.
+        ((1.0, 2.0), (1.0, 2.5), 1.0),
+        ((1.0, 2.0), (1.0, 4.0), 2 / 3),
+        # The first line begins the count; of one alone nothing is known that comes behind it.
+        ((1.0, 2.0), (0.0, 1.0), 1.0),
+        ((5.0,), (0.0, 10.0), 0.1),
+        ((5.0,), (5.0, 10.0), None),
+        # A gap that becomes longer.
+        ((0.0, 1.0, 5.0), (1.0, 3.0), 0.25),
+        # Two at the same moment.
+        ((1.0, 1.0, 3.0), (0.5, 2.0), 2.5 / 1.5),
+        ((1.0, 1.0), (0.5, 2.0), 2 / 1.5),
+        ((), (0.0, 1.0), None),
+        # An empty window, and one that ends before it begins.
+        ((1.0, 2.0, 3.0), (2.0, 2.0), None),
+        ((1.0, 2.0, 3.0), (3.0, 2.0), None),
+    ],
+)
+def test_lines_per_second_by_hand(times: tuple[float, ...], window: tuple[float, float], rate: float | None) -> None:
+    found = lines_at(*times).window(*window).rate
+    assert found == (None if rate is None else pytest.approx(rate))
+
+
+def test_a_p99_needs_twenty_latencies_and_else_is_the_printed_one() -> None:
+    few, enough = (tuple(float(one) for one in range(count)) for count in (19, 20))
+    assert p99([Window(rate=1.0, latencies=few, printed_p99=7.0)]) == 7.0
+    assert p99([Window(rate=1.0, latencies=enough, printed_p99=7.0)]) == pytest.approx(18.81)
+    # Of all windows together.
+    halves = [Window(rate=1.0, latencies=enough[:10]), Window(rate=1.0, latencies=enough[10:])]
+    assert p99(halves) == pytest.approx(18.81)
+
+
+def test_of_several_printed_p99s_the_middle_one_counts() -> None:
+    seen = Progress(Metric())
+    for at, text in ((1.0, "p99=1"), (2.0, "p99_ms: 100"), (3.0, "P99 latency 3")):
+        seen.listen(text, at)
+    window = seen.window(0.0, 9.0)
+    assert window.printed_p99 == 3.0
+    assert p99([window, Window(rate=1.0, printed_p99=5.0), Window(rate=1.0), Window(rate=1.0, printed_p99=90.0)]) == 5.0
+
+
+def test_the_interval_of_a_p99_by_hand() -> None:
+    """Of 1000 the 99th percentile is the 990th, give or take 1.96 sqrt(9.9) = 6.17: ranks 983 and 997."""
+    window = Window(rate=1.0, latencies=tuple(float(one) for one in range(1, 1001)))
+    assert p99_interval([window]) == (983.0, 997.0)
+
+
+@pytest.mark.parametrize(("count", "known"), [(380, False), (381, True)])
+def test_the_interval_needs_so_many_that_its_upper_rank_exists(count: int, known: bool) -> None:
+    """0.99 n + 1.96 sqrt(0.0099 n), rounded up, must not be above n: from 381 on."""
+    window = Window(rate=1.0, latencies=tuple(float(one) for one in range(count)))
+    assert (p99_interval([window]) is not None) is known

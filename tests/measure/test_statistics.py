@@ -119,3 +119,76 @@ def test_quantiles_fall_with_more_measurements_to_the_normal_one() -> None:
     assert quantiles == sorted(quantiles, reverse=True)
     assert quantiles[0] == 12.706
     assert quantiles[-1] > 1.96
+
+
+def test_a_known_ratio_and_its_interval() -> None:
+    """By hand, with Welch's degrees of freedom.
+
+    Means 10 and 5, deviations 1 and 0.1155 of 3 and 4 measurements: the squares of the relative errors of the means
+    are 1/300 and 1/7500. Their sum, squared, over (1/300)^2 / 2 + (1/7500)^2 / 3 is 2.2 degrees of freedom: t(2) =
+    4.303. exp(4.303 sqrt(1/300 + 1/7500)) = 1.2883.
+    """
+    found = ratio([9.0, 10.0, 11.0], [4.9, 5.1, 4.9, 5.1])
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.value == pytest.approx(2.0)
+    assert (found.high / 2.0, 2.0 / found.low) == (pytest.approx(1.2883, abs=1e-4), pytest.approx(1.2883, abs=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "freedom"),
+    [
+        # As many degrees as both have together where both spread alike ...
+        ([9.0, 10.0, 11.0], [9.0, 10.0, 11.0], 4),
+        ([9.0, 11.0, 9.0, 11.0, 9.0, 11.0], [9.0, 11.0, 9.0, 11.0, 9.0, 11.0], 10),
+        # ... and those of the one that spreads where the other one does not.
+        ([9.0, 10.0, 11.0, 10.0], [5.0] * 30, 3),
+        ([5.0] * 30, [9.0, 11.0], 1),
+    ],
+)
+def test_the_degrees_of_freedom_of_a_ratio_are_welchs(above: list[float], below: list[float], freedom: int) -> None:
+    found = ratio(above, below)
+    assert found is not None
+    assert found.high is not None
+    parts = [statistics.variance(one) / statistics.mean(one) ** 2 / len(one) for one in (above, below)]
+    assert math.log(found.high / found.value) == pytest.approx(t_quantile(freedom) * math.sqrt(sum(parts)))
+
+
+def test_two_measurements_have_a_spread_and_an_interval() -> None:
+    found = summary([9.0, 11.0])
+    assert found.spread == pytest.approx(0.2)
+    assert (found.low, found.high) == (pytest.approx(10 - 12.706), pytest.approx(10 + 12.706))
+    assert summary([-1.0, 1.0]).spread is None
+
+
+def test_one_measurement_alone_never_differs_whichever_it_is() -> None:
+    several, alone = summary([1.0, 2.0]), summary([100.0])
+    assert differ(alone, several) is None
+    assert differ(several, alone) is None
+    single = ratio([1.0, 2.0], [100.0])
+    assert single is not None
+    assert (single.low, single.high) == (None, None)
+
+
+def test_intervals_that_touch_do_not_differ() -> None:
+    one = summary([9.0, 11.0])
+    assert one.low is not None
+    assert one.high is not None
+    assert differ(one, summary([one.high + 0.5, one.high + 0.5])) is True
+    assert differ(one, summary([one.high, one.high])) is False
+    assert differ(summary([one.low, one.low]), one) is False
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [
+        # Student's t, two-sided 95 %, of the printed tables.
+        *((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (6, 2.447), (7, 2.365), (8, 2.306)),
+        *((9, 2.262), (10, 2.228), (12, 2.179), (15, 2.131), (20, 2.086), (30, 2.042), (60, 2.000), (120, 1.980)),
+        # Between two entries the larger quantile: an interval is never too narrow.
+        *((11, 2.228), (14, 2.179), (19, 2.131), (29, 2.086), (59, 2.042), (119, 2.000), (10_000, 1.980)),
+    ],
+)
+def test_known_quantiles(freedom: int, quantile: float) -> None:
+    assert t_quantile(freedom) == quantile

@@ -1,0 +1,154 @@
+"""What is set is read back, and what did not hold is taken back: compute mode beside the time-slice, limits of MPS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpushare.actions.mps_limits import check_memory
+from gpushare.actions.timeslice import plan_set
+from gpushare.errors import BadUsage
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.nvml import NvmlReader
+from gpushare.host.smi import ComputePolicy
+from gpushare.model import ComputeMode, Priority, TimeSlice
+from gpushare.selection import Device, select_one
+from gpushare.units import GIB
+from tests.cli.drive import Answer, World
+
+Cli = Callable[..., Answer]
+
+
+def test_a_compute_mode_that_does_not_hold_is_an_error(
+    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    monkeypatch.setattr(NvmlReader, "set_compute_mode", lambda *_: None)
+    said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
+    assert "GPU 0 holds compute mode exclusive-process instead of default" in said
+
+
+def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, read, told = ComputePolicy.set, ComputePolicy.read, []
+
+    def heard(self: ComputePolicy, uuid: str, level: TimeSlice) -> object:
+        told.append(level)
+        return put(self, uuid, level)
+
+    monkeypatch.setattr(ComputePolicy, "set", heard)
+    monkeypatch.setattr(ComputePolicy, "read", lambda self: {0: None} if told[-1:] == [TimeSlice.SHORT] else read(self))
+    said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
+    assert "the GPU holds an unknown level" in said
+    assert told[:2] == [TimeSlice.SHORT, TimeSlice.DEFAULT]
+
+
+def simulated(world: World) -> tuple[object, ...]:
+    (daemon,) = world.state.daemons
+    (server,) = daemon.servers
+    return daemon.threads, daemon.memory, daemon.priority, server.threads, server.memory
+
+
+@pytest.mark.parametrize("at_first", [(), ("--memory", "8G"), ("--priority", "low", "--threads", "70")])
+def test_when_the_last_limit_fails_all_are_as_they_were(
+    refused: Callable[..., str],
+    cli: Cli,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    at_first: tuple[str, ...],
+) -> None:
+    cli("mps", "start", *at_first).ok()
+    world.client()
+    before = simulated(world)
+    proper, lies = MpsControl.server_memory, iter([True, False, True, False])
+    monkeypatch.setattr(MpsControl, "server_memory", lambda self, pid: "7M" if next(lies, False) else proper(self, pid))
+    words = ("--threads", "25", "--memory", "2G", "--priority", "low")
+    said = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
+    assert "could not be undone" not in said
+    assert simulated(world) == before
+
+
+def test_what_could_not_go_back_is_named_with_its_command(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("mps", "start").ok()
+    world.client()
+    # From the first try on no priority is taken, not even the old one.
+    monkeypatch.setattr(MpsControl, "default_priority", lambda _: None)
+    answer = cli("mps", "set", "--threads", "25", "--priority", "low")
+    assert answer.code == 1
+    assert "could not be undone" in answer.lines("error")[0]
+
+
+def test_a_server_that_came_after_the_plan_is_left_alone(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way back touches the servers that the plan knew, and only those that are still there."""
+    cli("mps", "start").ok()
+    world.client()
+    touched: list[int] = []
+    proper = MpsControl.servers
+    monkeypatch.setattr(MpsControl, "servers", lambda self: [*proper(self), 4242] if touched else proper(self))
+    real = MpsControl.set_server_threads
+
+    def watched(self: MpsControl, server: int, percent: float) -> None:
+        touched.append(server)
+        real(self, server, percent)
+
+    monkeypatch.setattr(MpsControl, "set_server_threads", watched)
+    monkeypatch.setattr(MpsControl, "server_memory", lambda _self, _pid: "7M")
+    answer = cli("mps", "set", "--threads", "25", "--memory", "2G")
+    assert answer.code == 1
+    (server,) = world.state.daemons[0].servers
+    assert touched == [server.pid, server.pid]
+
+
+def test_all_three_limits_reach_daemon_server_and_record(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.client()
+    cli("mps", "set", "--threads", "25", "--memory", "2G", "--priority", "low").ok()
+    (daemon,) = world.state.daemons
+    control = MpsControl(world.host.programs, daemon.pipe_directory)
+    assert (control.default_threads(), control.default_memory()) == (25.0, "2G")
+    assert control.default_priority() is Priority.LOW
+    (server,) = daemon.servers
+    assert (control.server_threads(server.pid), control.server_memory(server.pid)) == (25.0, "2G")
+    client = world.process(world.client())
+    assert client.memory_limit_bytes == 2 * GIB
+
+
+def test_a_memory_limit_may_be_all_of_the_gpu_and_not_more(world: World) -> None:
+    device = select_one(None, world.host.nvml.sweep())
+    total = device.memory_total_bytes
+    assert total is not None
+    check_memory(device, total)
+    check_memory(device, None)
+    with pytest.raises(BadUsage) as caught:
+        check_memory(device, total + 1)
+    assert caught.value.code == "limit_above_gpu"
+    unknown = Device(gpu=replace(device.gpu, memory_total_bytes=None))
+    check_memory(unknown, 2**60)
+
+
+def test_each_step_names_the_command_that_takes_it_back(world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    device = select_one(None, world.host.nvml.sweep())
+    mode, level = plan_set(world.host, [device], TimeSlice.SHORT).steps
+    uuid = device.uuid
+    assert (mode.command, mode.undo) == (
+        f"nvidia-smi -i {uuid} -c DEFAULT",
+        f"nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS",
+    )
+    assert (level.command, level.undo) == (
+        f"nvidia-smi compute-policy -i {uuid} --set-timeslice 1",
+        f"nvidia-smi compute-policy -i {uuid} --set-timeslice 0",
+    )
+
+
+def test_the_undo_of_a_first_limit_is_none_at_all(cli: Cli) -> None:
+    cli("mps", "start").ok()
+    said = cli("mps", "set", "--threads", "25", "--memory", "2G", "--priority", "low").ok().err
+    assert "gpushare mps set -g 0 --threads 100 --memory none --priority normal" in said
