@@ -63,6 +63,8 @@ class Examination:
     levels: dict[int, TimeSlice | None] = field(default_factory=dict)
     # What the last gpushare.yaml that held says, by GPU index.
     wanted: Mapping[int, Entry] = field(default_factory=dict)
+    # Why that file, or a part of it, is for this host no more.
+    wanted_error: GpushareError | None = None
 
     @property
     def answering(self) -> list[Gpu]:

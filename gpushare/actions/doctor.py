@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.check import Check, Examination, Verdict, counted, remedy_of
+from gpushare.actions.doctor_drift import drift
 from gpushare.actions.doctor_environment import environments
 from gpushare.actions.doctor_gpu import compute_mode, persistence, xids
 from gpushare.actions.doctor_mig import MIG_CHECKS
@@ -25,16 +26,21 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
 
 
-def examine(host: Host, wanted: Callable[[Sequence[Gpu]], Mapping[int, Entry]] | None = None) -> list[Check]:
+Wanted = Callable[[Sequence["Gpu"]], tuple[Mapping[int, "Entry"], GpushareError | None]]
+
+
+def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
     """Run every check. None of them changes anything, and none fails because another did.
 
-    ``wanted`` tells what the last gpushare.yaml that held says of these GPUs: what it asks for was not left over.
+    ``wanted`` tells what the last gpushare.yaml that held says of these GPUs, and what is wrong with it: what it asks
+    for was not left over, and should be there.
     """
     examination = Examination(host)
     try:
         examination.gpus = host.nvml.sweep()
         examination.driver = host.nvml.driver_version()
-        examination.wanted = {} if wanted is None else wanted(examination.gpus)
+        if wanted is not None:
+            examination.wanted, examination.wanted_error = wanted(examination.gpus)
     except GpushareError as error:
         examination.nvml_error = error
     try:
@@ -218,6 +224,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     xids,
     mps_daemons,
     *USE_CHECKS,
+    drift,
     *MIG_CHECKS,
     environments,
     _run_directory,

@@ -112,6 +112,10 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
 
 
 def _who(seen: Examination, pids: list[int]) -> str:
+    if os.getpid() in pids:
+        # What the shell exports comes along; its own /proc entry has only what it was started with.
+        others = len(pids) - 1
+        return "the environment of this shell" + (f" and of {others} other processes" if others else "")
     first = pids[0]
     info = seen.host.processes.describe(first)
     told = ", ".join(filter(None, (info.name, info.user))) if info else ""

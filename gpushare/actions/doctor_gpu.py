@@ -10,8 +10,8 @@ from gpushare.host.machine import Xid
 from gpushare.layout.description import Sharing
 from gpushare.model import ComputeMode, Gpu
 
-# NVIDIA's Xid catalogue: after these a GPU is not right again before a reset, or before it is exchanged.
-BAD_XIDS: Final = frozenset({48, 64, 74, 79, 95, 119, 120})
+# NVIDIA's Xid catalogue: after these a GPU is not right again before a reset (RESET_GPU, RESTART_BM), or an exchange.
+BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158})
 
 
 def persistence(seen: Examination) -> Iterator[Check]:

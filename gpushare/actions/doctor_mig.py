@@ -172,17 +172,21 @@ def holders(seen: Examination) -> Iterator[Check]:
         found = [one for one in found if one.pid not in own and not (one.name or "").startswith(_NO_OBSTACLE)]
         if found and not (gpu.mig_enabled or gpu.mig_pending):
             # DCGM runs on most machines; as long as nobody wants MIG it is in nobody's way.
-            seen_text = f"{blocking(found)} has GPU {gpu.index} open: it must end before MIG is switched on"
+            seen_text = f"{blocking(found)} {_has(found)} GPU {gpu.index} open, and must end before MIG is switched on"
             yield Check(id="mig.holders", verdict=Verdict.PASS, gpu=gpu.index, seen=seen_text)
         elif found:
             yield Check(
                 id="mig.holders",
                 verdict=Verdict.WARN,
                 gpu=gpu.index,
-                seen=f"{blocking(found)} has GPU {gpu.index} open without a context",
+                seen=f"{blocking(found)} {_has(found)} GPU {gpu.index} open without a context",
                 why="an instance that it holds cannot be destroyed, and the mode of the GPU not changed",
                 remedy=f"before a MIG change: {remedy(found) or 'end it'}",
             )
+
+
+def _has(found: list[Holder]) -> str:
+    return "has" if len({one.pid for one in found}) == 1 else "have"
 
 
 def _own(seen: Examination) -> set[int]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpushare.actions import host_mps
+from gpushare.actions.host_fit import check_has_mig
 from gpushare.actions.host_look import look
 from gpushare.actions.host_steps import (
+    ask_levels,
     check_step,
     grant_steps,
     level_step,
@@ -74,13 +76,7 @@ def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: 
     if live.gpu.error is not None:
         raise GpuLost(live.gpu.error, "see: gpushare status", gpu=str(index))
     title = f"apply to GPU {index}: {entry.sharing.value}"
-    if entry.sharing is Sharing.MIG and not live.gpu.mig_capable:
-        raise NotSupported(
-            f"GPU {index} ({live.gpu.name or 'unknown model'}) has no MIG",
-            "see the ways of sharing that it has: gpushare compare",
-            gpu=str(index),
-            code="no_mig",
-        )
+    check_has_mig(live.gpu, entry)
     if not points(live, entry):
         return GpuApply(MigChange(gpus=(), plan=Plan(title=title, steps=())))
     refuse_units(live)
@@ -154,12 +150,12 @@ class _GpuWork:
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage when a name means an instance of a GPU that the file is not about."""
-        known, here = names_of(self.host), {gpu.uuid for gpu in self.host.nvml.identities()}
+        known, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
         for one in self.names:
             taken = known.get(one.name)
             if taken is None or taken.gpu_uuid in {self.live.gpu.uuid, *others} or taken.gpu_uuid not in here:
                 continue
-            raise name_taken(taken)
+            raise name_taken(taken, here)
 
     def _wishes(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on devices that are there and stay, by UUID."""
@@ -258,6 +254,7 @@ class _GpuWork:
         if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
             return []
         if not live.has_time_slice and not live.gpu.mig_enabled:
+            ask_levels(self.host)
             raise NotSupported(
                 f"GPU {live.gpu.index} ({live.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
                 "see which GPUs have one: gpushare timeslice show; or write: timeslice: default",

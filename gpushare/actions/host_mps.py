@@ -200,7 +200,7 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
         more = f" and {len(outside) - 4} more" if len(outside) > 4 else ""
         raise InUse(
             f"{title} is in use: {', '.join(outside[:4])}{more}",
-            f"wait for them: gpushare apply --wait 600; see: gpushare status -g {gpu.index}",
+            f"wait for them: gpushare apply -f FILE --wait 600; see: gpushare status -g {gpu.index}",
             gpu=str(gpu.index),
             code="gpu_in_use",
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gpushare.actions.mig_grant import plan_grant, plan_reapply, plan_revoke
 from gpushare.actions.plan import Step
 from gpushare.actions.timeslice import plan_set, set_compute_mode
-from gpushare.errors import OperationFailed
+from gpushare.errors import GpushareError, OperationFailed, TimedOut
 from gpushare.host.mig_names import NamedInstance, names_changed, names_of
 from gpushare.host.smi import compute_mode_command, set_argv
 from gpushare.layout.hostdiff import points
@@ -71,6 +71,20 @@ def mode_step(host: Host, gpu: Gpu, mode: ComputeMode) -> Step:
         do=act,
         revert=back,
     )
+
+
+def ask_levels(host: Host) -> None:
+    """Raise where nvidia-smi is missing, or hangs: then no GPU tells a time-slice, whatever it has.
+
+    Raises:
+        NotSupported: it is not installed.
+        TimedOut: it does not answer.
+    """
+    try:
+        host.policy.read()
+    except GpushareError as error:
+        if isinstance(error, TimedOut) or error.code == "program_missing":
+            raise
 
 
 def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None) -> Step:
@@ -195,4 +209,4 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
                 code="not_held",
             )
 
-    return Step(what=f"check that GPU {index} is as the file has it", command="gpushare diff", do=act)
+    return Step(what=f"check that GPU {index} is as the file has it", command="gpushare diff -f FILE", do=act)

@@ -189,8 +189,9 @@ def _record_of(host: Host, uuid: str) -> DaemonRecord | None:
 
 def _forget_step(host: Host, record: DaemonRecord) -> Step:
     home = home_of(host.run_directory, record.device_uuid)
+    why = "its instance is gone" if record.device_uuid.startswith("MIG-") else "MIG has the GPU"
     return Step(
-        what=f"leave the MPS daemon of {record.device_uuid} stopped: its instance is gone",
+        what=f"leave the MPS daemon of {record.device_uuid} stopped: {why}",
         command=f"rm -f {shlex.quote(str(home.directory))}/aside.json",
         do=lambda: mps_aside.forget_aside(home),
     )

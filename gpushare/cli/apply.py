@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.common import ChangingCommand, gpus_of, note, settings
-from gpushare.cli.host_file import FileOption, entries_of, host_file
+from gpushare.cli.host_file import FileOption, entries_of, host_file, placed
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def apply(
         _say_plan(rows)
         rows, found, notes = _carried(host, journal, wanted)
         found = replace(found, notes=(*notes, *found.notes))
-    kept = _keep(host, text) if not found.missing and all(row.error is None for row in rows) else None
+    holds = not found.missing and all(row.error is None for row in rows)
+    if holds:
+        found = replace(found, notes=(*found.notes, *_forgotten(host, found)))
+    kept = _keep(host, text) if holds else None
     return _shown(rows, found, dry_run=False, kept=kept)
 
 
@@ -87,7 +90,7 @@ def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> 
     while True:
         gpus = gpus_of(host)
         found = entries_of(wanted, gpus)
-        rows = [_row(host, journal, index, found) for index in found.entries]
+        rows = [_row(host, journal, index, found, wanted) for index in found.entries]
         busy = [row.error for row in rows if isinstance(row.error, InUse)]
         left = deadline - time.monotonic()
         if not busy or left <= 0:
@@ -99,12 +102,14 @@ def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> 
         time.sleep(min(_POLL_SECONDS, max(0.02, left)))
 
 
-def _row(host: Host, journal: Journal, index: int, found: Matched) -> _Row:
+def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFile) -> _Row:
     entry = found.entries[index]
     try:
         return _Row(index, entry, plan=_plan(host, journal, index, found))
-    except _WRONG:
+    except NoPermission:
         raise
+    except _WRONG as error:
+        raise placed(error, file, index, entry) from None
     except GpushareError as error:
         return _Row(index, entry, error=error)
 
@@ -131,7 +136,7 @@ def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row]
         notes = recover(host, journal)
         found = entries_of(wanted, gpus_of(host))
         # Also what turned out wrong meanwhile changes nothing.
-        rows = [_row(host, journal, index, found) for index in found.entries]
+        rows = [_row(host, journal, index, found, wanted) for index in found.entries]
         return [_done(host, journal, row, found) for row in rows], found, notes
 
 
@@ -153,6 +158,16 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
     except GpushareError as error:
         return replace(row, plan=None, error=error)
     return replace(row, plan=plan, done=True)
+
+
+def _forgotten(host: Host, found: Matched) -> list[str]:
+    """Return a note on the GPUs that the file kept so far is about, and this one is not."""
+    from gpushare.cli.host_file import kept_entries
+
+    gone = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in found.entries]
+    which = f"it says nothing of GPU {', '.join(gone)}, which the one before did"
+    mend = "one for all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
+    return [f"at boot only this file is applied, and {which}; {mend}"] if gone else []
 
 
 def _keep(host: Host, text: str) -> str | None:

@@ -11,6 +11,7 @@ from gpushare.cli.host_file import FileOption, entries_of, host_file
 from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
+    from gpushare.layout.hostdiff import Point
     from gpushare.layout.hostfile import Entry
     from gpushare.layout.live import LiveGpu
 
@@ -25,6 +26,8 @@ def diff(file: FileOption) -> Any:
 
     Exit code 0: all is as the file has it; 7: something is not. Changes nothing; some of it only root sees.
     """
+    import shlex
+
     from gpushare.actions.host_look import look
     from gpushare.errors import ExitCode
     from gpushare.show.result import Result
@@ -37,7 +40,9 @@ def diff(file: FileOption) -> Any:
     rows = [_row(one, found.entries[one.gpu.index]) for one in live]
     rows += [_not_there(error) for error in found.missing]
     good = all(row["as_requested"] for row in rows)
-    notes = found.notes if good else (*found.notes, f"make it so: gpushare apply -f {wanted.shown}")
+    # What has a problem apply would refuse, too.
+    mends = any(not row["as_requested"] and row["problem"] is None for row in rows)
+    notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(file)}") if mends else found.notes
     return Result(
         command="diff",
         data={"as_requested": good, "gpus": rows},
@@ -48,12 +53,16 @@ def diff(file: FileOption) -> Any:
 
 
 def _row(live: LiveGpu, entry: Entry) -> dict[str, Any]:
+    from gpushare.actions.host_fit import check_fits
     from gpushare.layout.hostdiff import points
 
-    problem, found = live.gpu.error, ()
+    problem = live.gpu.error
+    found: tuple[Point, ...] = ()
     if problem is None:
         try:
-            found = points(live, entry)  # type: ignore[assignment]
+            found = points(live, entry)
+            if found:
+                check_fits(live.gpu, entry, () if live.layout is None else live.layout.profiles)
         except GpushareError as error:
             problem = error.message
     return {

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from gpushare.cli.common import Command, settings
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.layout.hostfile import Entry
-    from gpushare.model import Gpu
 
 
 def register(app: typer.Typer) -> None:
@@ -26,11 +20,12 @@ def doctor() -> Any:
     Exit code 0: all is well; 1: something warns; 2: something fails. Nothing is changed.
     """
     from gpushare.actions.doctor import examine, exit_code, worst
+    from gpushare.cli.host_file import kept_entries
     from gpushare.show.doctor import COLOURS, check_lines
     from gpushare.show.result import Column, Result, Table
 
     host = settings.connect()
-    checks = examine(host, lambda gpus: _applied(host, gpus))
+    checks = examine(host, lambda gpus: kept_entries(host, gpus))
     columns = (
         Column(key="verdict", title="", style=lambda value: COLOURS.get(getattr(value, "value", value))),
         Column(key="id", title="check", whole=True),
@@ -56,18 +51,6 @@ def doctor() -> Any:
         csv=_csv(rows),
         exit_code=exit_code(checks),
     )
-
-
-def _applied(host: Host, gpus: Sequence[Gpu]) -> Mapping[int, Entry]:
-    """Return what the kept gpushare.yaml says of these GPUs; nothing where there is none that can be read."""
-    from gpushare.cli.host_file import entries_of, host_file
-    from gpushare.errors import GpushareError
-    from gpushare.host.applied import applied_path
-
-    try:
-        return entries_of(host_file(str(applied_path(host)))[0], gpus).entries
-    except GpushareError:
-        return {}
 
 
 def _csv(rows: tuple[dict[str, Any], ...]) -> Any:

@@ -10,7 +10,7 @@ import typer
 from gpushare.cli import metrics
 from gpushare.cli.common import Command, Group, gpus_of, note, settings
 from gpushare.cli.export_engines import FileOption, GpuOption, MigReplicas, MigStrategy, Node, Replicas, To, add
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -81,30 +81,30 @@ def described(
 
 def _as_in(host: Host, path: str, found: HostDescription) -> HostDescription:
     """Return the host as a file wants it."""
-    from gpushare.cli.host_file import entries_of, host_file
+    from gpushare.actions.host_fit import check_fits
+    from gpushare.cli.host_file import entries_of, host_file, placed
     from gpushare.host.mig import MigReader
     from gpushare.layout.description import Sharing
     from gpushare.layout.wished import wished
 
     wanted, _ = host_file(path)
-    matched = entries_of(wanted, gpus_of(host))
+    gpus = gpus_of(host)
+    matched = entries_of(wanted, gpus)
     if matched.missing:
         raise matched.missing[0]
     for one in matched.notes:
         note(one)
-    for gpu in found.gpus:
+    reader, profiles = MigReader(host.nvml), {}
+    exported = {one.index for one in found.gpus}
+    for gpu in gpus:
         entry = matched.entries.get(gpu.index)
-        if entry is not None and entry.sharing is Sharing.MIG and not gpu.mig_capable:
-            raise NotSupported(
-                f"GPU {gpu.index} ({gpu.name or 'unknown model'}) has no MIG",
-                "see the ways of sharing that it has: gpushare compare",
-                gpu=str(gpu.index),
-                code="no_mig",
-            )
-    reader = MigReader(host.nvml)
-    profiles = {
-        index: reader.profiles(index) for index, entry in matched.entries.items() if entry.sharing is Sharing.MIG
-    }
+        if entry is None or gpu.index not in exported:
+            continue
+        profiles[gpu.index] = reader.profiles(gpu.index) if entry.sharing is Sharing.MIG and gpu.mig_capable else ()
+        try:
+            check_fits(gpu, entry, profiles[gpu.index])
+        except GpushareError as error:
+            raise placed(error, wanted, gpu.index, entry) from None
     return wished(found, matched.entries, profiles)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, GpushareError, NoPermission
 
 if TYPE_CHECKING:
-    from gpushare.layout.hostfile import HostFile
+    from gpushare.host.host import Host
+    from gpushare.layout.hostfile import Entry, HostFile
     from gpushare.layout.hostfile_match import Matched
     from gpushare.model import Gpu
 
@@ -47,6 +48,27 @@ def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
 
     found = matched(file, gpus, same_model)
     return replace(found, entries={index: with_known_users(one, file.shown) for index, one in found.entries.items()})
+
+
+def placed(error: GpushareError, file: HostFile, index: int, entry: Entry) -> GpushareError:
+    """Return the error of a GPU with the place of its entry in the file."""
+    whose = "" if f"GPU {index}" in error.message else f"GPU {index}: "
+    return error.restated(message=f"{file.shown}:{entry.mark}: {whose}{error.message}")
+
+
+def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], GpushareError | None]:
+    """Return what the kept gpushare.yaml says of these GPUs, and why it, or a part of it, is for this host no more.
+
+    Nothing at all where none was kept, or where it is not this user's to read.
+    """
+    from gpushare.host.applied import applied_path
+
+    try:
+        found = entries_of(host_file(str(applied_path(host)))[0], gpus)
+    except GpushareError as error:
+        hidden = error.code == "no_file" or isinstance(error, NoPermission)
+        return {}, None if hidden else error
+    return found.entries, next(iter(found.missing), None)
 
 
 def same_model(written: str, name: str) -> bool:

@@ -118,6 +118,7 @@ def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
 
 def _reading(host: Host) -> Reading:
     from gpushare import __version__
+    from gpushare.cli.host_file import kept_entries
     from gpushare.host.mig import MigReader
     from gpushare.host.mig_journal import Journal
     from gpushare.host.mig_leases import live_leases
@@ -125,6 +126,7 @@ def _reading(host: Host) -> Reading:
     from gpushare.host.mps_home import homes_in
     from gpushare.host.pauses import noted_pauses
     from gpushare.host.snapshot import Observer
+    from gpushare.layout.description import Sharing
     from gpushare.show.prometheus import Reading
 
     snapshot = Observer(host).look()
@@ -134,6 +136,8 @@ def _reading(host: Host) -> Reading:
         if gpu.error is None and gpu.mig_capable:
             with suppress(GpushareError):
                 layouts[gpu.index] = reader.layout(gpu)
+    kept, _ = kept_entries(host, snapshot.gpus)
+    wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Sharing.EXCLUSIVE}
     homes = [(home, home.read()) for home in homes_in([host.run_directory, *host.shared_run_directories])]
     return Reading(
         version=__version__,
@@ -143,6 +147,7 @@ def _reading(host: Host) -> Reading:
         leases=tuple(live_leases(host)),
         mps_leases={str(home.pipe): len(home.live_leases()) for home, record in homes if record is not None},
         mig_interrupted=Journal(host).left() is not None,
+        exclusive_wanted=frozenset(filter(None, wanted)),
         pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),
     )
 

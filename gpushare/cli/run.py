@@ -98,7 +98,8 @@ def run(
         typer.Option("--stall", metavar="SECS", help="With --copies: end a copy that prints nothing for so long."),
     ] = None,
     bench: Annotated[
-        str | None, typer.Option("--bench", metavar="FILE", help="With --copies: take the cap from a file of bench --to.")
+        str | None,
+        typer.Option("--bench", metavar="FILE", help="With --copies: take the cap from a file of bench --to."),
     ] = None,
 ) -> Any:
     """Run a program inside a share of a GPU, and prove that it is attached.

@@ -22,6 +22,8 @@ def text_of(path: str, kind: str, hint: str) -> str:
     """
     shown = shown_as(path)
     give = f"give a {kind} file"
+    if not path:
+        raise BadUsage("the name of the file is empty", give, code="bad_file")
     try:
         if path == "-":
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.layout.hostfile import Entry, Exactness, HostFile
 from gpushare.model import Gpu
+
+_MAKERS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,8 @@ class Matched:
 def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
     """Return the entry of each GPU; a GPU that none is for is left out, and left alone.
 
-    ``same_model`` says whether a model as written (product name or alias) is that of a product name.
+    ``same_model`` says whether a model as written (product name or alias) is that of a product name. A part of the
+    name, ``a100``, is that of every such GPU which no entry names exactly.
 
     Raises:
         BadUsage: two entries name a GPU in the same way, or one name is given to several instances.
@@ -30,8 +35,15 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
     found: dict[int, Entry] = {}
     missing: list[GpushareError] = []
     notes = []
+    models = [value for entry in file.entries if entry.match.by is Exactness.MODEL for value in entry.match.values]
+    exact = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
+
+    def is_model(written: str, gpu: Gpu) -> bool:
+        name = gpu.name or ""
+        return same_model(written, name) if gpu.index in exact else _is_part(written, name)
+
     for entry in sorted(file.entries, key=lambda one: -one.match.by):
-        mine = _gpus_of(entry, gpus, same_model)
+        mine = _gpus_of(entry, gpus, is_model)
         for gpu in mine:
             _check_twice(file, found.get(gpu.index), entry, gpu)
             found.setdefault(gpu.index, entry)
@@ -43,7 +55,13 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
     return Matched(entries=entries, missing=tuple(missing), notes=tuple(notes))
 
 
-def _gpus_of(entry: Entry, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> list[Gpu]:
+def _is_part(written: str, name: str) -> bool:
+    """Return whether all words of a model as written are words of a product name, and not only the maker's or a size."""
+    words, there = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (written, name))
+    return words <= there and any(word not in _MAKERS and not re.fullmatch(r"\d+gb?", word) for word in words)
+
+
+def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], bool]) -> list[Gpu]:
     by, values = entry.match.by, entry.match.values
     if by is Exactness.ALL:
         return list(gpus)
@@ -52,7 +70,7 @@ def _gpus_of(entry: Entry, gpus: Sequence[Gpu], same_model: Callable[[str, str],
     if by is Exactness.UUID:
         wanted = {value.lower() for value in values}
         return [gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid.lower() in wanted]
-    return [gpu for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in values)]
+    return [gpu for gpu in gpus if gpu.name and any(is_model(value, gpu) for value in values)]
 
 
 def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[GpushareError]:

@@ -80,7 +80,7 @@ class _Value:
 
     def fields(self, *known: str, need: Sequence[str] = ()) -> dict[str, _Value]:
         if not isinstance(self.raw, dict):
-            raise self.wrong(f"is not a mapping (keys: {', '.join(known)})")
+            raise self.wrong(f"is {_short(self.raw)}, not a mapping (keys: {', '.join(known)})", self._as_mapping())
         located = self.raw if isinstance(self.raw, Located) else Located()
         for key in self.raw:
             if key not in known:
@@ -93,6 +93,17 @@ class _Value:
             for key, value in self.raw.items()
         }
 
+    def _as_mapping(self) -> str:
+        """Return how to write it, where that is plain."""
+        key = self.what.strip("'")
+        if self.raw is None and key == Sharing.MPS.value:
+            return "a daemon without limits is: mps: {}"
+        if key == "match" and not isinstance(self.raw, list | bool | None):
+            return f"for one GPU write: match: {{index: {self.raw}}}; for each: match: all"
+        if key == "match" and isinstance(self.raw, list):
+            return "for some GPUs write: match: {index: [0, 1]}; for each: match: all"
+        return HINT
+
     def _unknown(self, key: object, known: Sequence[str], at: Mark | None) -> BadUsage:
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
         hint = f"did you mean '{close[0]}'?" if close else f"its keys: {', '.join(known)}"
@@ -100,7 +111,14 @@ class _Value:
 
     def items(self) -> list[_Value]:
         if not isinstance(self.raw, list):
-            raise self.wrong("is not a list")
+            one = isinstance(self.raw, str | int) and not isinstance(self.raw, bool) and self.what.startswith("'")
+            hint = f"write it as one: {self.what.strip(chr(39))}: [{self.raw}]" if one else HINT
+            if isinstance(self.raw, dict) and self.what == "'mig'" and self.raw:
+                # As mig-parted has it.
+                hint = (
+                    f"write it as a list: mig: [{', '.join(f'{key}*{count}' for key, count in self.raw.items())[:80]}]"
+                )
+            raise self.wrong(f"is {_short(self.raw)}, not a list", hint)
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
         return [
             _Value(
@@ -186,7 +204,7 @@ def _match(value: _Value) -> Match:
 
 
 def _time_slice(value: _Value) -> tuple[TimeSlice, int | None]:
-    if isinstance(value.raw, str):
+    if not isinstance(value.raw, dict):
         return value.one_of(LEVELS), None
     fields = value.fields("level", "replicas")
     level = fields["level"].one_of(LEVELS) if "level" in fields else TimeSlice.DEFAULT
@@ -243,7 +261,7 @@ def _instance(value: _Value) -> InstanceWish:
     replicas = _replicas(fields["timeslice"].fields("replicas")) if "timeslice" in fields else None
     return InstanceWish(
         wish=wish,
-        name=fields["name"].text(NAME, "a name: a letter first, then letters, digits, - _ .")
+        name=fields["name"].text(NAME, "a name: a letter first, then letters, digits, - _ . (all and mig mean others)")
         if "name" in fields
         else None,
         users=_users(fields),

@@ -20,7 +20,6 @@ from gpushare.mig.parted_export import yaml_text as parted_text
 
 PLUGIN_MAP: Final = "gpushare-device-plugin"
 MIG_MAP: Final = "gpushare-mig-parted"
-MIG_CONFIG: Final = "gpushare"
 CONFIG_LABEL: Final = "nvidia.com/device-plugin.config"
 TAINT: Final = {"key": "nvidia.com/gpu", "value": "true", "effect": "NoSchedule"}
 TOLERATION: Final = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -87,7 +86,11 @@ def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str
         f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite",
         _taint(node),
     ]
-    needs = ["no GPU operator: it has a device plugin of its own", *_needs(sharing, has_mig=False)[1:]]
+    needs = [
+        "no GPU operator: it has a device plugin of its own",
+        "the keys of nodes that share in another way in the same values.yaml: a release has one map",
+        *_needs(sharing, has_mig=False)[1:],
+    ]
     if sharing.plugin.mig_strategy is not None:
         needs.append("MIG cut on the host first: gpushare apply, or gpushare export mig-parted")
     return Export(
@@ -119,7 +122,8 @@ def _config_map(sharing: NodeSharing, namespace: str) -> Document:
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
-    config = mig_parted.config_of(host, MIG_CONFIG)
+    # Nodes of another layout read the same map: a name that two layouts had would cut theirs anew.
+    config = mig_parted.config_of(host, mig_parted.layout_name(host))
     # The mig-manager falls back to it, and a node is taken out of MIG by it.
     config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}
     return yaml_document(
@@ -187,15 +191,19 @@ def _commands(
     host: HostDescription, sharing: NodeSharing, documents: list[Document], namespace: str, *, every_node: bool
 ) -> list[str]:
     node = host.node or "NODE"
-    maps = [one.name for one in documents if one.name.endswith("-config.yaml")]
-    lines = [f"kubectl apply -f {name}" for name in maps]
+    # By field and manager: the keys of nodes that share in another way stay.
+    kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
+    lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
+    lines += [f"kubectl apply -f {one.name}" for one in documents if one.name == "mig-parted-config.yaml"]
     lines.append(
         "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
     )
     if not every_node:
         lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
     if sharing.plugin.mig_strategy is not None:
-        lines.append(f"kubectl label node {node} nvidia.com/mig.config={MIG_CONFIG} --overwrite")
+        # A state that an earlier layout left would end the wait at once.
+        lines.append(f"kubectl label node {node} nvidia.com/mig.config.state-")
+        lines.append(f"kubectl label node {node} nvidia.com/mig.config={mig_parted.layout_name(host)} --overwrite")
         lines.append(
             "kubectl wait --for=jsonpath='{.metadata.labels.nvidia\\.com/mig\\.config\\.state}'=success "
             f"node/{node} --timeout=15m"
@@ -235,6 +243,9 @@ def _needs(sharing: NodeSharing, *, has_mig: bool) -> list[str]:
             "one user id for all pods of a GPU: an MPS server serves one user at a time",
         ]
     if has_mig:
+        needs.append(
+            f"the layouts of all nodes in the one ConfigMap {MIG_MAP}: where it is there already, add its mig-configs to the file"
+        )
         needs.append(
             "an idle node: the mig-manager stops the GPU pods, then sets nvidia.com/mig.config.state=success or failed"
         )

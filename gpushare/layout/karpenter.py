@@ -14,6 +14,7 @@ from gpushare.errors import BadUsage, NotSupported
 from gpushare.layout import k8s
 from gpushare.layout.description import HostDescription, short_model
 from gpushare.layout.export import Export, yaml_document
+from gpushare.layout.mig_parted import layout_name
 from gpushare.layout.node_sharing import NodeSharing, of_node
 
 _ONE_SHARE: Final = "requests of more than one GPU: a share is not a whole GPU, and two are refused"
@@ -49,17 +50,22 @@ def export(
     sharing = of_node(host, rename=False, mig_strategy=mig_strategy)
     requirements = _requirements(host, instance_type)
     capacity = sharing.capacity(host)
-    pool = _pool(name, node_class, sharing, requirements)
+    # A node of whole GPUs offers what Karpenter counts by itself: no alpha feature is needed for it.
+    overlaid = bool(sharing.plugin.replicas) or any(gpu.mig for gpu in host.gpus)
+    labels = {k8s.CONFIG_LABEL: sharing.key}
+    if sharing.plugin.mig_strategy is not None:
+        labels["nvidia.com/mig.config"] = layout_name(host)
+    pool = _pool(name, node_class, labels, requirements)
     if max_nodes is not None:
         pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
     verify = k8s.verification(host, sharing, selector={"karpenter.sh/nodepool": name})
     documents = (
         yaml_document("node-pool.yaml", pool),
-        yaml_document("node-overlay.yaml", _overlay(name, requirements, capacity)),
+        *([yaml_document("node-overlay.yaml", _overlay(name, requirements, capacity))] if overlaid else []),
         *verify,
     )
     commands = [
-        "kubectl apply -f node-overlay.yaml -f node-pool.yaml",
+        f"kubectl apply {'-f node-overlay.yaml ' if overlaid else ''}-f node-pool.yaml",
         *(
             line
             for one in verify
@@ -73,7 +79,7 @@ def export(
     return Export(
         documents=documents,
         commands=tuple(commands),
-        needs=tuple(_needs(sharing, node_class, instance_type, max_nodes)),
+        needs=tuple(_needs(sharing, node_class, instance_type, max_nodes, overlaid=overlaid)),
         lost=(*sharing.lost, *([_ONE_SHARE] if sharing.plugin.replicas else [])),
     )
 
@@ -103,10 +109,7 @@ def _is(key: str, value: str) -> dict[str, Any]:
     return {"key": key, "operator": "In", "values": [value]}
 
 
-def _pool(name: str, node_class: str, sharing: NodeSharing, requirements: list[dict[str, Any]]) -> dict[str, Any]:
-    labels = {k8s.CONFIG_LABEL: sharing.key}
-    if sharing.plugin.mig_strategy is not None:
-        labels["nvidia.com/mig.config"] = k8s.MIG_CONFIG
+def _pool(name: str, node_class: str, labels: dict[str, str], requirements: list[dict[str, Any]]) -> dict[str, Any]:
     template = {
         "metadata": {"labels": labels},
         "spec": {
@@ -138,10 +141,16 @@ def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, 
     }
 
 
-def _needs(sharing: NodeSharing, node_class: str, instance_type: str | None, max_nodes: int | None) -> list[str]:
+def _needs(
+    sharing: NodeSharing, node_class: str, instance_type: str | None, max_nodes: int | None, *, overlaid: bool
+) -> list[str]:
     needs = [
         "the device plugin's side of it first: gpushare export k8s, with the same options",
-        "Karpenter 1.7 or later with its feature gate NodeOverlay=true (alpha, off by default)",
+        *(
+            ["Karpenter 1.7 or later with its feature gate NodeOverlay=true (alpha, off by default)"]
+            if overlaid
+            else []
+        ),
         f"an EC2NodeClass {node_class} with an NVIDIA AMI (Bottlerocket shares by its userData: rename-by-default = false)",
         "pods tolerate nvidia.com/gpu, as the ones that verify do",
     ]

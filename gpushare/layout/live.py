@@ -100,6 +100,11 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     if gpu.error is not None:
         notes.append(f"{title} does not answer, and is left out: {gpu.error}")
         return None
+    silent = [one for one in live.daemons.values() if not one.transient and one.pid is not None and one.wish is None]
+    if silent:
+        # Without its daemon the file would say that the GPU is shared in another way.
+        notes.append(f"{title} is left out: its MPS daemon cannot be asked: {silent[0].error or 'it does not answer'}")
+        return None
     notes += [f"{title}: {one}: a file has no word for it" for one in live.foreign]
     nobody = Match(by=Exactness.ALL)
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:

@@ -6,6 +6,7 @@ Written and read back by the rules of mig/parted.py, which are mig-parted's own 
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import sha256
 from typing import Any
 
 from gpushare.errors import NotSupported
@@ -15,6 +16,7 @@ from gpushare.mig.parted import VERSION, parse_parted
 from gpushare.mig.parted_export import yaml_text
 
 FILE = "mig-parted.yaml"
+_MAX_LABEL = 63
 
 
 def config_of(host: HostDescription, name: str) -> dict[str, Any]:
@@ -46,6 +48,22 @@ def config_of(host: HostDescription, name: str) -> dict[str, Any]:
     return config
 
 
+def layout_name(host: HostDescription) -> str:
+    """Return a name for the layout that no other layout has, and that a label of Kubernetes may hold.
+
+    ``gpushare-7x1g.10gb`` where all GPUs are cut alike, else ``gpushare-`` and a digest.
+    """
+    config = config_of(host, "gpushare")
+    entries = config["mig-configs"]["gpushare"]
+    counts = entries[0].get("mig-devices", {})
+    if len(entries) == 1 and entries[0]["devices"] == "all" and counts:
+        words = (f"{count}x{profile}".replace("+", ".") for profile, count in counts.items())
+        name = "-".join(["gpushare", *words])
+        if len(name) <= _MAX_LABEL:
+            return name
+    return f"gpushare-{sha256(yaml_text(config).encode()).hexdigest()[:12]}"
+
+
 def export(host: HostDescription, *, name: str) -> Export:
     """Return the file and how `nvidia-mig-parted` applies it."""
     lost = ["places of the instances: gpushare mig export --placement keeps them, for gpushare mig apply -f"]
@@ -72,7 +90,7 @@ def lost_of(host: HostDescription) -> list[str]:
         lost.append("sharing inside MIG devices: mig-parted has no word for MPS or replicas")
     if any(mig.name for _, mig in host.instances()):
         lost.append("names of instances: mig-parted has none")
-    other = sorted({gpu.sharing.value for gpu in host.gpus} & {"mps", "timeslice"})
+    other = sorted({gpu.sharing.value for gpu in host.gpus} - {Sharing.MIG.value})
     if other:
-        lost.append(f"{' and '.join(other)} of GPUs without MIG: mig-parted only cuts")
+        lost.append(f"{', '.join(other)} of GPUs without MIG: mig-parted only cuts")
     return lost

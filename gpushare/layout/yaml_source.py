@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +37,14 @@ class LocatedList(list[Any]):
     items_at: tuple[Mark, ...] = ()
 
 
+class _Refused(Exception):
+    """YAML that no file of ours has, and where."""
+
+    def __init__(self, problem: str, node: Any) -> None:
+        super().__init__(problem)
+        self.problem, self.at = problem, _at(node)
+
+
 def documents(text: str, shown: str, hint: str) -> list[Any]:
     """Return the YAML documents of a text; an empty one is one document, None. ``shown`` is the file, for errors.
 
@@ -48,15 +55,26 @@ def documents(text: str, shown: str, hint: str) -> list[Any]:
 
     try:
         return list(yaml.load_all(text, _loader())) or [None]
+    except _Refused as error:
+        raise BadUsage(f"{shown}:{error.at}: {error.problem}", hint, code="bad_file") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise BadUsage(f"{shown} is not YAML{where}: {problem}", hint, code="bad_file") from None
+        raise BadUsage(f"{shown}{_where(error, text)}: this is not YAML: {problem}", hint, code="bad_file") from None
     except RecursionError:
         raise BadUsage(f"{shown} is nested too deep", hint, code="bad_file") from None
     except ValueError as error:
         raise BadUsage(f"{shown} has a value that YAML cannot have: {error}", hint, code="bad_file") from None
+
+
+def _where(error: Any, text: str) -> str:
+    mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+    if mark is not None:
+        return f":{mark.line + 1}:{mark.column + 1}"
+    if isinstance(position, int):
+        # A character that YAML has not: the reader counts characters.
+        before = text[:position]
+        return f":{before.count(chr(10)) + 1}:{position - before.rfind(chr(10))}"
+    return ""
 
 
 def _at(node: Any) -> Mark:
@@ -71,19 +89,19 @@ def _loader() -> Any:
         def flatten_mapping(self, node: Any) -> None:
             super().flatten_mapping(node)
             if len(node.value) > _MAX_KEYS:
-                raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
+                raise _Refused("too many keys", node)
 
         def mapping(self, node: Any) -> Any:
             found = Located()
             found.mark = _at(node)
             found.line = found.mark.line
             yield found
-            written = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-            twice = next((key for key, number in Counter(written).items() if number > 1), None)
-            if twice is not None:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{twice[:40]}' stands twice", node.start_mark
-                )
+            written = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    if key.value in written:
+                        raise _Refused(f"the key '{key.value[:40]}' stands twice", key)
+                    written.add(key.value)
             found.update(self.construct_mapping(node))
             # A merge was flattened meanwhile: what it brought in comes first, and its own key is gone.
             pairs = [(self.construct_object(key, deep=True), _at(key), _at(value)) for key, value in node.value]
@@ -98,7 +116,7 @@ def _loader() -> Any:
 
         def number(self, node: Any) -> Any:
             if len(node.value) > _MAX_DIGITS:
-                raise yaml.constructor.ConstructorError(None, None, "the number is too long", node.start_mark)
+                raise _Refused("the number is too long", node)
             return self.construct_yaml_int(node)
 
     Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)

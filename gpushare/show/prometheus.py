@@ -34,6 +34,8 @@ class Reading:
     # By pipe directory: how many `gpushare run` use the daemon.
     mps_leases: Mapping[str, int] = field(default_factory=dict)
     mig_interrupted: bool | None = None
+    # UUIDs of the GPUs that the last gpushare.yaml that held gives to one program.
+    exclusive_wanted: frozenset[str] = frozenset()
     # Programs of `gpushare run --opportunistic`: GPU UUID, PID, how often paused, whether now.
     pauses: tuple[tuple[str, int, int, bool], ...] = ()
 
@@ -65,6 +67,7 @@ _HELP = {
     "gpushare_gpu_up": "Whether the GPU answers.",
     "gpushare_gpu_mechanism": "The way of sharing in force; 1 for it alone.",
     "gpushare_gpu_compute_mode": "The compute mode; 1 for it alone.",
+    "gpushare_gpu_exclusive_wanted": "1 when the last gpushare.yaml that held gives the GPU to one program, else absent.",
     "gpushare_gpu_time_slice_level": "Time-slice: 0 default, 1 short, 2 medium, 3 long.",
     "gpushare_gpu_processes": "Processes on the GPU.",
     "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 when it died or is silent.",
@@ -145,6 +148,8 @@ def _values(reading: Reading) -> Iterator[Value]:
     yield "gpushare_mig_change_interrupted", {}, reading.mig_interrupted
     for gpu in snapshot.gpus:
         yield from _gpu(gpu, snapshot)
+        if gpu.uuid in reading.exclusive_wanted:
+            yield "gpushare_gpu_exclusive_wanted", _labels(gpu), 1
         if gpu.index in reading.layouts:
             yield from _mig(gpu, reading.layouts[gpu.index], reading)
     for uuid, pid, pauses, paused in reading.pauses:

@@ -6,11 +6,15 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpushare.actions.check import Examination
+from gpushare.actions.doctor_environment import environments
+from gpushare.actions.doctor_gpu import BAD_XIDS
 from gpushare.host.machine import LocalMachine, xids_in
 from gpushare.host.mig_names import NamedInstance, names_changed
 from gpushare.host.mps_home import DaemonHome
@@ -407,6 +411,18 @@ def test_a_shell_whose_instance_became_smaller(cli: Cli, world: World) -> None:
     assert "means 1g.18gb:0 now, where train meant 3g.71gb:0" in found["mig.environment"]["seen"]
 
 
+def test_the_shell_that_asks_is_called_so(world: World) -> None:
+    gone = "MIG-00000000-0000-0000-0000-000000000000"
+
+    class Machine:
+        def environments(self, names: object) -> dict[int, dict[str, str]]:
+            return {os.getpid(): {"CUDA_VISIBLE_DEVICES": gone}}
+
+    host = replace(world.host, machine=Machine())  # type: ignore[arg-type]
+    (check,) = environments(Examination(host, gpus=host.nvml.sweep()))
+    assert check.seen == f"CUDA_VISIBLE_DEVICES names {gone}, which is not there, in the environment of this shell"
+
+
 def test_a_change_that_goes_on_is_no_finding(cli: Cli, world: World) -> None:
     from gpushare.host.mig_journal import Journal
 
@@ -424,6 +440,15 @@ def test_who_waits_is_named(cli: Cli, world: World, sim_dir: Path) -> None:
         if process.mps_server is not None:
             admin.end_process(world.spec, process.pid)
     assert findings(cli) == {}
+
+
+@pytest.mark.parametrize("number", sorted(BAD_XIDS))
+def test_the_remedy_of_an_xid_explains_it(cli: Cli, world: World, number: int) -> None:
+    world.fault("xid", str(number))
+    remedy = findings(cli)["gpu.xid"]["remedy"]
+    assert remedy == f"gpushare explain 'Xid {number}'"
+    (found,) = cli("explain", f"Xid {number}", output="json").ok().data["explanations"]
+    assert any("reset" in one or "reboot" in one or "off and on" in one for one in found["next"]), found
 
 
 def test_the_gpu_of_an_xid_is_named(cli: Cli) -> None:
@@ -499,7 +524,7 @@ def test_exclusive_is_left_over_where_the_kept_file_says_otherwise(cli: Cli, wor
         path.write_text(f"version: 1\ngpus:\n- match: all\n  {way}\n", encoding="utf-8")
         cli("apply", "-f", str(path), "-y").ok()
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    assert set(findings(cli)) == {"gpu.compute_mode"}
+    assert set(findings(cli)) == {"gpu.compute_mode", "host.drift"}
 
 
 def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> None:
@@ -507,7 +532,45 @@ def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> No
 
     exclusive_left(cli, world, world.directory)
     keep_applied(world.host, "version: 9\n")
-    assert set(findings(cli)) == {"gpu.compute_mode"}
+    found = findings(cli)
+    assert set(found) == {"gpu.compute_mode", "host.file"}
+    assert "applied.yaml:1:1: the file lacks the key 'gpus'" in found["host.file"]["seen"]
+    keep_applied(world.host, "version: 1\ngpus:\n- {match: {index: 7}, timeslice: default}\n")
+    assert "this host has no GPU 7" in findings(cli)["host.file"]["seen"]
+
+
+@pytest.mark.parametrize(
+    ("way", "undone"),
+    [
+        ("timeslice: long", ("timeslice", "reset", "-g", "0")),
+        ("mps: {threads: 25}", ("mps", "stop", "-g", "0")),
+        ("mps: {threads: 25}", ("mps", "set", "-g", "0", "--threads", "30")),
+        ("mig: [3g.71gb]", ("mig", "destroy", "all", "-g", "0")),
+        ("mig: [3g.71gb]", ("mig", "create", "1g.18gb", "-g", "0")),
+    ],
+)
+def test_what_was_applied_and_is_gone_is_told(
+    cli: Cli, world: World, tmp_path: Path, way: str, undone: tuple[str, ...]
+) -> None:
+    path = tmp_path / "gpushare.yaml"
+    path.write_text(f"version: 1\ngpus:\n- match: all\n  {way}\n", encoding="utf-8")
+    cli("apply", "-f", str(path)).ok()
+    assert findings(cli) == {}
+    cli(*undone).ok()
+    found = findings(cli)["host.drift"]
+    assert (found["gpu"], "is not as it was applied" in found["seen"]) == (0, True)
+    command, _, _ = found["remedy"].partition(";")
+    cli(*command.split()[2:]).ok()
+    assert findings(cli) == {}
+
+
+def test_what_a_user_applied_is_not_the_hosts(cli: Cli, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "gpushare.yaml"
+    path.write_text("version: 1\ngpus:\n- match: all\n  timeslice: long\n", encoding="utf-8")
+    cli("apply", "-f", str(path)).ok()
+    cli("timeslice", "reset", "-g", "0").ok()
+    world.fault("user", NOBODY)
+    assert findings(cli) == {}
 
 
 def test_who_would_hold_up_mig_is_told(cli: Cli, world: World) -> None:

@@ -336,6 +336,35 @@ def test_a_file_that_is_refused(
     refused("export", "k8s", "-f", file(text), code=code, exit_code=exit_code, host=T4S)
 
 
+@pytest.mark.parametrize(
+    ("way", "code", "exit_code", "said"),
+    [
+        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 never fits on GPU 1"),
+        ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
+        ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
+        ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
+        ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is above the 79.6 GiB of GPU 1"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])
+def test_what_a_gpu_can_never_hold_is_not_exported(
+    refused: Callable[..., str],
+    file: Callable[[str], str],
+    engine: str,
+    way: str,
+    code: str,
+    exit_code: int,
+    said: str,
+) -> None:
+    path = file(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
+    assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
+
+
+def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file("version: 1\ngpus:\n- {match: {index: 1}, mps: {memory: 900G}}\n")
+    cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()
+
+
 # -- MPS daemons that are not what they seem -----------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from gpushare.host.mig_names import names_of
+from gpushare.host.mps_control import MpsControl
 from gpushare.model import ComputeMode, Priority
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
@@ -216,6 +217,33 @@ def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None
     done = cli("diff", "-f", write(one("exclusive: true", index=7)), host=TWO)
     assert done.code == 7
     assert "this host has no GPU 7" in done.out
+    # An apply would not mend it.
+    assert "make it so" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("mig: [3g.40gb*3]", "3g.40gb*3 never fits on GPU 0"),
+        ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
+        ("mps: {memory: 900G}", "the memory limit 900.0 GiB is above the 79.6 GiB of GPU 0"),
+    ],
+)
+def test_diff_says_what_can_never_be(cli: Cli, write: Write, way: str, said: str) -> None:
+    done = cli("diff", "-f", write(one(way)), host=TWO)
+    assert done.code == 7
+    assert said in done.out
+    assert "make it so" not in done.err
+
+
+def test_diff_names_the_command_for_the_file_as_it_was_given(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(one("exclusive: true").encode())))
+    assert "make it so: gpushare apply -f -\n" in cli("diff", "-f", "-", host=TWO).err
+    path = tmp_path / "my host.yaml"
+    path.write_text(one("exclusive: true"), encoding="utf-8")
+    assert f"make it so: gpushare apply -f '{path}'\n" in cli("diff", "-f", str(path), host=TWO).err
 
 
 def test_several_gpus_by_model(cli: Cli, write: Write) -> None:
@@ -229,6 +257,20 @@ def test_several_gpus_by_model(cli: Cli, write: Write) -> None:
     assert [gpu.compute_mode for gpu in state.gpus[:2]] == [ComputeMode.EXCLUSIVE_PROCESS] * 2
     assert [one.profile for one in state.gpus[2].mig] == ["7g.80gb"]
     assert "is model a30" in cli("diff", "-f", write(text.replace("h100", "a30")), host=host).err
+
+
+def test_a_part_of_the_model_is_enough(cli: Cli, write: Write) -> None:
+    host = "sim:a100-40gb,a100-80gb,h100,h100-pcie,l4"
+    text = "version: 1\ngpus:\n- {match: {model: A100}, timeslice: long}\n- {match: {model: h100}, timeslice: short}\n"
+    cli("apply", "-f", write(text), host=host).ok()
+    assert [gpu.time_slice for gpu in World(host).state.gpus] == [3, 3, 1, 1, 0]
+    # The exact name of one goes over the part.
+    text += "- {match: {model: NVIDIA H100 PCIe}, timeslice: medium}\n"
+    cli("apply", "-f", write(text), host=host).ok()
+    assert [gpu.time_slice for gpu in World(host).state.gpus] == [3, 3, 1, 2, 0]
+    for nothing in ("nvidia", "80GB", "a10", "Tesla"):
+        text = f"version: 1\ngpus:\n- {{match: {{model: {nothing}}}, timeslice: long}}\n"
+        assert f"no GPU of this host is model {nothing}" in cli("diff", "-f", write(text), host=host).ok().err
 
 
 def test_the_file_may_come_from_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +300,25 @@ def test_capture_notes_what_a_file_cannot_say(cli: Cli, tmp_path: Path) -> None:
     assert "compute mode prohibited" in done.err
     assert "did not start" in done.err
     assert "GPU 2 does not answer" in done.err
+
+
+@pytest.mark.parametrize("way", ["mps: {threads: 30}", "mig: [{wish: 1g.10gb, mps: {threads: 30}}]"])
+def test_capture_guesses_nothing_of_a_daemon_that_hangs(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    cli("apply", "-f", write(one(way)), host=TWO).ok()
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+    World(TWO).fault("hang", "nvidia-cuda-mps-control")
+    done = cli("capture", host=TWO).ok()
+    assert yaml.safe_load(done.out)["gpus"] == [{"match": {"index": 1}, "timeslice": "default"}]
+    assert "GPU 0 is left out: its MPS daemon cannot be asked" in done.err
+
+
+def test_what_hides_the_time_slice_is_named(cli: Cli, write: Write) -> None:
+    World(TWO).fault("missing", "nvidia-smi")
+    answer = cli("apply", "-f", write(one("timeslice: long")), host=TWO)
+    assert answer.code != 0
+    assert "nvidia-smi is not" in answer.err
 
 
 def test_capture_takes_only_ways_it_knows(refused: Callable[..., str]) -> None:
@@ -306,6 +367,44 @@ def test_a_file_that_can_never_hold_changes_nothing(
 @pytest.mark.parametrize("command", ["apply", "diff"])
 def test_no_file(refused: Callable[..., str], command: str, tmp_path: Path) -> None:
     refused(command, "-f", str(tmp_path / "none.yaml"), code="no_file", exit_code=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (one("mig: [9g.80gb]", index=1), ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'"),
+        (one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n", ":5:3: GPU 1: 7g.80gb*2 never fits"),
+    ],
+)
+def test_what_can_never_hold_is_said_with_its_place(cli: Cli, write: Write, text: str, said: str) -> None:
+    assert said in cli("apply", "-f", write(text), host=TWO).err
+
+
+def test_a_daemon_that_gives_way_to_mig_is_said_to(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
+    planned = cli("apply", "-f", write(one("mig: [3g.40gb]")), "-n", host=TWO).ok().out
+    assert f"leave the MPS daemon of {World(TWO).uuid(0)} stopped: MIG has the GPU" in planned
+
+
+def test_what_the_next_boot_would_not_bring_back_is_said(cli: Cli, write: Write) -> None:
+    assert "at boot" not in cli("apply", "-f", write(one("timeslice: long")), host=TWO).ok().err
+    done = cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok()
+    assert "at boot only this file is applied, and it says nothing of GPU 0" in done.err
+    # It replaced the one before; once said is enough.
+    assert "at boot" not in cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok().err
+
+
+def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]")), host=TWO).ok()
+    before = same(TWO)
+    answer = cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]", index=1)), host=TWO, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (2, "name_taken")
+    assert ":3:3: GPU 1: the name 'test' is given to 1g.10gb:6 of GPU 0" in answer.json["errors"][0]["message"]
+    assert same(TWO) == before
+
+
+def test_a_file_without_a_name(refused: Callable[..., str]) -> None:
+    assert "empty" in refused("apply", "-f", "", code="bad_file", exit_code=2)
 
 
 def test_one_wrong_gpu_keeps_all_as_they_are(cli: Cli, write: Write) -> None:

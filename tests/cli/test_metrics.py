@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from gpushare.host.mig_names import NamedInstance, names_changed
 from gpushare.host.pauses import Pauses, note_pauses
-from gpushare.model import Gpu, Snapshot
+from gpushare.model import ComputeMode, Gpu, Snapshot
 from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World
@@ -297,6 +297,17 @@ def test_rules_and_dashboard_use_metrics_that_exist() -> None:
 def test_rules_name_the_command_that_mends_it(cli: Cli) -> None:
     rules = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"][0]["rules"]
     assert all(rule["annotations"]["mend"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
+
+
+def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, tmp_path: Path) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    text = cli("export", "prometheus", output="json").data["text"]
+    assert "gpushare_gpu_exclusive_wanted{" not in text
+    path = tmp_path / "gpushare.yaml"
+    path.write_text("version: 1\ngpus:\n- match: all\n  exclusive: true\n", encoding="utf-8")
+    cli("apply", "-f", str(path)).ok()
+    text = cli("export", "prometheus", output="json").data["text"]
+    assert f'gpushare_gpu_exclusive_wanted{{gpu="0",UUID="{world.uuid()}"}} 1' in text.splitlines()
 
 
 def test_the_dashboard_is_whole(cli: Cli) -> None:

@@ -141,7 +141,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         ("gpus: []\n", "1:1", "lacks the key 'version'"),
         ("version: 2\ngpus: []\n", "1:10", "is not 1"),
         ("version: true\ngpus: []\n", "1:10", "is not 1"),
-        ("version: 1\ngpus: {}\n", "2:7", "is not a list"),
+        ("version: 1\ngpus: {}\n", "2:7", "not a list"),
         ("version: 1\ngpus: []\nnodes: []\n", "3:1", "unknown key 'nodes'"),
         ("version: 1\ngpus:\n- exclusive: true\n", "3:3", "lacks the key 'match'"),
         ("version: 1\ngpus:\n- match: all\n", "3:3", "has none: it takes exactly one of"),
@@ -150,8 +150,9 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "timslice: long\n", "4:3", "unknown key 'timslice'"),
         (ONE + "timeslice: fast\n", "4:14", "'fast', not one of: default, short, medium, long"),
         (ONE + "timeslice: {level: long, replicas: 1}\n", "4:38", "not a whole number from 2"),
-        (ONE + "timeslice:\n", "4:13", "is not a mapping"),
-        (ONE + "mps: []\n", "4:8", "is not a mapping"),
+        (ONE + "timeslice:\n", "4:13", "is empty, not one of: default, short, medium, long"),
+        (ONE + "timeslice: 3\n", "4:14", "is 3, not one of: default"),
+        (ONE + "mps: []\n", "4:8", "not a mapping"),
         (ONE + "mps:\n    threads: 0\n", "5:14", "0, not a percentage"),
         (ONE + "mps: {threads: 101}\n", "4:18", "101, not a percentage"),
         (ONE + "mps: {threads: .nan}\n", "4:18", "not a percentage"),
@@ -164,7 +165,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "mps: {users: [bob, bob]}\n", "4:22", "stands twice: 'bob'"),
         (ONE + "mps: {exclusive: 1}\n", "4:20", "neither true nor false"),
         (ONE + "mps: {replicas: 2.5}\n", "4:19", "not a whole number"),
-        (ONE + "mig: 3g.40gb\n", "4:8", "is not a list"),
+        (ONE + "mig: 3g.40gb\n", "4:8", "not a list"),
         (ONE + "mig:\n  - 5c.3g.40gb\n", "5:5", "not a MIG profile"),
         (ONE + "mig:\n  - 3g.40gb 1g.10gb\n", "5:5", "not a MIG profile"),
         (ONE + "mig:\n  - {name: train}\n", "5:5", "lacks the key 'wish'"),
@@ -182,7 +183,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         ("version: 1\ngpus:\n- match: {uuid: GPU-1234}\n  mig: []\n", "3:17", "not the UUID of a GPU"),
         ("version: 1\ngpus:\n- match: {model: ''}\n  mig: []\n", "3:18", "not the model of a GPU"),
         ("version: 1\ngpus:\n- match: {gpu: 0}\n  mig: []\n", "3:11", "unknown key 'gpu'"),
-        ("version: 1\ngpus:\n- all\n", "3:3", "is not a mapping"),
+        ("version: 1\ngpus:\n- all\n", "3:3", "not a mapping"),
     ],
 )
 def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
@@ -194,6 +195,24 @@ def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
     assert raised.value.hint
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("version: 1\ngpus:\n- match: 0\n  mig: []\n", "for one GPU write: match: {index: 0}; for each: match: all"),
+        ("version: 1\ngpus:\n- match: [0, 1]\n  mig: []\n", "match: {index: [0, 1]}"),
+        (ONE + "mps:\n", "mps: {}"),
+        (ONE + "mps: {users: root}\n", "users: [root]"),
+        (ONE + "mig: 1g.10gb\n", "mig: [1g.10gb]"),
+        (ONE + "mig: {1g.10gb: 7, 2g.20gb: 1}\n", "mig: [1g.10gb*7, 2g.20gb*1]"),
+        ("", "gpushare capture > gpushare.yaml"),
+    ],
+)
+def test_how_to_write_it_is_said(text: str, hint: str) -> None:
+    with pytest.raises(BadUsage) as raised:
+        parse(text)
+    assert hint in (raised.value.hint or "")
+
+
 def test_a_mistyped_key_gets_the_right_one() -> None:
     with pytest.raises(BadUsage) as raised:
         parse(ONE + "mps: {thread: 3}\n")
@@ -203,9 +222,11 @@ def test_a_mistyped_key_gets_the_right_one() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("a: [1\n", "not YAML, line 2, column 1"),
-        ("version: 1\nversion: 1\ngpus: []\n", "the key 'version' stands twice"),
-        ("!!python/object/apply:os.system [id]\n", "not YAML, line 1"),
+        ("a: [1\n", "host.yaml:2:1: this is not YAML"),
+        ("a:\n  b: \x07\n", "host.yaml:2:6: this is not YAML"),
+        ("version: 1\nversion: 1\ngpus: []\n", "host.yaml:2:1: the key 'version' stands twice"),
+        (ONE + "timeslice: long\n  timeslice: short\n", "host.yaml:5:3: the key 'timeslice' stands twice"),
+        ("!!python/object/apply:os.system [id]\n", "host.yaml:1:1: this is not YAML"),
         ("version: 1\ngpus: []\n---\nversion: 1\ngpus: []\n", "2 YAML documents"),
         ("[" * 5000, "nested too deep"),
         ("version: 2026-13-40\n", "cannot have"),

@@ -13,6 +13,7 @@ from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.layout.description import HostDescription, Sharing
 from gpushare.layout.device_plugin import from_config
 from gpushare.layout.k8s import export, standalone
+from gpushare.layout.mig_parted import layout_name
 from gpushare.layout.node_sharing import of_node
 from gpushare.mig.parted import parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
@@ -45,7 +46,7 @@ def test_time_slicing_is_ready_to_use() -> None:
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
     said = "\n".join(found.commands)
     for part in (
-        "kubectl apply -f device-plugin-config.yaml",
+        "--field-manager=gpushare-timeslice-4 -f device-plugin-config.yaml",
         "--type merge --patch-file cluster-policy-patch.yaml",
         "kubectl label node gpu01 nvidia.com/device-plugin.config=timeslice-4 --overwrite",
         "kubectl taint node gpu01 nvidia.com/gpu=true:NoSchedule",
@@ -107,15 +108,39 @@ def test_mig_mixed() -> None:
     # The same strategy in both places: which one wins is not settled upstream.
     assert plugin(found, "mig").mig_strategy == plugin(found, "none").mig_strategy == "mixed"
     configs = parse_parted(yaml.safe_load(loaded(found, "mig-parted-config.yaml")["data"]["config.yaml"]))
-    assert list(configs) == ["all-disabled", "gpushare"]
-    demands = wishes_for(configs["gpushare"], [Gpu(index=index, mig_capable=True) for index in (0, 1)])
+    disabled, name = configs
+    assert (disabled, name) == ("all-disabled", layout_name(MIG_HOST))
+    demands = wishes_for(configs[name], [Gpu(index=index, mig_capable=True) for index in (0, 1)])
     assert [demand.wish for demand in demands.values()] == [parse_wish("1g.10gb*7"), parse_wish("3g.40gb")]
     limits = [
         loaded(found, name)["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
         for name in ("verify-mig-1g-10gb.yaml", "verify-mig-3g-40gb.yaml")
     ]
     assert limits == [{"nvidia.com/mig-1g.10gb": 1}, {"nvidia.com/mig-3g.40gb": 1}]
-    assert "kubectl label node gpu01 nvidia.com/mig.config=gpushare --overwrite" in found.commands
+    # The success of an earlier layout must not pass for that of this one.
+    forgotten, asked = (
+        found.commands.index(f"kubectl label node gpu01 nvidia.com/{word}")
+        for word in ("mig.config.state-", f"mig.config={name} --overwrite")
+    )
+    assert forgotten < asked
+    assert "mig\\.config\\.state}'=success" in found.commands[asked + 1]
+
+
+def test_other_nodes_keep_what_they_have() -> None:
+    """One ConfigMap is for the whole cluster: what another host's export wrote there must not go, or mean another."""
+    first, second = export(t4s(1, replicas=4)), export(t4s(1, sharing=Sharing.MPS, replicas=4, mps=mps(None)))
+    for found in (first, second):
+        assert "--server-side" in found.commands[0]
+        assert found.commands[0].endswith("-f device-plugin-config.yaml")
+    assert first.commands[0] != second.commands[0]
+    cut = [host(gpu(0, Sharing.MIG, mig=tuple(mig(number) for number in range(count)))) for count in (2, 3)]
+    labels = [next(one for one in export(one).commands if "mig.config=" in one) for one in cut]
+    assert [one.rpartition("=")[2] for one in labels] == [
+        "gpushare-2x1g.10gb --overwrite",
+        "gpushare-3x1g.10gb --overwrite",
+    ]
+    assert any("gpushare-mig-parted" in one for one in export(cut[0]).needs)
+    assert any("values.yaml" in one for one in standalone(t4s(1, replicas=4)).needs)
 
 
 def test_mig_shared_beside_shared_gpus() -> None:

@@ -92,6 +92,15 @@ def test_the_pool_and_what_karpenter_cannot_know() -> None:
     assert any("NodeOverlay=true" in one for one in found.needs)
 
 
+def test_whole_gpus_need_no_overlay() -> None:
+    found = export(t4s(2, sharing=Sharing.EXCLUSIVE), max_nodes=3)
+    assert [one.name for one in found.documents] == ["node-pool.yaml", "verify-gpu.yaml"]
+    assert found.commands[0] == "kubectl apply -f node-pool.yaml"
+    # An alpha feature for nothing.
+    assert not any("NodeOverlay" in one or "node-overlay" in one for one in found.needs)
+    assert loaded(found, "node-pool.yaml")["spec"]["limits"] == {"nvidia.com/gpu": "6"}
+
+
 def test_one_instance_type_and_no_limit() -> None:
     found = export(t4s(1, replicas=4), instance_type="g4dn.2xlarge", name="t4", node_class="al2023")
     check_crds(found)
@@ -114,7 +123,8 @@ def test_mig_leaves_no_whole_gpu() -> None:
         "nvidia.com/gpu": "0",
     }
     assert (
-        loaded(found, "node-pool.yaml")["spec"]["template"]["metadata"]["labels"]["nvidia.com/mig.config"] == "gpushare"
+        loaded(found, "node-pool.yaml")["spec"]["template"]["metadata"]["labels"]["nvidia.com/mig.config"]
+        == "gpushare-2x1g.10gb"
     )
 
 

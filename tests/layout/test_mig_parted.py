@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.errors import NotSupported
 from gpushare.layout.description import Sharing
-from gpushare.layout.mig_parted import FILE, export
+from gpushare.layout.mig_parted import FILE, export, layout_name
 from gpushare.mig.parted import choose, parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from gpushare.model import Gpu
@@ -22,6 +24,22 @@ def test_equal_gpus_share_an_entry() -> None:
     (entry,) = yaml.safe_load(text(found, FILE))["mig-configs"]["day"]
     assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 2, "3g.40gb": 1}}
     assert any("-c day" in one for one in found.commands)
+
+
+@given(st.lists(st.lists(st.sampled_from(["1g.10gb", "1g.10gb+me", "3g.40gb"]), max_size=7), min_size=1, max_size=3))
+def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> None:
+    described = host(
+        *(
+            gpu(index, Sharing.MIG, mig=tuple(mig(start, profile) for start, profile in enumerate(cut)))
+            for index, cut in enumerate(cuts)
+        )
+    )
+    name = layout_name(described)
+    assert re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", name)
+    # The same layout has the same name, another one has not.
+    assert name == layout_name(described)
+    more = gpu(0, Sharing.MIG, mig=(mig(9, "7g.80gb"),))
+    assert name != layout_name(host(more, *described.gpus[1:]))
 
 
 def test_a_gpu_without_mig_is_never_named() -> None:
@@ -41,11 +59,12 @@ def test_what_is_lost() -> None:
         host(
             gpu(0, Sharing.MIG, mig=(mig(mps=mps(), name="train"),)),
             gpu(1, Sharing.MPS, mps=mps(), mig_capable=True),
+            gpu(2, Sharing.EXCLUSIVE, mig_capable=True),
             whole=False,
         ),
         name="x",
     ).lost
-    for word in ("places", "sharing inside", "names", "mps of GPUs without MIG"):
+    for word in ("places", "sharing inside", "names", "exclusive, mps of GPUs without MIG"):
         assert any(word in one for one in lost)
 
 
