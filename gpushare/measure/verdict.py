@@ -117,19 +117,24 @@ def speeds(runs: Iterable[RunResult], metric: Metric) -> list[float]:
 
 
 def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Metric, *, finite: bool) -> list[float]:
-    """Return by what factor each copy was slower than one alone, over all runs."""
+    """Return by what factor each copy was slower than one alone, over all runs; none where one stood still.
+
+    No factor says that; the fairness is 0 then.
+    """
 
     def speed(run: RunResult) -> list[float]:
         if metric.printed:
             # Of streams one process prints the sum.
             parts = run.copies if run.way == STREAMS else 1
-            return [metric.speed(one.value) / parts for one in run.result.copies if one.value]
+            speeds = [metric.speed(one.value) if one.value else one.value for one in run.result.copies]
+            return [speed / parts for speed in speeds if speed is not None]
         return [1 / one.seconds for one in run.result.copies if one.seconds > 0] if finite else []
 
     base = _mean([value for run in alone if run.throughput is not None for value in speed(run)])
-    if base is None:
+    found = [value for run in runs for value in speed(run)]
+    if base is None or (metric.higher_is_better and not all(found)):
         return []
-    return [base / value for run in runs for value in speed(run) if value > 0]
+    return [base / value for value in found if value > 0]
 
 
 def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:

@@ -171,3 +171,9 @@ def test_the_overall_answer_is_the_fastest_number_of_copies() -> None:
 def test_a_way_that_was_not_measured_or_failed_gives_no_answer() -> None:
     found = measured("timeslice,mps", (2,), {("alone", 1): [100.0], ("mps", 2): [50.0]})
     assert picks(found, judge(found)) == []
+
+
+def test_no_factor_says_how_much_slower_a_copy_is_that_stood_still() -> None:
+    alone, starved = run("alone", [100.0]), run("mps", [100.0, 0.0])
+    verdict = verdict_of(alone, starved)
+    assert (verdict.slowdown, verdict.slowdown_worst, verdict.fairness) == (None, None, 0.0)
