@@ -63,9 +63,7 @@ def _timeslice(situation: Situation) -> Recipe:
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
         command = f"{sudo(situation)}gpushare timeslice set {level or 'default'} -g {index}"
         lines.append(Line(_LEVELS.get(level or "", "let several programs in"), command))
-        now = situation.gpu.time_slice
-        back = "reset" if now in {None, TimeSlice.DEFAULT} else f"set {now.title}"
-        undo = (Line("go back", f"{sudo(situation)}gpushare timeslice {back} -g {index}"),)
+        undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
         lines.append(Line("what runs shares the GPU as it does now; look", f"gpushare status -g {index}"))
     lines += [
@@ -81,6 +79,24 @@ def _timeslice(situation: Situation) -> Recipe:
             "the levels short and long: NVIDIA publishes no milliseconds for them",
         ),
     )
+
+
+def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
+    """Return the way back to the level, and to the compute mode where that was in the way."""
+    now, index, root = situation.gpu.time_slice, situation.gpu.index, sudo(situation)
+    kept = now in {None, TimeSlice.DEFAULT}
+    if blocked or kept:
+        lines = [Line("go back", f"{root}gpushare timeslice reset -g {index}")]
+        if now is not None and not kept:
+            # `timeslice set` would let several programs in again.
+            lines.append(
+                Line(
+                    "and to the level, which gpushare sets only where several programs may in",
+                    f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(now)}",
+                )
+            )
+        return tuple(lines)
+    return (Line("go back", f"{root}gpushare timeslice set {now.title if now else 'default'} -g {index}"),)
 
 
 _LEVELS: Final = {"short": "short slices: people wait less", "long": "long slices: fewer switches"}

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.host.connect import connect
+from gpushare.model import ComputeMode
 from tests.cli.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
 
 SMALL = ("--processes", "3", "--memory", "2G", "--users", "same", "--no-saturating")
@@ -43,6 +45,30 @@ def test_what_was_there_comes_back(
     undone = pasted(commands(data, "undo"), spec)
     assert undone.returncode == 0, undone
     assert cli("capture", host=spec).ok().out == before
+
+
+@pytest.mark.parametrize("level", ["default", "long"])
+def test_a_compute_mode_in_the_way_comes_back_and_so_does_the_level(cli: Any, level: str) -> None:
+    spec, host = "sim:t4", connect("sim:t4")
+    cli("timeslice", "set", level, "-g", "0", host=spec).ok()
+    host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+
+    def now() -> tuple[Any, Any]:
+        (gpu,) = connect(spec).nvml.sweep()
+        return gpu.compute_mode, gpu.time_slice
+
+    before = now()
+    data = advised(cli, spec, *PEOPLE)
+    assert data["winner"] == "timeslice"
+    assert pasted(commands(data), spec).returncode == 0
+    assert now() != before
+    lines = commands(data, "undo")
+    for line in lines:
+        # A simulated GPU has no nvidia-smi on the PATH.
+        program, *words = line.split()
+        done = host.programs.run(["nvidia-smi", *words]) if program == "nvidia-smi" else pasted([line], spec)
+        assert 0 in {getattr(done, "exit_code", None), getattr(done, "returncode", None)}, done
+    assert now() == before
 
 
 def test_a_daemon_in_the_way_is_a_condition(cli: Any) -> None:
