@@ -13,6 +13,8 @@ from gpushare.model import Gpu, MigInstance
 _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
 # "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.
 _UUID: Final = re.compile(r"^(gpu|mig)-[0-9a-f-]{4,}$", re.IGNORECASE | re.ASCII)
+# What drivers before R470 called a MIG device, and CUDA and old scripts still do: by GPU instance and compute instance.
+_OLD_MIG: Final = re.compile(r"^mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})$", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +110,14 @@ def _one(word: str, gpus: Sequence[Gpu]) -> Device:
         matches = [Device(gpu=gpu) for gpu in gpus if str(gpu.index) == (word.lstrip("0") or "0")]
     elif _UUID.match(word):
         matches = _by_uuid(word.lower(), gpus)
+    elif _OLD_MIG.match(word):
+        matches = _by_old_name(word.lower(), gpus)
     elif _PCI.match(word):
         matches = [Device(gpu=gpu) for gpu in gpus if gpu.pci_bus_id and _pci_key(gpu.pci_bus_id) == _pci_key(word)]
     else:
         matches = []
     if not matches:
-        raise NotFound(f"there is no GPU '{word}' on this host", _available(gpus), code="unknown_gpu", gpu=word)
+        raise NotFound(f"there is no GPU '{word}' on this host", _available(word, gpus), code="unknown_gpu", gpu=word)
     if len(matches) > 1:
         names = ", ".join(device.uuid for device in matches)
         raise BadUsage(
@@ -129,6 +133,18 @@ def _by_uuid(prefix: str, gpus: Sequence[Gpu]) -> list[Device]:
     return exact or [device for device in devices if device.uuid.lower().startswith(prefix)]
 
 
+def _by_old_name(word: str, gpus: Sequence[Gpu]) -> list[Device]:
+    match = _OLD_MIG.match(word)
+    ids = None if match is None else (int(match.group(2)), int(match.group(3)))
+    return [
+        Device(gpu=gpu, mig=mig)
+        for gpu in gpus
+        if match is not None and (gpu.uuid or "").lower().startswith(match.group(1))
+        for mig in gpu.mig_instances
+        if (mig.gpu_instance_id, mig.compute_instance_id) == ids
+    ]
+
+
 def _pci_key(text: str) -> tuple[int, int, int, int] | None:
     match = _PCI.match(text)
     if match is None:
@@ -137,8 +153,11 @@ def _pci_key(text: str) -> tuple[int, int, int, int] | None:
     return int(domain or "0", 16), int(bus, 16), int(device, 16), int(function or "0")
 
 
-def _available(gpus: Sequence[Gpu]) -> str:
+def _available(word: str, gpus: Sequence[Gpu]) -> str:
     if not gpus:
         return "this host has no GPU; see: gpushare doctor"
     indexes = ", ".join(str(gpu.index) for gpu in gpus[:16])
+    if not word.isdigit() and any(gpu.mig_instances for gpu in gpus):
+        # A name, ids or a place: several commands take those, and -g does not.
+        return f"this host has GPU {indexes}; an instance is given by its UUID: -g MIG-<uuid>; see: gpushare mig status"
     return f"this host has GPU {indexes}; see: gpushare status"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.check import Check, Examination, Verdict, counted
+from gpushare.actions.mig_left import Left, left_behind
 from gpushare.errors import GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.host import cdi
 from gpushare.host.holders import blocking, gpu_holders, instance_holders, look, remedy
@@ -35,20 +37,26 @@ def modes(seen: Examination) -> Iterator[Check]:
         for check in _gpu(seen, gpu):
             wrong = True
             yield check
-    for left in filter(None, (journal.left() for journal in journals)):
+    for left in _left(seen, journals):
         wrong = True
         yield Check(
-            id="mig.interrupted",
+            id=left.id,
             verdict=Verdict.FAIL,
-            seen=f"'{left.title}' was interrupted in the middle" + (f", at: {left.step}" if left.step else ""),
+            seen=left.seen + (f", at: {left.at}" if left.at else ""),
             why="instances, names and grants are neither as they were nor as they should become",
-            remedy="sudo gpushare mig recover",
+            remedy=left.remedy.replace("gpushare mig recover", "sudo gpushare mig recover"),
         )
     on = [gpu for gpu in seen.answering if gpu.mig_enabled]
     if on and not wrong:
         number = sum(len(gpu.mig_instances) for gpu in on)
         seen_text = f"MIG is on on {counted(len(on), 'GPU')}: {counted(number, 'MIG device')}"
         yield Check(id="mig.state", verdict=Verdict.PASS, seen=seen_text)
+
+
+def _left(seen: Examination, journals: Sequence[Journal]) -> Iterator[Left]:
+    for journal in journals:
+        with contextlib.suppress(GpushareError):
+            yield from left_behind(seen.host, journal)
 
 
 def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:

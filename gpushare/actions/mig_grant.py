@@ -18,6 +18,7 @@ from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported,
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.mig import MigReader
 from gpushare.host.mig_names import NamedInstance, names_changed, names_of
+from gpushare.mig.target import need_name
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -43,11 +44,12 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     """Return the plan that lets a user, besides those who have it already, and nobody else use a named instance.
 
     Raises:
+        BadUsage: it is no name, but a UUID, an id or a place.
         NotFound: no such name, user or instance.
         NotSupported: the driver shows no capabilities.
         GpushareError: NVML does not answer.
     """
-    named = _named(host, name)
+    named = _named(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     nodes = _nodes(host, named)
@@ -66,10 +68,11 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that takes a user's grant, or every grant, back; without one the instance is everybody's again.
 
     Raises:
+        BadUsage: it is no name, but a UUID, an id or a place.
         NotFound: no such name, or the user has no grant on it.
         GpushareError: NVML does not answer.
     """
-    named = _named(host, name)
+    named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
     # A user that was removed from the machine since has only its name left.
     gone = named.users if user is None else tuple(one for one in named.users if one in {user, _known(user)})
     if user is not None and not gone:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from gpushare.actions.mig_after import recover_daemons
 from gpushare.actions.mig_bind import forget, regrant
 from gpushare.actions.mig_change import as_command, look, restore
-from gpushare.errors import GpushareError, OperationFailed
+from gpushare.actions.mig_left import ACCEPT, RECOVER, missing, not_restored
+from gpushare.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.host.mig_changes import MigChanges
 from gpushare.host.mig_names import names_of
 from gpushare.mig.shape import differences
@@ -22,21 +23,60 @@ if TYPE_CHECKING:
 def recover(host: Host, journal: Journal) -> tuple[str, ...]:
     """Finish or undo the change that an earlier gpushare died in, under the lock; return what was done, in words.
 
-    What was reached already is kept when it is all of it; else every GPU of the change goes back to what it was. The
-    journal is cleared in any case: what could not come back is named once, and not undone behind anybody's back later.
+    What was reached already is kept when it is all of it; else every GPU of the change goes back to what it was. What
+    could not come back is named, stays to be seen (`not_restored`), and is not undone behind anybody's back later.
 
     Raises:
-        OperationFailed: something could not come back; all of it is named (code ``not_restored``).
+        OperationFailed: something could not come back; all of it is named (code ``not_restored``). Or the journal
+            cannot be read.
     """
     entry = journal.begun()
-    if entry is None:
-        return ()
-    entry = _found_again(host, journal, entry)
-    if _is_done(host, entry):
-        said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
+    said = () if entry is None else _recovered(host, journal, entry)
+    for path, earlier in journal.not_restored():
+        # Else it would be named again when somebody changes it later.
+        if earlier is not None and not missing(host, earlier):
+            journal.drop(path)
+    return said
+
+
+def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
+    """Forget what could not come back, and set a journal aside that cannot be read; return what was, in words.
+
+    Raises:
+        BadUsage: a change was interrupted, and it was not tried yet to undo it.
+    """
+    said, would = [], "would be " if dry_run else ""
+    try:
+        entry = journal.begun()
+    except OperationFailed:
+        where = "" if dry_run else f" as {journal.set_aside()}"
+        said.append(f"the journal of a MIG change, which cannot be read, {would or 'was '}set aside{where}")
     else:
-        said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
-        _undo(host, journal, entry)
+        if entry is not None:
+            raise BadUsage(
+                f"'{entry.title}' was interrupted, and is not undone yet",
+                f"undo it first: {RECOVER}; only what then cannot come back is forgotten",
+                code="not_recovered",
+            )
+    said += [f"{one.seen}; this {would or 'is '}forgotten" for one in not_restored(host, journal)]
+    for path, _ in () if dry_run else journal.not_restored():
+        journal.drop(path)
+    return tuple(said)
+
+
+def _recovered(host: Host, journal: Journal, entry: JournalEntry) -> tuple[str, ...]:
+    try:
+        entry = _found_again(host, entry)
+        if _is_done(host, entry):
+            said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
+        else:
+            said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
+            _undo(host, entry)
+    except OperationFailed as error:
+        if error.code == "not_restored":
+            journal.give_up()
+            raise error.restated(hint=f"{error.hint}; {ACCEPT}") from error
+        raise
     _forget_lost(host, entry)
     journal.end()
     for shape in entry.before:
@@ -47,17 +87,16 @@ def recover(host: Host, journal: Journal) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _found_again(host: Host, journal: Journal, entry: JournalEntry) -> JournalEntry:
+def _found_again(host: Host, entry: JournalEntry) -> JournalEntry:
     """Return the entry with the indexes that its GPUs have now: one that fell off the bus renumbers the others."""
     now = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
-    missing = [shape for shape in entry.before if shape.uuid not in now]
-    if missing:
-        journal.end()
-        names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in missing)
+    gone = [shape for shape in entry.before if shape.uuid not in now]
+    if gone:
+        names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in gone)
         raise OperationFailed(
             f"'{entry.title}' was interrupted, and {names} is not there to be looked at; nothing was undone",
             "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in entry.before)]),
-            gpu=str(missing[0].index),
+            gpu=str(gone[0].index),
             code="not_restored",
         )
     before, after = ([replace(one, index=now[one.uuid]) for one in shapes] for shapes in (entry.before, entry.after))
@@ -84,7 +123,7 @@ def _is_done(host: Host, entry: JournalEntry) -> bool:
     return not any(differences(look(host, shape.index), shape) for shape in entry.after)
 
 
-def _undo(host: Host, journal: Journal, entry: JournalEntry) -> None:
+def _undo(host: Host, entry: JournalEntry) -> None:
     trouble: list[GpushareError] = []
     for before, after in zip(entry.before, entry.after, strict=True):
         try:
@@ -92,7 +131,6 @@ def _undo(host: Host, journal: Journal, entry: JournalEntry) -> None:
         except GpushareError as error:
             trouble.append(error)
     if trouble:
-        journal.end()
         raise OperationFailed(
             f"'{entry.title}' was interrupted; " + "; ".join(error.message for error in trouble),
             "; ".join(dict.fromkeys(error.hint for error in trouble)),

@@ -54,17 +54,24 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     shapes = [one.before for one in touched], [one.after for one in touched]
     journal.begin(change.plan.title, *shapes, names=change.names)
     step = _Watched(on_step)
+    # What an error that nobody foresaw leaves may be anything; it is compared with what is there.
+    over = journal.give_up
     try:
         carry_out(change.plan, step)
+        over = journal.end
     except NotUndone:
         raise
+    except KeyboardInterrupt:
+        over = journal.end
+        raise
     except GpushareError as error:
+        over = journal.end
         if step.last is not None:
             raise _undone(error, step.last, ended=step.ended) from error
         raise
     finally:
-        # Killed in between, the journal stays; at every other end all is done or undone.
-        journal.end()
+        # Killed in between, the journal stays as that of a change that was interrupted.
+        over()
 
 
 class _Watched:

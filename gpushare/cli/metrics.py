@@ -118,6 +118,7 @@ def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
 
 def _reading(host: Host) -> Reading:
     from gpushare import __version__
+    from gpushare.actions.mig_left import interrupted
     from gpushare.cli.host_file import kept_entries
     from gpushare.host.mig import MigReader
     from gpushare.host.mig_journal import Journal
@@ -146,7 +147,7 @@ def _reading(host: Host) -> Reading:
         names={(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()},
         leases=tuple(live_leases(host)),
         mps_leases={str(home.pipe): len(home.live_leases()) for home, record in homes if record is not None},
-        mig_interrupted=Journal(host).left() is not None,
+        mig_interrupted=interrupted(Journal(host)) is not None,
         exclusive_wanted=frozenset(filter(None, wanted)),
         pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),
     )

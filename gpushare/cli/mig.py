@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpushare.cli import mig_change, mig_env, mig_files, mig_grant, mig_name
 from gpushare.cli.common import GPU_HELP, Command, Group, gpus_of, settings
-from gpushare.errors import BadUsage, GpuLost, NotSupported
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NotSupported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gpushare.mig.plan import NoPlan, Plan
     from gpushare.mig.profile import Layout
@@ -53,6 +55,7 @@ def status(gpu: GpuOption = None) -> Any:
 
     A * marks an instance that somebody is in. With MIG on and no instance, no CUDA program can use the GPU.
     """
+    from gpushare.actions.mig_left import left_behind
     from gpushare.host.mig_journal import Journal
     from gpushare.mig.fragmentation import fragmentation, lost_slices
     from gpushare.show.mig import layout_text
@@ -76,8 +79,8 @@ def status(gpu: GpuOption = None) -> Any:
                 "fragmentation": fragmentation(layout) if layout.profiles else None,
             }
         )
-    left = Journal(settings.connect()).left()
-    notes = [] if left is None else [f"'{left.title}' was interrupted in the middle: gpushare mig recover"]
+    host = settings.connect()
+    notes = [str(left) for left in left_behind(host, Journal(host))]
     notes += [one.error for one in silent if one.error]
     notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
@@ -118,17 +121,18 @@ def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory
     from gpushare.show.mig import plan_text
     from gpushare.show.result import Result
 
-    asked = wished(wish, memory, sm)
-    _, layouts = chosen(gpu, model)
-    found = plan_add(layouts, asked)
+    with _hints_for(model):
+        asked = wished(wish, memory, sm)
+        _, layouts = chosen(gpu, model)
+        found = plan_add(layouts, asked)
+        if not isinstance(found, Plan) and found.why is Why.NEVER:
+            raise NotSupported(found.message, found.hint, code="never_fits")
     if isinstance(found, Plan):
         places = [
             f"{'' if new.into is None else 'in '}{new} on GPU {one.gpu}" for one in found.gpus for new in one.created
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(found, {one.gpu: one for one in layouts})
         return Result(command="mig fits", data={"fits": True, "where": places, "would_go": []}, text=text)
-    if found.why is Why.NEVER:
-        raise NotSupported(found.message, found.hint, code="never_fits")
     data = {"fits": False, "where": [], "would_go": [_gone(index, gone) for index, gone in found.would_go]}
     text = f"no: {found.message}"
     return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
@@ -153,13 +157,50 @@ def plan(
     """
     from gpushare.mig.planner import plan_add, plan_exact
 
-    asked = wished(wish, memory, sm)
-    gpus, layouts = chosen(gpu, model)
+    with _hints_for(model):
+        asked = wished(wish, memory, sm)
+        gpus, layouts = chosen(gpu, model)
+        if exact:
+            found: Plan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
+        else:
+            found = plan_add(layouts, asked, may_destroy=may_destroy)
+        if exact or may_destroy:
+            found = _evictable(found, layouts, asked, exact=exact)
+        return planned(found, layouts, off=[one.index for one in gpus if not one.mig_enabled])
+
+
+def _evictable(found: Plan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> Plan | NoPlan:
+    """Return what was found; where programs are in the way, its hint names the command that may end them."""
+    from dataclasses import replace
+
+    from gpushare.mig.plan import NoPlan
+    from gpushare.mig.refusal import eviction
+    from gpushare.mig.wish import resolve
+
+    going = eviction(found) if isinstance(found, NoPlan) else None
+    if not isinstance(found, NoPlan) or going is None:
+        return found
     if exact:
-        found: Plan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
+        # By need: what it comes to on these GPUs.
+        words = " ".join(
+            str(one) if isinstance(one.profile, str | int) else resolve(one, layouts[0].profiles).name for one in asked
+        )
+        command = f"gpushare mig apply -g {','.join(str(one.gpu) for one in layouts)} {words} {going[1]}"
     else:
-        found = plan_add(layouts, asked, may_destroy=may_destroy)
-    return planned(found, layouts, off=[one.index for one in gpus if not one.mig_enabled])
+        command = f"gpushare mig destroy {going[0]} {going[1]}"
+    return replace(found, hint=f"end what runs there, or let its programs be ended: {command}")
+
+
+@contextmanager
+def _hints_for(model: str | None) -> Iterator[None]:
+    """Let hints name the model that was asked about: without it, `mig profiles` is about this host."""
+    try:
+        yield
+    except GpushareError as error:
+        if model is None:
+            raise
+        about = f"gpushare mig profiles --model {shlex.quote(model)}"
+        raise error.restated(hint=error.hint.replace("gpushare mig profiles", about)) from None
 
 
 def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.common import GPU_HELP, ChangingCommand
+from gpushare.cli.mig_recover import recover
 from gpushare.cli.mig_transaction import carried, current, evicted, planned_or_refused
 from gpushare.errors import BadUsage, GpuLost, InUse, NotFound, NotSupported
 
@@ -147,19 +148,21 @@ def apply(
             f"give its file: -f FILE -c {config[:60]}",
             code="no_file",
         )
-    from gpushare.cli.parted_file import config_of
+    from gpushare.cli.parted_file import absent_gpus, config_of
 
     # Read once: stdin has no second time, and a file may change between the look and the lock.
     named = None if file is None else config_of(file, config)
 
     def make(host: Host, journal: Journal) -> MigChange:
+        notes = () if named is None else absent_gpus(named, host)
         gpus, layouts, demands = _demanded(host, gpu, wish or [], named)
         _need_profiles(gpus, layouts, demands)
         may_go = evicted(evict, layouts)
         plan = planned_or_refused(plan_exact(layouts, _wishes(layouts, demands, from_file=bool(file)), evict=may_go))
         modes = {n: one.mig_enabled for n, one in demands.items()}
         title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
-        return _change(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes)
+        change = _change(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes)
+        return replace(change, notes=(*notes, *change.notes))
 
     return carried("mig apply", make, refresh_cdi=refresh_cdi)
 
@@ -181,13 +184,6 @@ def disable(
 ) -> Any:
     """Switch MIG mode off. Instances that exist stay in the way, unless --destroy says that they go."""
     return _switched("mig disable", gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
-
-
-def recover() -> Any:
-    """Undo what a change left that died in the middle. Every other change does it first, too."""
-    from gpushare.cli.mig_transaction import recovered
-
-    return recovered()
 
 
 # -- what the commands share -----------------------------------------------------------------------

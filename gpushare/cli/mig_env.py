@@ -52,12 +52,13 @@ def env(
 
 
 def _places(name: str) -> list[Place]:
-    from gpushare.actions.mig_places import means_profile, named_places
+    from gpushare.actions.mig_places import named_places
+    from gpushare.mig.target import is_profile, need_name
 
-    if means_profile(name):
+    if is_profile(name):
         raise BadUsage(
             f"'{name[:60]}' is a profile: which instance of it is meant, only a name says",
             f"give the name of an instance; or let one be chosen: gpushare run --mig {name[:60]} -- CMD",
             code="not_a_name",
         )
-    return named_places(settings.connect(), name)
+    return named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))

@@ -155,10 +155,13 @@ def _demands(
 
         wish = parse_wish(" ".join(words))
         return {gpu.index: Demand(mig_enabled=True, wish=wish) for gpu in gpus}, ()
-    from gpushare.cli.parted_file import pci_ids
+    from gpushare.cli.parted_file import absent_gpus, pci_ids
 
+    notes = absent_gpus(named, host)
     ids = pci_ids(named, gpus, host)
-    return wishes_for(named, gpus, ids), idle_entries(named, gpus, ids) if all_gpus else ()
+    if all_gpus:
+        notes += idle_entries(named, gpus, ids, range(host.nvml.count()))
+    return wishes_for(named, gpus, ids), notes
 
 
 def _row(gpu: Gpu, demand: Demand | None, host: Host) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def name(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The new name.", show_default=False)] = None,
     instance: Annotated[
         str | None,
-        typer.Argument(metavar="INSTANCE", help="MIG UUID, GPU/GI, or PROFILE:START.", show_default=False),
+        typer.Argument(metavar="INSTANCE", help="MIG UUID, GPU/GI[/CI], or PROFILE:START.", show_default=False),
     ] = None,
     gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
     forget: Annotated[str | None, typer.Option("--forget", metavar="NAME", help="Forget this name.")] = None,
@@ -62,6 +62,14 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
         )
     layout = next(one for one in layouts if one.gpu == targets[0].gpu)
     found = next(one for one in layout.instances if one.id == targets[0].instance)
+    if targets[0].compute is not None and len(found.compute) > 1:
+        raise BadUsage(
+            f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found.profile.name}:{found.start}; "
+            "a name means the GPU instance with all of them",
+            f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; one compute instance is taken with -g MIG-<uuid>",
+            gpu=str(layout.gpu),
+            code="part_of_instance",
+        )
     one = NamedInstance(name=name, gpu_uuid=layout.uuid or "", profile=found.profile.name, start=found.start)
     given = names_of(host)
     if name in given and _place(given[name]) != _place(one):
@@ -80,10 +88,16 @@ def _forgetting(name: str) -> Plan:
     from gpushare.actions.mig_bind import forget_step
     from gpushare.actions.plan import Plan
     from gpushare.host.mig_names import names_of
+    from gpushare.mig.target import need_name
 
     host = settings.connect()
     found = names_of(host).get(name)
     if found is None:
+        # Else it would only be said that there is none.
+        try:
+            need_name(name, "")
+        except BadUsage as error:
+            raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
     return Plan(title=f"forget {name}", steps=(forget_step(host, found),))
 

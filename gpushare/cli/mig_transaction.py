@@ -113,7 +113,7 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         return _shown(host, command, change, notes, dry_run=True)
     # Once before the lock: what is refused anyway changes nothing, also not what was interrupted.
     _looked(host, journal, make)
-    _need_root(host)
+    need_root(host)
     with journal.locked():
         from gpushare.actions.mig_recover import recover
 
@@ -134,32 +134,12 @@ def _looked(host: Host, journal: Journal, make: Callable[[Host, Journal], MigCha
         raise error.restated(hint=f"{why}; else {error.hint}") from error
 
 
-def recovered() -> Result:
-    """Undo what an interrupted change left.
+def need_root(host: Host) -> None:
+    """Refuse who may not change MIG.
 
     Raises:
-        OperationFailed: something could not come back; all of it is named.
+        NoPermission: this user may not.
     """
-    from gpushare.actions.mig_recover import recover
-    from gpushare.host.mig_journal import Journal
-    from gpushare.show.result import Result
-
-    host = settings.connect()
-    journal = Journal(host)
-    left = journal.left()
-    if left is None:
-        text = "another change is going on" if journal.running() else "no change was interrupted; nothing to do"
-        return Result(command="mig recover", data={"dry_run": settings.dry_run, "done": []}, text=text)
-    if settings.dry_run:
-        text = f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
-        return Result(command="mig recover", data={"dry_run": True, "done": []}, text=text)
-    _need_root(host)
-    with journal.locked():
-        done = recover(host, journal)
-    return Result(command="mig recover", data={"dry_run": False, "done": list(done)}, text="\n".join(done))
-
-
-def _need_root(host: Host) -> None:
     from gpushare.host.mig_changes import may_change
 
     if not may_change(host):

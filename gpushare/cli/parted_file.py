@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Final
 from gpushare.cli.text_file import shown_as, text_of
 from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.layout.yaml_source import documents
-from gpushare.mig.parted import Config, Demand, PciIds, choose, for_change, idle_entries, parse_parted, wishes_for
+from gpushare.mig.parted import (
+    Config,
+    Demand,
+    PciIds,
+    absent,
+    choose,
+    for_change,
+    idle_entries,
+    is_elsewhere,
+    parse_parted,
+    wishes_for,
+)
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -45,11 +56,29 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Dem
     ids = pci_ids(config, gpus, host)
     demands = for_change(wishes_for(config, gpus, ids), gpus)
     if not demands:
-        why = "; ".join(idle_entries(config, gpus, ids)) or "none of them has MIG"
+        here = range(host.nvml.count())
+        why = "; ".join((*absent(config, here), *idle_entries(config, gpus, ids, here))) or "none of them has MIG"
         raise NotFound(
             f"config '{config.name}' asks nothing of the chosen GPUs: {why}", "see: gpushare mig status", code="no_gpu"
         )
     return demands
+
+
+def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
+    """Return what to say of entries that name GPUs which this host has not.
+
+    Raises:
+        NotFound: no entry names one that it has.
+    """
+    here = range(host.nvml.count())
+    said = absent(config, here)
+    if said and all(is_elsewhere(entry, here) for entry in config.entries):
+        raise NotFound(
+            f"config '{config.name}' is for no GPU of this host: {'; '.join(said)}",
+            "see which are here: gpushare status",
+            code="no_gpu",
+        )
+    return said
 
 
 def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds]:

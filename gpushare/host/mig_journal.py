@@ -5,12 +5,16 @@ nobody holds is that of a change that died in the middle.
 
 Root and a user to whom mig/config is open have different run directories. So the device node of that capability, which
 both can open and nobody else can, is locked too. A journal is undone by the user whose it is.
+
+What could not be undone stays beside it, as ``not-restored-N.json``, until it is back or is accepted; a journal that
+cannot be read stays where it is, and in the way of every change, until it is set aside as ``set-aside-N.json``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import time
@@ -19,9 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import OperationFailed
+from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import read_trusted, replace_file, sync_directory
+from gpushare.host.kept_file import open_lock, read_understood, replace_file, sync_directory, writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = 1
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC
+_WHAT: Final = "of the MIG journal"
+_UNWRITABLE: Final = "journal_unwritable"
+UNREADABLE: Final = "journal_unreadable"
 CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -64,21 +71,21 @@ class Journal:
 
         Raises:
             OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
-            NoPermission: the directory is not this user's.
+            NoPermission: the directory or the lock is not this user's.
         """
         make_private_directory(self._directory.parent)
         make_private_directory(self._directory)
         deadline = time.monotonic() + seconds
         with contextlib.ExitStack() as held:
             for path in self._locks:
-                own = path.parent == self._directory
-                try:
-                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if own else _READ, 0o644)
-                except OSError as error:
-                    if own:
-                        raise self._unwritable(path, error) from error
-                    # No such node before R450, or MIG was never used: then nobody else can change it either.
-                    continue
+                if path.parent == self._directory:
+                    descriptor = open_lock(path, _WHAT, code=_UNWRITABLE)
+                else:
+                    try:
+                        descriptor = os.open(path, _READ)
+                    except OSError:
+                        # No such node before R450, or MIG was never used: then nobody else can change it either.
+                        continue
                 held.callback(os.close, descriptor)
                 _wait_for(descriptor, path, seconds, deadline)
             yield
@@ -96,16 +103,41 @@ class Journal:
             os.close(descriptor)
 
     def left(self) -> JournalEntry | None:
-        """Return the entry of a change that died in the middle; None: there is none, or one is going on."""
-        entry = self._read()
-        if entry is None or self.running():
-            return None
-        return entry if entry.boot_id == boot_id() else None
+        """Return the entry of a change that died in the middle; None: there is none, or one is going on.
+
+        Raises:
+            OperationFailed: as `begun`.
+        """
+        return None if not os.path.lexists(self._path) or self.running() else self.begun()
 
     def begun(self) -> JournalEntry | None:
-        """Return the entry that stands there; for who holds the lock."""
-        entry = self._read()
-        return entry if entry is not None and entry.boot_id == boot_id() else None
+        """Return the entry that stands there; for who holds the lock.
+
+        Raises:
+            OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).
+        """
+        try:
+            return _read(self._path)
+        except ValueError as error:
+            raise OperationFailed(
+                f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}; what was being "
+                "changed cannot be known, so nothing is changed",
+                "look whether all is as it should be: gpushare mig status; then set the journal aside: "
+                "gpushare mig recover --forget",
+                code=UNREADABLE,
+            ) from None
+
+    def not_restored(self) -> list[tuple[Path, JournalEntry | None]]:
+        """Return the entries whose changes could not be undone, each with its file; None: it cannot be read."""
+        found: list[tuple[Path, JournalEntry | None]] = []
+        for path in sorted(self._directory.glob("not-restored-*.json")):
+            try:
+                entry = _read(path)
+            except ValueError:
+                found.append((path, None))
+            else:
+                found += [] if entry is None else [(path, entry)]
+        return found
 
     def begin(
         self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
@@ -138,28 +170,49 @@ class Journal:
     def end(self) -> None:
         """The change is done, or undone."""
         self._entry = None
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-            sync_directory(self._directory)
+        self.drop(self._path)
 
-    def _read(self) -> JournalEntry | None:
-        try:
-            return _entry_of(read_trusted(self._path))
-        except (ValueError, KeyError, TypeError):
-            return None
+    def give_up(self) -> None:
+        """The change is over, and not all of it could be undone: it is kept for `not_restored`.
+
+        Where it cannot be kept apart, it stands as one that was interrupted.
+        """
+        self._entry = None
+        with contextlib.suppress(GpushareError):
+            self._rename("not-restored")
+
+    def set_aside(self) -> Path:
+        """Put a journal that cannot be read out of the way, and return where; for who holds the lock.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be moved.
+        """
+        return self._rename("set-aside")
+
+    def drop(self, path: Path) -> None:
+        """Remove an entry that is over; for who holds the lock.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be removed.
+        """
+        if os.path.lexists(path):
+            with writing(path, _WHAT, code=_UNWRITABLE):
+                path.unlink(missing_ok=True)
+                sync_directory(self._directory)
+
+    def _rename(self, name: str) -> Path:
+        target = next(path for n in itertools.count(1) if not os.path.lexists(path := self._named(name, n)))
+        with writing(self._path, _WHAT, code=_UNWRITABLE):
+            self._path.rename(target)
+            sync_directory(self._directory)
+        return target
+
+    def _named(self, name: str, number: int) -> Path:
+        return self._directory / f"{name}-{number}.json"
 
     def _write(self, entry: JournalEntry) -> None:
-        try:
+        with writing(self._path, _WHAT, code=_UNWRITABLE):
             replace_file(self._path, json.dumps(asdict(entry)), durable=True)
-        except OSError as error:
-            raise self._unwritable(self._path, error) from error
-
-    def _unwritable(self, path: Path, error: OSError) -> OperationFailed:
-        return OperationFailed(
-            f"{path}, of the MIG journal, cannot be written: {error.strerror}",
-            f"make room, or remove what is in the way: df -h {self._directory}; ls -l {self._directory}",
-            code="journal_unwritable",
-        )
 
 
 def boot_id() -> str | None:
@@ -168,6 +221,28 @@ def boot_id() -> str | None:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return None
+
+
+def _read(path: Path) -> JournalEntry | None:
+    """Return the entry of a file; None: there is none, or it is of another boot, and over.
+
+    Raises:
+        ValueError: it cannot be understood; the message says why.
+    """
+    try:
+        raw = read_understood(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    if isinstance(raw, dict) and isinstance(raw.get("boot_id"), str) and raw["boot_id"] != boot_id():
+        return None
+    if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
+        raise ValueError(f"it is a newer gpushare's (schema {raw['schema']})")
+    try:
+        return _entry_of(raw)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("it is not what gpushare writes") from None
 
 
 def _entry_of(raw: Any) -> JournalEntry:

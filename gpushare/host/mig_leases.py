@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import unwritable
 from gpushare.model import Holder
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
             raise _in_the_way(path) from None
+        if error.errno not in {errno.EACCES, errno.EPERM}:
+            raise unwritable(path, "the lease of an instance", error, code="lease_unusable") from error
         raise NoPermission(
             f"cannot open the lock file {path}: {error.strerror}",
             f"let its owner or root remove it while nobody runs: sudo rm {path}",

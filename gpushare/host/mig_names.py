@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, NoPermission
+from gpushare.errors import BadUsage
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import open_lock, read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -77,18 +77,12 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
     """Yield this user's names under a lock, and write them back.
 
     Raises:
-        NoPermission: the directory is not this user's.
+        NoPermission: the directory or its files are not this user's.
+        OperationFailed: they cannot be written; the names are as they were.
     """
     make_private_directory(host.state_directory)
     path = host.state_directory / "mig-names.json"
-    try:
-        descriptor = os.open(host.state_directory / "mig-names.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise NoPermission(
-            f"cannot write the names in {host.state_directory}: {error.strerror}",
-            "run as root: sudo gpushare ...; or set GPUSHARE_STATE_DIR",
-            code="directory_unwritable",
-        ) from None
+    descriptor = open_lock(host.state_directory / "mig-names.lock", "the lock of the names", mode=0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         names = _read(path)
@@ -118,4 +112,5 @@ def _named(entry: dict[str, Any]) -> NamedInstance | None:
 
 def _write(path: Path, names: dict[str, NamedInstance]) -> None:
     document = {"schema": SCHEMA, "names": [asdict(names[name]) for name in sorted(names)]}
-    replace_file(path, json.dumps(document, indent=2), durable=True)
+    with writing(path, "the names of instances"):
+        replace_file(path, json.dumps(document, indent=2), durable=True)

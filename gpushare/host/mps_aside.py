@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import read_trusted, replace_file, writing
 from gpushare.host.mps_home import record_of
 
 if TYPE_CHECKING:
@@ -20,8 +20,14 @@ _NAME: Final = "aside.json"
 
 
 def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
-    """Keep a record while its daemon is stopped, with the profile of its MIG device; written atomically."""
-    replace_file(home.directory / _NAME, json.dumps({**asdict(record), "profile": profile}, indent=2))
+    """Keep a record while its daemon is stopped, with the profile of its MIG device; written atomically.
+
+    Raises:
+        NoPermission, OperationFailed: it cannot be written.
+    """
+    path = home.directory / _NAME
+    with writing(path, "the record of an MPS daemon that is stopped for a while"):
+        replace_file(path, json.dumps({**asdict(record), "profile": profile}, indent=2))
 
 
 def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import open_lock, read_trusted, replace_file, writing
 from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES
 from gpushare.model import ComputeMode
 
@@ -97,8 +97,14 @@ class DaemonHome:
         return record_of(read_trusted(self.directory / "daemon.json"))
 
     def write(self, record: DaemonRecord) -> None:
-        """Write the record, for others to read too: `gpushare status` shows root's daemons."""
-        replace_file(self.directory / "daemon.json", json.dumps(asdict(record), indent=2))
+        """Write the record, for others to read too: `gpushare status` shows root's daemons.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be written; the old one stands.
+        """
+        path = self.directory / "daemon.json"
+        with writing(path, "the record of an MPS daemon"):
+            replace_file(path, json.dumps(asdict(record), indent=2))
 
     def clear(self) -> None:
         """Remove the record and what a dead daemon left in the pipe directory; the logs stay.
@@ -131,10 +137,11 @@ class DaemonHome:
         """Hold the lock of this daemon: starting, setting and stopping exclude each other.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than ``seconds``.
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
+            NoPermission: the directory or the lock is not this user's.
         """
         self._make_directory()
-        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(self.directory / "lock", "of this MPS daemon")
         try:
             _lock_within(descriptor, seconds, self.directory)
             yield
@@ -161,12 +168,16 @@ class DaemonHome:
         return live
 
     def take_lease(self) -> Lease:
-        """Take a lease: the daemon is in use until it is released, or until every holder has ended."""
+        """Take a lease: the daemon is in use until it is released, or until every holder has ended.
+
+        Raises:
+            NoPermission, OperationFailed: its file cannot be made.
+        """
         # The name may be held: by another lease of this process, or by the guard of one with our PID that died.
         for number in itertools.count():
             path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
             # Inheritable across fork: the guard holds it on when gpushare itself is killed.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_lock(path, "the lease of a program", mode=0o600)
             if _locked(descriptor) and _is_at(descriptor, path):
                 return Lease(path, descriptor)
             # Taken, or `live_leases` removed it between open and lock.

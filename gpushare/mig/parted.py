@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -192,11 +192,32 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
     return {index: demand for index, demand in demands.items() if index not in without}
 
 
-def idle_entries(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds]) -> tuple[str, ...]:
-    """Return a sentence for each entry that is for none of these GPUs; mig-parted is silent about it."""
+def absent(config: Config, here: Collection[int]) -> tuple[str, ...]:
+    """Return a sentence for each entry that names GPUs that this host (by index) has not; mig-parted is silent."""
     said = []
     for number, entry in enumerate(config.entries, 1):
-        if any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
+        gone = [index for index in entry.devices or () if index not in here]
+        if gone:
+            which = f"GPU {', '.join(map(str, gone))}, which {'is' if len(gone) == 1 else 'are'} not here"
+            said.append(f"config '{config.name}', entry {number} names {which}")
+    return tuple(said)
+
+
+def is_elsewhere(entry: Entry, here: Collection[int]) -> bool:
+    """Return whether an entry names only GPUs that this host has not."""
+    return entry.devices is not None and not any(index in here for index in entry.devices)
+
+
+def idle_entries(
+    config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds], here: Collection[int]
+) -> tuple[str, ...]:
+    """Return a sentence for each entry that is for none of these GPUs; mig-parted is silent about it.
+
+    Those that name only GPUs that are not ``here`` are told by `absent`.
+    """
+    said = []
+    for number, entry in enumerate(config.entries, 1):
+        if is_elsewhere(entry, here) or any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
             continue
         odd = [text for text in entry.filters if _numbers(text) is None]
         why = f"; '{odd[0][:40]}' is no PCI id like 0x20B510DE" if odd else ""

@@ -86,6 +86,12 @@ def blocked(wish: Wish, instead: Plan, *, only_adds: bool = False) -> NoPlan:
     return NoPlan(why=Why.BLOCKED, message=f"{what}: this would have to go: {listing}", hint=hint, instead=instead)
 
 
+def eviction(found: NoPlan) -> tuple[str, str] | None:
+    """Return what names all that would have to go, and the ``--evict`` of what is busy of it; None: nothing is."""
+    busy = [(gpu, one) for gpu, one in found.would_go if one.busy]
+    return (_words(found.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
+
+
 def _busy_only(gone: Sequence[tuple[int, Destroyed]]) -> list[tuple[int, Destroyed]]:
     """Return what has to be named to be evicted: of the parts of a GPU instance those that somebody is in."""
     found = []

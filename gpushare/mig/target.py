@@ -12,13 +12,16 @@ from gpushare.mig.profile import Layout
 
 _IDS: Final = re.compile(r"(?:(\d{1,4})/)?(\d{1,4})(?:/(\d{1,4}))?", re.ASCII)
 _PLACE: Final = re.compile(r"(\d+g(?:\.\d+gb)?(?:[+-][a-z.]+)?):(\d{1,3})", re.ASCII)
+# What drivers before R470 called a MIG device, and CUDA and old scripts still do: MIG-GPU-<uuid>/<GI>/<CI>.
+_OLD: Final = re.compile(r"mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})", re.ASCII)
+_NO_NAME: Final = re.compile(r"\d.*|(mig|gpu)-.*", re.ASCII | re.IGNORECASE | re.DOTALL)
 FORMS: Final = "its name, MIG UUID, GPU/GI, GPU/GI/CI, or PROFILE:START; with one GPU also GI alone"
 
 
 def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     """Return what a word means: a name, a MIG UUID or its prefix, ``GPU/GI[/CI]``, ``GI``, ``3g.40gb:4``, or ``all``.
 
-    A UUID that is the only one of its GPU instance means the GPU instance.
+    A UUID that is the only one of its GPU instance means the GPU instance; ``MIG-GPU-<uuid>/GI/CI`` is a UUID of old.
 
     Raises:
         NotFound: no such instance.
@@ -28,7 +31,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     if word.lower() == "all":
         return tuple(Target(layout.gpu, one.id) for layout in layouts for one in layout.instances)
     matches = _by_name(word, layouts) or _by_uuid(word.lower(), layouts) or _by_place(word.lower(), layouts)
-    matches = matches or _by_ids(word, layouts)
+    matches = matches or _by_old_name(word.lower(), layouts) or _by_ids(word, layouts)
     if len(matches) > 1:
         places = ", ".join(_title(one) for one in matches)
         raise BadUsage(f"'{text}' fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
@@ -45,6 +48,33 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
             code="unknown_instance",
         )
     return tuple(matches)
+
+
+def need_name(word: str, then: str) -> str:
+    """Return a word that may be a name: for what is kept with one, or must still mean the same later.
+
+    ``then`` is the command for which a name will do.
+
+    Raises:
+        BadUsage: it is a UUID, an id, a place or a profile.
+    """
+    text = word.strip()
+    if _NO_NAME.fullmatch(text) is None:
+        return text
+    # A profile alone tells no instance.
+    tells = text.lower().startswith("mig-") or _IDS.fullmatch(text) or _PLACE.fullmatch(text.lower())
+    instance = text[:60] if tells else "INSTANCE"
+    raise BadUsage(
+        f"'{text[:60]}' is not a name, and another instance may have it later; this takes a name",
+        f"name it first: gpushare mig name NAME {instance}; then: {then}",
+        code="not_a_name",
+    )
+
+
+def is_profile(word: str) -> bool:
+    """Return whether a word is a profile or its id, and so tells no instance: ``3g.40gb``, ``19``."""
+    text = word.strip()
+    return text[:1].isdigit() and "/" not in text and ":" not in text
 
 
 def _title(target: Target) -> str:
@@ -67,6 +97,22 @@ def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
     ]
     exact = [target for uuid, target in found if uuid == word]
     return exact or [target for _, target in found]
+
+
+def _by_old_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    match = _OLD.fullmatch(word)
+    if match is None:
+        return []
+    gpu, instance, compute = match.group(1), int(match.group(2)), int(match.group(3))
+    return [
+        Target(layout.gpu, one.id, None if len(one.compute) == 1 else part.id)
+        for layout in layouts
+        if layout.uuid is not None and layout.uuid.lower().startswith(gpu)
+        for one in layout.instances
+        if one.id == instance
+        for part in one.compute
+        if part.id == compute
+    ]
 
 
 def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:

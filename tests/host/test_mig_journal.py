@@ -1,4 +1,4 @@
-"""The journal of MIG changes: what is torn, foreign or of another boot tells nothing; one change at a time."""
+"""The journal of MIG changes: what is torn or foreign is refused, what is of another boot over; one change at a time."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def broken() -> Iterator[tuple[str, bytes]]:
     good = {
         "title": "x",
         "pid": 1,
-        "boot_id": "b",
+        "boot_id": mig_journal.boot_id(),
         "before": [],
         "after": [],
         "names": [],
@@ -127,16 +127,41 @@ def broken() -> Iterator[tuple[str, bytes]]:
     yield "deep", b"[" * 100_000
     for key in ("title", "before", "after", "names", "boot_id"):
         yield f"without {key}", json.dumps({name: value for name, value in good.items() if name != key}).encode()
+    yield "a newer one", json.dumps({**good, "schema": 2, "more": 1}).encode()
     yield "a shape that is none", json.dumps({**good, "before": ["GPU-1"]}).encode()
     yield "an instance that is none", json.dumps({**good, "before": [{"uuid": "u", "instances": [3]}]}).encode()
     yield "a shape with more", json.dumps({**good, "after": [{"uuid": "u", "more": 1, "instances": []}]}).encode()
 
 
 @pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])
-def test_what_is_no_journal_tells_nothing(journal: Journal, path: Path, what: str, content: bytes) -> None:
+def test_what_is_no_journal_is_not_taken_for_none(journal: Journal, path: Path, what: str, content: bytes) -> None:
     path.write_bytes(content)
-    assert journal.left() is None, what
+    for look in (journal.left, journal.begun):
+        with pytest.raises(OperationFailed) as caught:
+            look()
+        assert caught.value.code == "journal_unreadable", what
+        assert str(path) in caught.value.message
+    assert path.read_bytes() == content
+
+
+def test_a_newer_journal_of_another_boot_is_over(journal: Journal, path: Path) -> None:
+    path.write_text(json.dumps({"schema": 2, "boot_id": "another", "more": 1}))
+    assert journal.left() is None
     assert journal.begun() is None
+
+
+def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(journal: Journal, path: Path) -> None:
+    path.write_bytes(b"{")
+    with Journal(connect(H200)).locked():
+        assert journal.left() is None
+
+
+def test_a_journal_that_cannot_be_opened_is_not_taken_for_none(journal: Journal, path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OperationFailed, match="Is a directory") as caught:
+        journal.left()
+    assert caught.value.code == "journal_unreadable"
 
 
 def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path) -> None:
@@ -151,7 +176,9 @@ def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journ
     assert Journal(connect(H200)).left() is not None
 
 
-def test_of_another_user_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path) -> None:
+def test_of_another_user_it_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path
+) -> None:
     assert journal.left() is not None
     owner, real = path.stat().st_uid, os.fstat
 
@@ -164,7 +191,9 @@ def test_of_another_user_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journ
             return getattr(self._found, name)
 
     monkeypatch.setattr(mig_journal.os, "fstat", lambda number: Foreign(real(number)))
-    assert journal.left() is None
+    with pytest.raises(OperationFailed, match=f"belongs to user {owner + 4711}") as caught:
+        journal.left()
+    assert caught.value.code == "journal_unreadable"
 
 
 def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
@@ -224,7 +253,7 @@ def held() -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
 
 
 def test_another_process_holds_the_lock(held: subprocess.Popen[str], journal: Journal) -> None:
@@ -233,7 +262,7 @@ def test_another_process_holds_the_lock(held: subprocess.Popen[str], journal: Jo
         pytest.fail("two at a time")
     assert caught.value.code == "locked"
     assert "fuser" in caught.value.hint
-    held.communicate("go\n", timeout=20)
+    held.communicate("go\n", timeout=120)
     with journal.locked(seconds=0.05):
         assert not held.poll()
 
@@ -243,7 +272,7 @@ def test_two_changes_at_once_come_one_after_the_other() -> None:
     host = MigHost(H200)
     assert host.run("mig", "enable").code == 0
     started = [start_real("mig", "create", "-o", "json", *words) for words in (["4g.71gb"], ["7g.141gb"], ["4g.71gb"])]
-    answers = [one.result(60) for one in started]
+    answers = [one.result() for one in started]
     assert sorted(answer.code for answer in answers) == [0, 19, 19], answers
     assert len(host.look()[0].instances) == 1
     assert not host.journal.exists()
@@ -266,7 +295,7 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
     answer = started.result()
     assert answer.code == 130, answer
     assert "Traceback" not in answer.err
-    held.communicate("go\n", timeout=20)
+    held.communicate("go\n", timeout=120)
     assert host.nvml.gpu(0).mig_enabled is False
 
 

@@ -47,7 +47,7 @@ def elsewhere(home: DaemonHome, code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -107,7 +107,7 @@ def test_a_write_that_fails_leaves_the_old_record_and_no_rubbish(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kept_file.os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OperationFailed, match="No space"):
         home.write(DaemonRecord(device_uuid=UUID, pid=8, started_at=None, uid=0))
     assert home.read() == RECORD
     assert [path.name for path in home.directory.iterdir() if path.is_file()] == ["daemon.json"]
@@ -246,10 +246,10 @@ def test_a_lease_is_inherited_by_a_forked_child_and_not_by_a_program(home: Daemo
     code = """
 import subprocess, sys
 lease = home.take_lease()
-program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
 child = os.fork()
 if not child:
-    time.sleep(60)
+    time.sleep(600)
 print(child, program.pid, flush=True)
 input()
 """

@@ -15,9 +15,11 @@ from gpushare.mig.parted import (
     PLACEMENTS,
     Demand,
     PciIds,
+    absent,
     choose,
     for_change,
     idle_entries,
+    is_elsewhere,
     parse_parted,
     wishes_for,
 )
@@ -102,7 +104,7 @@ def test_what_is_read() -> None:
 def test_device_filter(text: object, fits: bool) -> None:
     config = parse_parted(entry(device_filter=text))["x"]
     assert bool(wishes_for(config, GPUS[:1], IDS)) is fits
-    assert bool(idle_entries(config, GPUS[:1], IDS)) is not fits
+    assert bool(idle_entries(config, GPUS[:1], IDS, range(8))) is not fits
 
 
 def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
@@ -112,7 +114,7 @@ def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
 
 
 def test_a_filter_that_is_no_id_is_said() -> None:
-    (said,) = idle_entries(parse_parted(entry(device_filter="A100"))["x"], GPUS, IDS)
+    (said,) = idle_entries(parse_parted(entry(device_filter="A100"))["x"], GPUS, IDS, range(8))
     assert said == "config 'x', entry 1 is for no GPU here; 'A100' is no PCI id like 0x20B510DE"
 
 
@@ -402,3 +404,18 @@ def test_anything_is_a_file_or_an_error_of_ours(raw: object) -> None:
             wishes_for(choose(parse_parted(value), None), GPUS, IDS)
         except GpushareError as error:
             assert error.hint
+
+
+@pytest.mark.parametrize(
+    ("devices", "gone", "elsewhere"),
+    [("all", "", False), ([0, 1], "", False), ([0, 9], "GPU 9, which is not here", False), ([7, 9], "GPU 7, 9", True)],
+)
+def test_gpus_that_this_host_has_not_are_told(devices: object, gone: str, elsewhere: bool) -> None:
+    raw = {"version": "v1", "mig-configs": {"x": [{"devices": devices, "mig-enabled": False}]}}
+    config = parse_parted(raw)["x"]
+    said = absent(config, range(2))
+    assert [gone in one for one in said] == ([True] if gone else [])
+    assert is_elsewhere(config.entries[0], range(2)) is elsewhere
+    if elsewhere:
+        # Told once.
+        assert idle_entries(config, GPUS, IDS, range(2)) == ()
