@@ -35,7 +35,7 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'advise')
-      options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --bandwidth-qos --no-bandwidth-qos --weights --no-weights --containment --no-containment --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --cuda-graphs --no-cuda-graphs --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --vms --no-vms --nccl --no-nccl --p2p --no-p2p --ipc --no-ipc --graphics --no-graphics --profiler --no-profiler --dynamic-parallelism --no-dynamic-parallelism --containers --no-containers --kubernetes --no-kubernetes --root --no-root --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --bandwidth-qos --no-bandwidth-qos --weights --no-weights --containment --no-containment --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --cuda-graphs --no-cuda-graphs --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --vms --no-vms --nccl --no-nccl --p2p --no-p2p --ipc --no-ipc --graphics --no-graphics --profiler --no-profiler --dynamic-parallelism --no-dynamic-parallelism --containers --no-containers --kubernetes --no-kubernetes --root --no-root --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
       ;;
     'compare')
@@ -43,12 +43,12 @@ _gpushare_node() {
       valued='--view --why --driver -g --gpu --host -o --output'
       ;;
     'bench')
-      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
       ;;
     'tune')
-      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds -g --gpu --name --host -o --output'
+      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output'
       ;;
     'observe')
       options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -171,7 +171,7 @@ _gpushare_node() {
       valued='-g --gpu --evict --host -o --output'
       ;;
     'mig recover')
-      options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--forget -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
     'mig check')

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.listened import Program, make_logs
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.run_end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
-from gpushare.actions.several import Program, Several, peak_memory
+from gpushare.actions.several import Several, peak_memory
 from gpushare.actions.share import open_mps_share
 from gpushare.actions.wakeups import Wakeups
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission
+from gpushare.errors import BadUsage, GpushareError, InUse
 from gpushare.host.mps_control import MpsControl
 from gpushare.units import MIB, format_bytes
 
@@ -33,6 +34,8 @@ _MARGIN: Final = 0.02
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+# An MPS server gives back what a client held a while after its end.
+_ROOM_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class Copy:
     failure: str | None = None
     seconds: float = 0.0
     log: str | None = None
+    # What to do about the failure, where its output does not tell.
+    hint: str | None = None
     # Seen among the daemon's clients; None: it was never looked for.
     attached: bool | None = None
 
@@ -164,7 +169,7 @@ def farm(
         raise BadUsage("there is no copy to run", "give --copies 1 or more", code="bad_copies")
     check_room(host, device, options)
     if options.logs is not None:
-        _make_logs(options.logs)
+        make_logs(options.logs)
     program = numbered(command, 0)[0]
     share = open_mps_share(host, device, program, options.limits)
     with Several(host, share, grace_seconds=options.grace_seconds) as several:
@@ -186,9 +191,9 @@ class _Farm:
         self._options, self._reporter, self._several, self._pipe = options, reporter, several, pipe
         self._copies = [Copy(number=number) for number in range(options.copies)]
         self._running: dict[int, Program] = {}
-        self._heard: dict[int, float] = {}
+        self._full_since: float | None = None
         self._started = time.monotonic()
-        self._looks = [self._started + seconds for seconds in _LOOKS]
+        self._looks: list[float] = []
         self._ended_by: int | None = None
 
     def run(self) -> FarmResult:
@@ -215,7 +220,15 @@ class _Farm:
                 continue
             if not self._fits():
                 return
-            self._start(copy)
+            self._full_since = None
+            try:
+                self._start(copy)
+            except GpushareError as error:
+                self._cannot_start(copy, error)
+
+    def _cannot_start(self, copy: Copy, error: GpushareError) -> None:
+        copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
+        self._reporter.ended(copy, again=False)
 
     def _fits(self) -> bool:
         if self._options.at_once is not None and len(self._running) >= self._options.at_once:
@@ -231,15 +244,24 @@ class _Farm:
         if free >= limit + CONTEXT_BYTES:
             return True
         if not self._running:
-            raise _no_room(self._device, free, 1, limit)
+            self._wait_for_room(_no_room(self._device, free, 1, limit))
         return False
+
+    def _wait_for_room(self, error: GpushareError) -> None:
+        """Give up the copies that wait when nothing of ours will ever make room; those that ended keep their results."""
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        if now - self._full_since >= _ROOM_SECONDS:
+            for copy in self._copies:
+                if copy.state == "waiting":
+                    self._cannot_start(copy, error)
 
     def _start(self, copy: Copy) -> None:
         number = copy.number
-        self._heard[number] = time.monotonic()
+        if not self._looks:
+            self._looks = [time.monotonic() + seconds for seconds in _LOOKS]
 
-        def listen(line: str, at: float) -> None:
-            self._heard[number] = at
+        def listen(line: str, _at: float) -> None:
             self._reporter.line(number, line)
 
         log = None
@@ -247,7 +269,7 @@ class _Farm:
             again = f".{copy.tries}" if copy.tries else ""
             log = self._options.logs / f"copy-{number}{again}.log"
         copy.tries += 1
-        copy.failure, copy.exit_code, copy.log = None, None, None if log is None else str(log)
+        copy.failure, copy.exit_code, copy.attached, copy.log = None, None, None, None if log is None else str(log)
         program = self._several.start(
             f"copy {number}",
             numbered(self._command, number),
@@ -266,7 +288,7 @@ class _Farm:
         self._several.look()
         for number, program in list(self._running.items()):
             if program.runs:
-                if self._stalled(number):
+                if self._stalled(program):
                     self._several.kill(program)
                     self._close(
                         number, program, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
@@ -274,9 +296,9 @@ class _Farm:
                 continue
             self._close(number, program, program.failure)
 
-    def _stalled(self, number: int) -> bool:
+    def _stalled(self, program: Program) -> bool:
         seconds = self._options.stall_seconds
-        return seconds is not None and time.monotonic() - self._heard[number] > seconds
+        return seconds is not None and time.monotonic() - program.heard > seconds
 
     def _close(self, number: int, program: Program, failure: str | None) -> None:
         del self._running[number]
@@ -312,19 +334,13 @@ class _Farm:
                 copy.attached = bool(clients & set(self._host.processes.descendants(program.pid)))
 
 
-def _make_logs(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NoPermission(
-            f"cannot create {path}: {error.strerror}", "give --logs a directory that you may write", code="not_written"
-        ) from None
-
-
 def _no_room(device: Device, free: int, copies: int, limit: int | None) -> GpushareError:
-    wanted = f"{copies} copies" if limit is None else f"a copy with a limit of {format_bytes(limit)}"
+    if limit is None:
+        wanted = f"{copies} copies and their CUDA contexts do" if copies > 1 else "a copy and its CUDA context do"
+    else:
+        wanted = f"a copy with a limit of {format_bytes(limit)} and its CUDA context do"
     return InUse(
-        f"{wanted} and their CUDA contexts do not fit into the {format_bytes(max(0, free))} that are free on {device.title}",
+        f"{wanted} not fit into the {format_bytes(max(0, free))} that are free on {device.title}",
         "see who holds it: gpushare status; or give fewer --copies, or a smaller --memory",
         gpu=str(device.gpu.index),
         code="memory_does_not_fit",

@@ -180,6 +180,11 @@ class Spared:
     notes: Sequence[str] = field(default=())
 
 
+def living_productions(host: Host, device: Device) -> list[Production]:
+    """Return the production jobs that run on a device now."""
+    return [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
+
+
 def find_spared(host: Host, device: Device, name: str | None) -> Production | None:
     """Return the production job that is to be spared: of this name, or the only one that lives on the device.
 
@@ -187,7 +192,7 @@ def find_spared(host: Host, device: Device, name: str | None) -> Production | No
         NotFound: neither a job nor a tuning of this name is known.
     """
     if name is None:
-        living = [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
+        living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
     found = find_production(host, name)
     if found is None and find_tuned(host, name) is None:
@@ -209,7 +214,12 @@ def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spa
     production = find_spared(host, device, name)
     chosen = name or (None if production is None else production.name)
     tuned = None if chosen is None else find_tuned(host, chosen)
+    living = living_productions(host, device)
     notes = _where_it_was_tuned(host, device, tuned)
+    if name is None and len(living) > 1:
+        notes.append(
+            f"production jobs here: {', '.join(one.name for one in living)}; for what one was tuned for: --for NAME"
+        )
     threads, priority = given.threads_percent, given.priority
     if threads is None:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
@@ -217,7 +227,8 @@ def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spa
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
     memory = given.memory_limit_bytes
     if memory is None:
-        memory = _memory_left(device, production, tuned)
+        # Another production job on the device needs its memory as well.
+        memory = _memory_left(device, [production, *(one for one in living if one != production)], tuned)
         if memory is None:
             notes.append("no memory limit: the production job's need is not known; give one with --memory")
     limits = MpsLimits(
@@ -239,22 +250,18 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
     return notes
 
 
-def _memory_left(device: Device, production: Production | None, tuned: Tuned | None) -> int | None:
+def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tuned | None) -> int | None:
     total = device.memory_total_bytes
-    peaks = [
-        peak
-        for peak in (
-            None if production is None else production.memory_peak_bytes,
-            None if tuned is None else tuned.production_memory_bytes,
-        )
-        if peak is not None
-    ]
+    known = [one.memory_peak_bytes for one in beside if one is not None and one.memory_peak_bytes is not None]
+    peaks = [sum(known)] if known else []
+    if tuned is not None and tuned.production_memory_bytes is not None:
+        peaks.append(tuned.production_memory_bytes)
     if total is None or not peaks:
         return None
     left = total - (device.gpu.memory_reserved_bytes or 0) - max(peaks) - _MARGIN_BYTES
     if left < MIB:
         raise InUse(
-            f"the production job takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
+            f"production takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
             " nothing is left for another",
             "run it on another GPU: -g",
             gpu=str(device.gpu.index),

@@ -10,20 +10,19 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
+from gpushare.actions.listened import Program, opened
 from gpushare.actions.run import start_guard
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
 from gpushare.actions.run_environment import client_environment, without_own_limits
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
 from gpushare.actions.share import MpsShare
 from gpushare.actions.wakeups import Wakeups
-from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import Streams
 
@@ -34,85 +33,10 @@ if TYPE_CHECKING:
     from gpushare.actions.safe_end import Drain
     from gpushare.actions.share import Share
     from gpushare.host.host import Host
-    from gpushare.host.process import Spawned
     from gpushare.selection import Device
 
 POLL_SECONDS: Final = 0.01
-# A temporary file is read and thrown away: more than this is not kept on the disk.
-_MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
-# A line without an end must not fill the memory.
-_LONGEST_LINE: Final = 64 * 1024
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass
-class Program:
-    """One of several programs. ``listen`` gets each line that it prints, and when it was seen (monotonic seconds)."""
-
-    title: str
-    child: Spawned
-    file: IO[bytes]
-    kept: bool
-    listen: Callable[[str, float], None]
-    started: float = field(default_factory=time.monotonic)
-    ended: float | None = None
-    status: int | None = None
-    last_line: str = ""
-    _offset: int = 0
-    _rest: bytes = b""
-
-    @property
-    def pid(self) -> int:
-        """Return its PID."""
-        return self.child.pid
-
-    @property
-    def runs(self) -> bool:
-        """Return whether it was still running at the last look."""
-        return self.ended is None
-
-    @property
-    def failure(self) -> str | None:
-        """Return how it ended badly, with its last line; None while it runs and after a good end."""
-        if self.status is None or self.status == 0:
-            return None
-        return f"{exit_text(self.status)}{f': {self.last_line}' if self.last_line else ''}"
-
-    def look(self) -> bool:
-        """Read what it has printed, and return whether it has ended by now."""
-        if self.ended is not None:
-            return True
-        status = self.child.poll()
-        self._read()
-        if status is not None:
-            self.status, self.ended = status, time.monotonic()
-            if self._rest:
-                self._tell(self._rest, self.ended)
-            self._rest = b""
-            self.file.close()
-        return status is not None
-
-    def _read(self) -> None:
-        at = time.monotonic()
-        while chunk := os.pread(self.file.fileno(), 1 << 16, self._offset):
-            self._offset += len(chunk)
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                self._tell(line, at)
-            if len(self._rest) > _LONGEST_LINE:
-                self._tell(self._rest, at)
-                self._rest = b""
-        if not self.kept and self._offset > _MOST_OUTPUT_BYTES:
-            # It appends, so it goes on at the new end.
-            os.ftruncate(self.file.fileno(), 0)
-            self._offset = 0
-
-    def _tell(self, line: bytes, at: float) -> None:
-        # A progress bar draws over itself: what counts stands behind the last return.
-        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-        if text.strip():
-            self.last_line = text.strip()[:200]
-        self.listen(text, at)
 
 
 class Several:
@@ -186,8 +110,9 @@ class Several:
         variables: Mapping[str, str] | None = None,
         listen: Callable[[str, float], None] = lambda _line, _at: None,
         log: Path | None = None,
+        redrawn: bool = False,
     ) -> Program:
-        """Start a program; under MPS it has these limits. ``log`` keeps what it prints.
+        """Start a program; under MPS it has these limits. ``log`` keeps what it prints; ``redrawn`` as `Program`.
 
         Raises:
             GpushareError: it cannot be started, or its log not be written.
@@ -207,7 +132,7 @@ class Several:
             file.close()
             raise
         self._tell(f"program {child.pid} -")
-        program = Program(title, child, file, log is not None, listen)
+        program = Program(title, child, file, log is not None, listen, redrawn=redrawn)
         self.programs.append(program)
         info = self._host.processes.describe(child.pid)
         if info is not None and info.started_at is not None:
@@ -297,32 +222,6 @@ class Several:
             with contextlib.suppress(OSError, ValueError):
                 self._pipe.write(word.encode() + b"\n")
                 self._pipe.flush()
-
-
-def opened(log: Path | None) -> IO[bytes]:
-    """Return the file that a program prints to: a new log, or one without a name.
-
-    Raises:
-        OperationFailed: the log cannot be written.
-    """
-    if log is None:
-        return tempfile.TemporaryFile(buffering=0)
-    try:
-        return open(log, "w+b", buffering=0)
-    except OSError as error:
-        raise OperationFailed(
-            f"cannot write {log}: {error.strerror}", "give --logs a directory that you may write", code="not_written"
-        ) from None
-
-
-def exit_text(status: int) -> str:
-    """Return how a program ended, from its status as subprocess has it."""
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"
 
 
 def peak_memory(host: Host, device: Device, program: Program) -> int | None:

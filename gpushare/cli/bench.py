@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, Ended, gpus_of, settings
 from gpushare.cli.measured import HungAfter, LowerIsBetter, MeasuredTime, PrintedNumber
-from gpushare.errors import BadUsage, Interrupted
+from gpushare.errors import BadUsage, GpushareError, Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,6 +103,10 @@ def bench(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
+    if before is not None:
+        from gpushare.measure.bench_compare import check_comparable
+
+        check_comparable(request.metric, before)
     from gpushare.measure.session import prepare
 
     prepared = prepare(host, device, request)
@@ -218,7 +223,7 @@ def _result(
     picture: Path | None,
 ) -> Any:
     from gpushare.cli.bench_run import bench_notes
-    from gpushare.measure.bench_data import compared, write_bench
+    from gpushare.measure.bench_compare import compared, what_else_differs
     from gpushare.show.bench import bench_result
 
     more: dict[str, Any] = {}
@@ -231,11 +236,32 @@ def _result(
     if measurement.error is not None:
         more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
     comparison = None if before is None else compared(data, before)
-    result = bench_result(data, bench_notes(data), comparison=comparison, **more)
-    if kept is not None:
-        write_bench(kept, result.data)
-    if picture is not None:
-        from gpushare.show.bench_plot import draw
+    notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
+    result = bench_result(data, notes, comparison=comparison, **more)
+    failed = _files(result.data, data, kept, picture)
+    if not failed:
+        return result
+    # What was measured is shown, whatever becomes of the files.
+    return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
 
-        draw(picture, data)
-    return result
+
+def _files(
+    whole: Mapping[str, Any], data: dict[str, Any], kept: Path | None, picture: Path | None
+) -> list[GpushareError]:
+    """Write the files that were asked for, and return what went wrong."""
+    from gpushare.measure.bench_data import write_bench
+
+    failed = []
+    try:
+        if kept is not None:
+            write_bench(kept, whole)
+    except GpushareError as error:
+        failed.append(error)
+    try:
+        if picture is not None:
+            from gpushare.show.bench_plot import draw
+
+            draw(picture, data)
+    except GpushareError as error:
+        failed.append(error)
+    return failed

@@ -12,7 +12,9 @@ PrintedNumber = Annotated[
 ]
 LowerIsBetter = Annotated[
     bool,
-    typer.Option("--lower-is-better/--higher-is-better", help="What is printed: a time per unit, or a rate."),
+    typer.Option(
+        "--lower-is-better/--higher-is-better", "--lower", help="What is printed: a time per unit, or a rate."
+    ),
 ]
 MeasuredTime = Annotated[
     str | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpushare.actions.farm import Copy, FarmOptions, FarmReporter, FarmResult
 from gpushare.cli.common import note, settings
-from gpushare.errors import GpushareError, NotFound, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NotFound, OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.actions.run import RunOptions
@@ -30,12 +30,17 @@ def run_copies(host: Host, device: Device, command: Sequence[str], run: RunOptio
 
     copies, limits = farming.copies or 1, run.limits
     stall_seconds = None if farming.stall is None else parse_seconds(farming.stall)
+    if stall_seconds == 0:
+        raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
+    at_once = _most_at_once(host, device, copies)
+    # Shares are of those that run at the same time.
+    together = copies if at_once is None else min(copies, at_once)
     threads = limits.threads_percent
     if threads is None:
-        threads = _threads(host, device, command, farming)
+        threads = _threads(host, device, command, farming, together)
     memory = limits.memory_limit_bytes
     if memory is None:
-        memory = share_of_memory(host, device, copies)
+        memory = share_of_memory(host, device, together)
     options = FarmOptions(
         copies=copies,
         limits=replace(limits, threads_percent=threads, memory_limit_bytes=memory),
@@ -43,7 +48,7 @@ def run_copies(host: Host, device: Device, command: Sequence[str], run: RunOptio
         logs=None if farming.logs is None else Path(farming.logs),
         grace_seconds=run.grace_seconds,
         stall_seconds=stall_seconds,
-        at_once=_most_at_once(host, device, copies),
+        at_once=at_once,
     )
     if settings.dry_run:
         return _planned(host, device, command, options)
@@ -56,7 +61,7 @@ def run_copies(host: Host, device: Device, command: Sequence[str], run: RunOptio
     return _finished(result, options)
 
 
-def _threads(host: Host, device: Device, command: Sequence[str], farming: Farming) -> float | None:
+def _threads(host: Host, device: Device, command: Sequence[str], farming: Farming, together: int) -> float | None:
     """Return the cap of each copy: what `gpushare bench` found for this command here, else its share; None is no cap.
 
     Raises:
@@ -71,7 +76,7 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
     if farming.bench is None:
         found = find_benched(host, device, command, copies)
         if found is None:
-            return share_of_threads(copies)
+            return share_of_threads(together)
         by = f"gpushare bench found the cap on {found.date}"
         driver = host.nvml.driver_version()
         note(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
@@ -107,7 +112,9 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
     )
     memory = options.limits.memory_limit_bytes
     limit = "no memory limit" if memory is None else f"memory limit {format_bytes(memory)}"
-    note(f"{options.copies} copies on {device.title}, each with {threads} and {limit}")
+    note(
+        f"{options.copies} {'copy' if options.copies == 1 else 'copies'} on {device.title}, each with {threads} and {limit}"
+    )
     fitting = check_room(host, device, options)
     bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
     if bounds:
@@ -164,8 +171,8 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
     errors: list[GpushareError] = [
         OperationFailed(
             f"copy {copy.number}: {copy.failure}",
-            f"see its output: {copy.log}"
-            if copy.log
+            copy.hint or f"see its output: {copy.log}"
+            if copy.hint or copy.log
             else "keep its output: --logs DIR; start it again by itself: --restart 1",
             code="copy_failed",
         )

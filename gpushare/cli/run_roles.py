@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpushare.cli.common import note, settings
-from gpushare.errors import NotFound
+from gpushare.errors import BadUsage, NotFound
 
 if TYPE_CHECKING:
     from gpushare.actions.roles import SparedProcess
@@ -53,12 +53,26 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
     if process is not None and (roles.pause or outside):
         return _paused(host, device, command, options, roles, process)
     if roles.pause:
+        _demand_one(host, device)
         raise NotFound(
             f"no production job runs on {device.title} that could be spared",
             "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
             code="no_production",
         )
     return _capped(host, device, command, options, roles)
+
+
+def _demand_one(host: Host, device: Device) -> None:
+    """Raise when several production jobs run: which of them is to be spared was not said."""
+    from gpushare.actions.roles import living_productions
+
+    names = [one.name for one in living_productions(host, device)]
+    if len(names) > 1:
+        raise BadUsage(
+            f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
+            f"say which is to be spared: --for {names[0]}",
+            code="several_production",
+        )
 
 
 def _paused(
@@ -83,9 +97,11 @@ def _paused(
     if process.under_mps:
         from gpushare.actions.roles import spare
 
-        limits = spare(
-            host, device, limits, None if roles.beside is None or roles.beside.isdecimal() else roles.beside
-        ).limits
+        name = None if roles.beside is None or roles.beside.isdecimal() else roles.beside
+        spared = spare(host, device, limits, name)
+        limits = spared.limits
+        for text in spared.notes:
+            note(text)
     elif limits != type(limits)():
         note("outside MPS there are no limits: --threads, --memory and --priority are left out")
     if settings.dry_run:

@@ -12,14 +12,10 @@ from gpushare.cli.common import Command, gpus_of, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from gpushare.host.host import Host
-    from gpushare.host.tuned import Tuned
-    from gpushare.measure.controller import Judged, Search
-    from gpushare.measure.pair import TuneOptions
-    from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult
-    from gpushare.selection import Device
+    from gpushare.measure.controller import Search
+    from gpushare.measure.tune import TrialReport, TuneReporter
 
 
 def register(app: typer.Typer) -> None:
@@ -71,6 +67,10 @@ def tune(
         str, typer.Option("--window", metavar="TIME", help="Length of one window of measuring.")
     ] = "1.5s",
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=2, help="Least windows together per trial.")] = 3,
+    timeout: Annotated[
+        str,
+        typer.Option("--timeout", metavar="TIME", help="How long a job may take until it prints for the first time."),
+    ] = "10m",
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU: index, UUID, PCI bus id.")
     ] = None,
@@ -98,6 +98,7 @@ def tune(
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         window_seconds=_window(window),
         rounds=rounds,
+        start_seconds=_seconds("--timeout", timeout, "10m"),
         # A percentile needs far more requests than a rate needs windows.
         most_rounds=(2 if p99 is None else 4) * rounds,
     )
@@ -107,25 +108,53 @@ def tune(
 
     with _reporter() as reporter:
         result = measured(host, device, options, reporter)
+    from gpushare.cli.tune_result import finished
+
     return finished(host, device, options, result, name)
 
 
 def _search(keep: str, p99: str | None, caps: str | None, production_caps: str | None) -> Search:
     from gpushare.measure.controller import GRID, Goal, Search, Setting
 
-    grid = _percentages(caps) or GRID
+    grid = _percentages("--caps", caps, "80,60,40") or GRID
     return Search(
         goal=Goal(keep=_keep(keep), p99_factor=None if p99 is None else _factor(p99)),
         grid=grid,
         start=Setting(threads=min(grid, key=lambda cap: abs(cap - 60.0))),
-        production_caps=_percentages(production_caps),
+        production_caps=_production_caps(production_caps),
     )
 
 
-def _percentages(text: str | None) -> tuple[float, ...]:
+def _percentages(option: str, text: str | None, example: str) -> tuple[float, ...]:
     from gpushare.units import parse_thread_percentage
 
-    return () if text is None else tuple(parse_thread_percentage(word) for word in text.split(","))
+    if text is None:
+        return ()
+    try:
+        return tuple(parse_thread_percentage(word) for word in text.split(","))
+    except BadUsage as error:
+        raise BadUsage(f"{option} '{text}': {error.message}", f"give {option} {example}", code=error.code) from None
+
+
+def _production_caps(text: str | None) -> tuple[float, ...]:
+    option, example = "--production-caps", "60,50"
+    caps = _percentages(option, text, example)
+    if any(cap >= 100 for cap in caps):
+        raise BadUsage(
+            f"{option} {text}: a cap of 100 leaves no share for the other job",
+            f"give {option} {example}",
+            code="bad_cap",
+        )
+    return caps
+
+
+def _seconds(option: str, text: str, example: str) -> float:
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise BadUsage(f"{option} {text} is no time", f"give {option} {example}", code="bad_duration")
+    return seconds
 
 
 def _window(text: str) -> float:
@@ -197,120 +226,3 @@ def _reporter() -> Iterator[TuneReporter]:
                 )
 
     yield Lines()
-
-
-def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
-    """Keep what was found and return it as the command's result."""
-    from gpushare.host.tuned import keep_tuned
-    from gpushare.show.tune import tune_result
-
-    tuned = _tuned(host, device, options, result, name)
-    data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
-    notes = [] if result.warning is None else [result.warning]
-    if tuned is not None:
-        data["file"] = str(keep_tuned(host, tuned))
-        notes.append(f"apply it: gpushare run --opportunistic --for {name} -- {options.opportunistic[0]} ...")
-        if tuned.production_threads_percent is not None:
-            notes.append(
-                f"with production capped: gpushare run --production {name} --threads {tuned.production_threads_percent:g} -- ..."
-            )
-    elif result.outcome.best is None:
-        notes.append("nothing is kept; pause the opportunistic job instead: gpushare run --opportunistic --pause")
-    return tune_result(data, notes)
-
-
-def _tuned(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Tuned | None:
-    import shlex
-    import time
-
-    from gpushare.host.tuned import Tuned
-
-    best = result.outcome.best
-    if best is None:
-        return None
-    goal = options.search.goal
-    return Tuned(
-        name=name,
-        date=time.strftime("%Y-%m-%d %H:%M"),
-        gpu_name=device.gpu.name,
-        driver=host.nvml.driver_version(),
-        threads_percent=best.setting.threads,
-        low_priority=best.setting.low,
-        meets=True,
-        stable=result.outcome.stable,
-        keep=goal.keep,
-        p99_factor=goal.p99_factor,
-        kept=round(best.kept, 4),
-        p99=None if best.p99 is None else round(best.p99, 4),
-        opportunistic_share=_share(best, result),
-        production_threads_percent=best.setting.production_threads,
-        production_memory_bytes=result.production_memory_bytes,
-        production=shlex.join(options.production),
-        opportunistic=shlex.join(options.opportunistic),
-    )
-
-
-def _share(one: Judged, result: TuneResult) -> float | None:
-    if one.opportunistic is None or not result.opportunistic_alone:
-        return None
-    return round(one.opportunistic / result.opportunistic_alone, 4)
-
-
-def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict[str, Any]:
-    import time
-
-    found = result.outcome
-    rows = [_row(one, result) for one in found.curve]
-    return {
-        "keep": options.search.goal.keep,
-        "p99_factor": options.search.goal.p99_factor,
-        "name": None if tuned is None else tuned.name,
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "best": None if found.best is None else _row(found.best, result),
-        "nearest": None if found.nearest is None else _row(found.nearest, result),
-        "stable": found.stable,
-        "low_priority_helps": found.low_priority_helps,
-        "production_alone": result.production_alone,
-        "production_p99": result.production_p99,
-        "opportunistic_alone": result.opportunistic_alone,
-        "production_memory_bytes": result.production_memory_bytes,
-        "opportunistic_memory_bytes": result.opportunistic_memory_bytes,
-        "seconds": round(result.seconds, 1),
-        "warning": result.warning,
-        "curve": rows,
-        "trials": [_trial(report) for report in result.trials],
-        "file": None,
-    }
-
-
-def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
-    best = result.outcome.best
-    return {
-        "setting": one.setting.title,
-        "threads_percent": one.setting.threads,
-        "low_priority": one.setting.low,
-        "production_threads_percent": one.setting.production_threads,
-        "kept": round(one.kept, 4),
-        "p99": None if one.p99 is None else round(one.p99, 4),
-        "opportunistic_rate": one.opportunistic,
-        "opportunistic_share": _share(one, result),
-        "trials": one.trials,
-        "meets": one.meets,
-        "chosen": best is not None and one.setting == best.setting,
-    }
-
-
-def _trial(report: TrialReport) -> Mapping[str, Any]:
-    return {
-        "setting": report.trial.setting.title,
-        "kept": report.kept.value,
-        "kept_low": report.kept.low,
-        "kept_high": report.kept.high,
-        "p99": report.trial.p99,
-        "rounds": report.rounds,
-        "production_alone": report.alone_rate,
-        "production_together": report.together_rate,
-        "production_p99_alone": report.alone_p99,
-        "production_p99_together": report.together_p99,
-        "opportunistic_rate": report.trial.opportunistic,
-    }

@@ -149,7 +149,9 @@ class Bench:
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:
-            raise _broken(warm)
+            raise _broken(warm, self._settings)
+        elif not warm.throughput:
+            raise _nothing_done()
         else:
             self._go_round(self._fitting(cells, warm))
         measurement.seconds = self._clock() - started
@@ -292,12 +294,26 @@ def _title(cell: Cell) -> str:
     return ALONE if way.name == ALONE else f"{way.name}, {copies} {'copy' if copies == 1 else 'copies'}"
 
 
-def _broken(run: RunResult) -> OperationFailed:
-    if run.result.hung:
+def _broken(run: RunResult, settings: Settings) -> OperationFailed:
+    silent = settings.metric.printed and all(one.value is None and not one.exit_code for one in run.result.copies)
+    last = next((one.last_line for one in run.result.copies if one.last_line), None)
+    if silent and last is not None:
+        hint = f"let --metric match what it prints; its last line: {last}"
+    elif silent and run.result.hung:
+        hint = "it printed nothing at all; give it more time with --timeout, or see whether it keeps its output back"
+    elif run.result.hung:
         hint = "give it more time with --timeout; a program that does not end by itself needs --metric and --for"
     else:
         hint = "try it by hand: the same command must run alone on the GPU first"
     return OperationFailed(f"one copy alone already failed: {run.failures[0]}", hint, code="command_failed")
+
+
+def _nothing_done() -> OperationFailed:
+    return OperationFailed(
+        "one copy alone printed a rate of 0: nothing can be compared with it",
+        "let --metric match the rate while it works; or measure longer: --for 10s",
+        code="command_failed",
+    )
 
 
 def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:

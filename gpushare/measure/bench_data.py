@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
 from gpushare.measure.bench import Measurement, RunResult
-from gpushare.measure.metric import LATENCY
+from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary
 from gpushare.measure.verdict import CellVerdict, Pick, alone_verdict, judge, overall, picks
 
@@ -55,12 +55,7 @@ def bench_data(header: Header, measurement: Measurement) -> dict[str, Any]:
         "started_at": header.started_at,
         "seconds": round(measurement.seconds, 3),
         "reason": _reason(measurement),
-        "metric": {
-            "pattern": settings.metric.pattern,
-            "higher_is_better": settings.metric.higher_is_better,
-            "latency": None if settings.metric.latency == LATENCY else settings.metric.latency,
-            "unit": "printed" if settings.metric.printed else "runs_per_second",
-        },
+        "metric": metric_data(settings.metric),
         "window_seconds": settings.window,
         "repeat": settings.repeat,
         "rounds": measurement.rounds_done,
@@ -72,6 +67,16 @@ def bench_data(header: Header, measurement: Measurement) -> dict[str, Any]:
         "others": sorted({pid for run in measurement.runs for pid in run.usage.others}),
         "notes": list(header.notes),
         "runs": [_run(one) for one in measurement.runs],
+    }
+
+
+def metric_data(metric: Metric) -> dict[str, Any]:
+    """Return what is counted, as JSON types."""
+    return {
+        "pattern": metric.pattern,
+        "higher_is_better": metric.higher_is_better,
+        "latency": None if metric.latency == LATENCY else metric.latency,
+        "unit": "printed" if metric.printed else "runs_per_second",
     }
 
 
@@ -251,46 +256,3 @@ def _is_cell(cell: Any) -> bool:
     return isinstance(figures, dict) and all(
         figures.get(key) is None or isinstance(figures.get(key), (int, float)) for key in ("mean", "low", "high")
     )
-
-
-def compared(data: Mapping[str, Any], before: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every cell of two benchmarks side by side; ``verdict`` is faster, slower, no difference, or unknown.
-
-    Raises:
-        BadUsage: they count different things.
-    """
-    if data["metric"] != before.get("metric"):
-        raise BadUsage(
-            "the two benchmarks count different things", "measure both with the same --metric", code="other_metric"
-        )
-    # Each was measured on what may be another GPU, at another time: alone is not compared here.
-    was = {(cell["way"], cell["copies"]): cell for cell in before["cells"]}
-    rows = []
-    for cell in data["cells"]:
-        old = was.get((cell["way"], cell["copies"]))
-        if old is None or not old.get("throughput") or not cell["throughput"]:
-            continue
-        now, then = cell["throughput"], old["throughput"]
-        change = now["mean"] / then["mean"] if then.get("mean") else None
-        rows.append(
-            {
-                "way": cell["way"],
-                "copies": cell["copies"],
-                "before": then.get("mean"),
-                "now": now["mean"],
-                "ratio": _rounded(change),
-                "verdict": _change(now, then, higher=data["metric"]["higher_is_better"]),
-            }
-        )
-    return rows
-
-
-def _change(now: Mapping[str, Any], then: Mapping[str, Any], *, higher: bool) -> str:
-    low, high, was_low, was_high = now.get("low"), now.get("high"), then.get("low"), then.get("high")
-    if low is None or high is None or was_low is None or was_high is None:
-        return "unknown"
-    if low > was_high:
-        return "faster" if higher else "slower"
-    if high < was_low:
-        return "slower" if higher else "faster"
-    return "no difference"

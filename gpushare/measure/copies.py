@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
-from gpushare.host.process import Streams
+from gpushare.host.process import Streams, wait_gone
+from gpushare.host.process_group import group_members
+from gpushare.measure.bounded import bounded
 from gpushare.measure.metric import Metric, Printed
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ _POLL_SECONDS: Final = 0.05
 _FIRST_SECONDS: Final = 2.0
 _FIRST_POLL_SECONDS: Final = 0.01
 _REAP_SECONDS: Final = 5.0
+# Helpers of a program (Python's resource tracker) end a moment after it; what stays longer was left behind.
+_HELPER_SECONDS: Final = 1.0
 # What a copy prints is read and thrown away: more than this is not kept on the disk.
 _MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
 
@@ -63,6 +67,7 @@ class CopyResult:
     p50: float | None
     p99: float | None
     failure: str | None
+    last_line: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +110,13 @@ class _Copy:
     ended: float | None = None
     status: int | None = None
     by_us: bool = False
+    left_behind: tuple[int, ...] = ()
 
     def read(self, at: float) -> None:
         while chunk := os.pread(self.descriptor, 1 << 16, self.offset):
             self.offset += len(chunk)
-            self.printed.feed(chunk.decode(errors="replace"), at)
+            with bounded(self.printed.metric.pattern):
+                self.printed.feed(chunk.decode(errors="replace"), at)
         if self.offset > _MOST_OUTPUT_BYTES:
             # It appends, so it goes on at the new end.
             os.ftruncate(self.descriptor, 0)
@@ -151,16 +158,16 @@ class Copies:
             GpushareError: as `together`.
         """
         found: list[CopyResult] = []
-        started = self.clock()
+        # Of each from its start to its end: what we do between two of them is no part of a queue.
+        seconds = 0.0
         last = CopiesResult(copies=(), seconds=0.0)
         for number, launch in enumerate(launches):
             last = self.together([launch], usage)
+            seconds += last.seconds
             found += [replace(one, copy=number) for one in last.copies]
             if last.hung or last.interrupted:
                 break
-        return CopiesResult(
-            copies=tuple(found), seconds=self.clock() - started, hung=last.hung, interrupted=last.interrupted
-        )
+        return CopiesResult(copies=tuple(found), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
 
     def _start(self, number: int, launch: Launch, stack: contextlib.ExitStack) -> _Copy:
         # A file, not a pipe: a copy that prints much never waits for us.
@@ -180,7 +187,7 @@ class Copies:
         return copy
 
     def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
-        first = self.clock()
+        first = min((copy.started for copy in copies), default=self.clock())
         opened: float | None = None
         hung = interrupted = False
         while True:
@@ -206,6 +213,7 @@ class Copies:
         for copy in copies:
             copy.by_us = copy.ended is None
         self._end([copy for copy in copies if copy.by_us])
+        self._end_left_behind(copies)
         results = tuple(self._judged(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
@@ -245,6 +253,17 @@ class Copies:
             copy.ended = self.clock()
             self.watcher.ended(copy.child.pid)
 
+    def _end_left_behind(self, copies: Sequence[_Copy]) -> None:
+        """End what copies that ended by themselves have left running: the next run would be measured beside it."""
+        for copy in copies:
+            found = () if copy.by_us else group_members(copy.child.pid)
+            copy.left_behind = tuple(wait_gone(self.host.processes, found, _HELPER_SECONDS)) if found else ()
+        left = [pid for copy in copies for pid in copy.left_behind]
+        if left:
+            end_programs(
+                self.host, left, self.clients, self.meter, grace_seconds=self.limits.grace, hurry=self.watcher.hurry
+            )
+
     def _reap(self, copies: Sequence[_Copy]) -> None:
         """Wait until nothing is left of them on the GPU.
 
@@ -269,6 +288,7 @@ class Copies:
             p50=copy.printed.latency(50),
             p99=copy.printed.latency(99),
             failure="interrupted" if interrupted and copy.by_us else self._failure(copy, value, opened, hung=hung),
+            last_line=copy.printed.tail[-1] if copy.printed.tail else None,
         )
 
     def _failure(self, copy: _Copy, value: float | None, opened: float | None, *, hung: bool) -> str | None:
@@ -276,16 +296,25 @@ class Copies:
         window = self.limits.window
         if not copy.by_us and copy.status:
             return f"{_exit(copy.status)}{said}"
+        if copy.left_behind:
+            pids = ", ".join(map(str, copy.left_behind))
+            return f"ended, but left process {pids} behind, which was not measured and was ended; it must stay in the foreground"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
-                return f"printed no number that --metric matches in {self.limits.limit:g} s"
+                return f"{_no_number(copy.printed)} in {self.limits.limit:g} s"
             return f"did not end within {self.limits.limit:g} s"
         if window is not None and not copy.by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:
             when = "" if opened is None else f" in the {window:g} s that were measured"
-            return f"printed no number that --metric matches{when}"
+            return f"{_no_number(copy.printed)}{when}"
         return None
+
+
+def _no_number(printed: Printed) -> str:
+    if printed.refused is not None and not printed.values:
+        return f"printed '{printed.refused}' where --metric matches, which is no rate or time"
+    return "printed no number that --metric matches"
 
 
 def _exit(status: int) -> str:

@@ -12,6 +12,10 @@ from gpushare.errors import BadUsage
 from gpushare.measure.statistics import percentile
 
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# "1,234.5": thousands in groups of three.
+_GROUPED: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+# A progress bar ends what it draws with a return, and draws over it.
+_LINE_END: Final = re.compile(r"[\r\n]")
 # "latency_ms=0.41", "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" sums up many.
 LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
 _PERCENTILE: Final = re.compile(
@@ -78,9 +82,18 @@ def _checked(option: str, text: str) -> None:
 
 def number(text: str | None) -> float | None:
     """Return the number that a text is, or None; never an infinite one."""
-    match = _NUMBER.fullmatch((text or "").strip())
+    text = (text or "").strip()
+    if _GROUPED.fullmatch(text):
+        text = text.replace(",", "")
+    match = _NUMBER.fullmatch(text)
     value = float(match.group()) if match else math.nan
     return value if math.isfinite(value) else None
+
+
+def amount(text: str | None) -> float | None:
+    """Return the rate or time that a text is, or None: it is no number, or below 0."""
+    value = number(text)
+    return None if value is None or value < 0 else value
 
 
 @dataclass
@@ -92,31 +105,33 @@ class Printed:
     latencies: list[float] = field(default_factory=list)
     percentiles: dict[int, float] = field(default_factory=dict)
     tail: list[str] = field(default_factory=list)
+    # What --metric marked last that is no rate.
+    refused: str | None = None
     _rest: str = ""
 
     def feed(self, text: str, at: float) -> None:
         """Take in what was printed up to a time (seconds of any clock)."""
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._line(line, at)
+        *parts, self._rest = _LINE_END.split(self._rest + text)
+        for part in parts:
+            self._part(part, at)
         if len(self._rest) > _LONGEST_LINE:
             self.end(at)
 
     def end(self, at: float) -> None:
         """Take in a last line without an end."""
         rest, self._rest = self._rest, ""
-        if rest:
-            self._line(rest, at)
-
-    def _line(self, line: str, at: float) -> None:
-        # A progress bar draws over itself: what counts stands behind the last return.
-        for part in filter(None, line.split("\r")):
-            self._part(part, at)
+        self._part(rest, at)
 
     def _part(self, part: str, at: float) -> None:
+        if not part:
+            return
         if self.metric.pattern is not None:
-            found = (number(match.group(1)) for match in re.finditer(self.metric.pattern, part))
-            self.values += [(at, value) for value in found if value is not None]
+            for match in re.finditer(self.metric.pattern, part):
+                value = amount(match.group(1))
+                if value is None:
+                    self.refused = (match.group(1) or "")[:40]
+                else:
+                    self.values.append((at, value))
         for match in re.finditer(self.metric.latency, part):
             value = number(match.group(1))
             if value is not None:

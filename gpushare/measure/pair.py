@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.listened import Program
 from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.several import Program, Several, peak_memory
+from gpushare.actions.several import Several, peak_memory
 from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.activity import BandwidthRecorder
+from gpushare.measure.bounded import bounded
 from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric
 from gpushare.measure.progress import Progress, Window
@@ -38,7 +40,7 @@ class TuneOptions:
     most_rounds: int = 6
     settle_seconds: float = 0.4
     warm_seconds: float = 1.0
-    start_seconds: float = 180.0
+    start_seconds: float = 600.0
     # A pause waits so long for the drain of a queue; h200.md's deepest one took 0.1 s.
     drain_seconds: float = 1.5
 
@@ -69,7 +71,9 @@ class Pair:
     def start_opportunistic(self, limits: MpsLimits) -> tuple[Program, Progress]:
         """Start the opportunistic job under these limits and wait until it prints; errors as `tune`."""
         seen = Progress(self._options.opportunistic_metric)
-        program = self.several.start("opportunistic", self._options.opportunistic, limits, listen=seen.listen)
+        program = self.several.start(
+            "opportunistic", self._options.opportunistic, limits, listen=_bounded(seen), redrawn=True
+        )
         self._until_warm(program, seen)
         return program, seen
 
@@ -79,7 +83,11 @@ class Pair:
             self.several.end([self._production])
         self._seen = Progress(self._options.metric)
         self._production = self.several.start(
-            "production", self._options.production, MpsLimits(threads_percent=cap), listen=self._seen.listen
+            "production",
+            self._options.production,
+            MpsLimits(threads_percent=cap),
+            listen=_bounded(self._seen),
+            redrawn=True,
         )
         self.production_cap = cap
         self._until_warm(self._production, self._seen)
@@ -98,7 +106,7 @@ class Pair:
             raise TimedOut(
                 f"the {program.title} job did not print {what} in {options.start_seconds:g} s"
                 f"{f'; its last line: {program.last_line}' if program.last_line else ''}",
-                "let it print its rate again and again, and give --metric 'rate=([0-9.]+)'",
+                "let it print its rate again and again, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
                 code="no_numbers",
             )
         self.several.wait(options.warm_seconds)
@@ -168,3 +176,11 @@ class Pair:
         """Return the time, after everything that was printed so far has been read: that belongs to what was before."""
         self.several.look()
         return time.monotonic()
+
+
+def _bounded(seen: Progress) -> Callable[[str, float], None]:
+    def listen(line: str, at: float) -> None:
+        with bounded(seen.metric.pattern):
+            seen.listen(line, at)
+
+    return listen

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpushare.measure.metric import Metric, number
+from gpushare.measure.metric import Metric, amount, number
 from gpushare.measure.statistics import percentile
 
 # A p99 that sums up many requests: "p99=0.5", "p99_ms: 1.2".
@@ -42,7 +42,7 @@ class Progress:
         if self.metric.pattern is None:
             self.lines.append(at)
         else:
-            found = (number(match.group(1)) for match in re.finditer(self.metric.pattern, line))
+            found = (amount(match.group(1)) for match in re.finditer(self.metric.pattern, line))
             self.values += [(at, value) for value in found if value is not None]
         latency = re.search(self.metric.latency, line)
         value = number(latency.group(1)) if latency else None

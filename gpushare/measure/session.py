@@ -160,19 +160,38 @@ def measure(
     wanted = max((copies for way, copies in settings.cells if way.kind == MIG), default=0)
     if settings.alone.kind == MIG:
         wanted = max(wanted, 1)
-    mps = any(way.kind == MPS for way, _ in schedule(settings))
     started = time.monotonic()
     # From before anything is set up to after it was given back: no signal interrupts either.
     with Wakeups((*_ENDING, signal.SIGCHLD)) as wakeups, Grounds(host, device, settings.argv[0]) as grounds:
-        grounds.open(mps=mps, instances=wanted)
+        settings, unset = _opened(grounds, settings, wanted)
         free = len(grounds.instances)
         settings, more = _with_instances(settings, free)
         watcher = _Signals(wakeups, grounds)
         bench = Bench(host, device, grounds, settings, watcher, progress)
-        bench.measurement.left_out += [*left, *more]
+        bench.measurement.left_out += [*left, *unset, *more]
         measurement = bench.go()
     measurement.seconds = time.monotonic() - started
     return measurement, watcher.number if measurement.interrupted else None
+
+
+def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
+    """Set up what the ways need; MPS is left out where its daemon cannot be started and others can be measured.
+
+    Raises:
+        GpushareError: nothing could be measured without it.
+    """
+    mps = any(way.kind == MPS for way, _ in schedule(settings))
+    try:
+        grounds.open(mps=mps, instances=instances)
+    except GpushareError as error:
+        rest = [cell for cell in settings.cells if cell[0].kind != MPS]
+        if not mps or not rest or settings.alone.kind == MPS:
+            raise
+        grounds.open(mps=False, instances=instances)
+        names = dict.fromkeys(way.name for way, _ in settings.cells if way.kind == MPS)
+        reason = f"{error.message}; {error.hint}"
+        return replace(settings, cells=rest), [LeftOut(way=name, copies=None, reason=reason) for name in names]
+    return settings, []
 
 
 def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:

@@ -16,7 +16,7 @@ from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.run_environment import check_program
 from gpushare.actions.several import Several
 from gpushare.actions.share import open_mps_share
-from gpushare.errors import NotSupported, OperationFailed
+from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.measure.controller import (
     Outcome,
     Setting,
@@ -70,6 +70,8 @@ class TuneResult:
     opportunistic_memory_bytes: int | None
     warning: str | None
     seconds: float
+    # What ended it before the answer stood: Ctrl-C, or a job that ended. The trials before it are kept.
+    stopped: KeyboardInterrupt | GpushareError | None = None
 
 
 class TuneReporter:
@@ -85,6 +87,8 @@ class TuneReporter:
 def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> TuneResult:
     """Search for the setting of the opportunistic job, and return what was found.
 
+    What ends it after the first trial is in the result, with what was measured until then.
+
     Raises:
         NotSupported: the device is a MIG instance, or MPS cannot serve.
         NotFound, NoPermission: a program is not there, or may not be run.
@@ -96,6 +100,13 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
             "tune measures on a whole GPU, not in a MIG instance",
             "MIG already keeps jobs apart; see: gpushare advise",
             code="mig_instance",
+        )
+    if device.gpu.mig_enabled:
+        raise NotSupported(
+            f"{device.title} is in MIG mode, and tune measures on a whole GPU",
+            "MIG already keeps jobs apart: gpushare run --mig PROFILE -- CMD; or leave it:"
+            f" gpushare mig disable -g {device.gpu.index}",
+            code="mig_mode",
         )
     share = open_mps_share(host, device, options.production[0], MpsLimits())
     with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
@@ -133,10 +144,15 @@ class Tuning:
         other_alone, other_dram, other_memory = self._pair.opportunistic_alone()
         self.begin()
         reports: list[TrialReport] = []
-        while (setting := next_setting(options.search, [one.trial for one in reports])) is not None:
-            self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
-            report = self.trial(setting)
-            reports.append(report)
+        stopped: KeyboardInterrupt | GpushareError | None = None
+        try:
+            while (setting := next_setting(options.search, [one.trial for one in reports])) is not None:
+                self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
+                reports.append(self.trial(setting))
+        except (KeyboardInterrupt, GpushareError) as error:
+            if not reports:
+                raise
+            stopped = error
         rates = _rates(self._alone)
         dram = _mean(self._pair.dram) if self._pair.dram else None
         return TuneResult(
@@ -149,6 +165,7 @@ class Tuning:
             opportunistic_memory_bytes=other_memory,
             warning=memory_warning(other_dram, dram),
             seconds=time.monotonic() - started,
+            stopped=stopped,
         )
 
     # -- a trial -------------------------------------------------------------------------------------

@@ -135,10 +135,10 @@ def _figure(cell: Mapping[str, Any] | None) -> str | None:
     if cell["throughput"] is None:
         return "failed" if cell["failures"] else None
     figures = cell["throughput"]
-    spread = (
-        "" if figures["low"] is None else f" ±{100 * (figures['high'] - figures['low']) / 2 / figures['mean']:.0f}%"
-    )
-    return f"{_MARK + ' ' if cell['chosen'] else ''}{shown(figures['mean'])}{spread}"
+    mean, low, high = figures["mean"], figures["low"], figures["high"]
+    # Of nothing there is no share.
+    spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and mean else ""
+    return f"{_MARK + ' ' if cell['chosen'] else ''}{shown(mean)}{spread}"
 
 
 def _details(data: Mapping[str, Any]) -> Table:

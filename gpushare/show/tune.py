@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+from gpushare.errors import GpushareError
 from gpushare.show.result import Column, Result, Table
 
+# Sentences are broken here, whatever the width: they are read, not cut.
+_WIDTH: Final = 80
 
-def tune_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:
-    """Return the result of ``gpushare tune`` from its data: keys as the JSON document has them."""
+
+def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: GpushareError | None = None) -> Result:
+    """Return the result of ``gpushare tune`` from its data: keys as the JSON document has them.
+
+    ``error`` is what ended it early.
+    """
+    # It ran as asked, and its answer is that no setting meets the goal.
+    exit_code = 0 if data["best"] is not None else 7
     return Result(
         command="tune",
         data=data,
@@ -18,8 +28,8 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:
             Table(name="curve", title="settings of the opportunistic job", columns=COLUMNS, rows=tuple(data["curve"])),
         ),
         notes=tuple(notes),
-        # It ran as asked, and its answer is that no setting meets the goal.
-        exit_code=0 if data["best"] is not None else 7,
+        errors=() if error is None else (error,),
+        exit_code=exit_code if error is None else error.exit_code,
     )
 
 
@@ -63,7 +73,7 @@ def _text(data: Mapping[str, Any]) -> str:
         lines.append(f"no setting meets the goal; nearest: {nearest['setting']}: {_numbers(nearest)}")
     if data["low_priority_helps"] is not None:
         lines.append("low priority helps" if data["low_priority_helps"] else "low priority makes no difference")
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  "))
 
 
 def _numbers(one: Mapping[str, Any]) -> str:

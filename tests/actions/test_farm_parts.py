@@ -23,7 +23,7 @@ from gpushare.actions.farm import (
     share_of_threads,
 )
 from gpushare.actions.mps_limits import MpsLimits
-from gpushare.errors import GpushareError, InUse
+from gpushare.errors import GpushareError, InUse, NotFound
 from gpushare.host.connect import connect
 from gpushare.model import Gpu, MigInstance
 from gpushare.selection import Device, select_one
@@ -121,6 +121,7 @@ class Running:
     status: int | None = None
     started: float = 0.0
     ended: float | None = None
+    heard: float = 100.0
 
 
 @dataclass
@@ -216,10 +217,46 @@ def test_a_copy_that_holds_more_than_its_limit_gives_nothing_to_others(monkeypat
 
 def test_when_nothing_runs_and_nothing_fits_any_more_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB)))
-    step.free = GIB
-    with pytest.raises(InUse) as caught:
-        step.farm._start_what_fits()
-    assert caught.value.code == "memory_does_not_fit"
+    step.free, step.at = GIB, 100.0
+    step.farm._start_what_fits()
+    step.at += module._ROOM_SECONDS - 0.1
+    step.farm._start_what_fits()
+    # What has ended may still give its memory back.
+    assert step.states == ["waiting", "waiting"]
+    step.at += 0.2
+    step.farm._start_what_fits()
+    assert step.states == ["failed", "failed"]
+    assert "not fit into" in (step.farm._copies[1].failure or "")
+    assert step.farm._copies[1].hint
+
+
+def test_room_that_comes_back_in_time_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB)))
+    step.free, step.at = GIB, 100.0
+    step.farm._start_what_fits()
+    step.free = GIB + CONTEXT_BYTES
+    step.at += 5.0
+    step.farm._start_what_fits()
+    assert step.states == ["running", "waiting"]
+    assert step.farm._full_since is None
+
+
+def test_a_copy_that_cannot_be_started_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=3, restarts=2))
+    started = step.several.start
+
+    def start(title: str, *words: Any, **more: Any) -> Running:
+        if title == "copy 1":
+            raise NotFound("there is no program './run-1.sh'", "check the spelling")
+        return started(title, *words, **more)
+
+    monkeypatch.setattr(step.several, "start", start)
+    step.farm._start_what_fits()
+    assert step.states == ["running", "failed", "running"]
+    assert (step.farm._copies[1].failure, step.farm._copies[1].hint) == (
+        "there is no program './run-1.sh'",
+        "check the spelling",
+    )
 
 
 def test_silence_counts_from_the_last_line_and_only_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +266,7 @@ def test_silence_counts_from_the_last_line_and_only_beyond_the_limit(monkeypatch
     step.at = 110.0
     step.farm._collect()
     assert step.states == ["running"]
-    step.farm._heard[0] = 105.0
+    step.several.started[0].heard = 105.0
     step.at = 115.0
     step.farm._collect()
     assert step.states == ["running"]
@@ -293,7 +330,7 @@ def test_copies_are_looked_for_among_the_clients_while_they_run(
     device = select_one(None, host.nvml.sweep())
     command = ["sh", "-c", f"while ! [ -e {mark} ]; do sleep 0.02; done"]
     # They print nothing: were they never seen, they would count as hung, and have failed.
-    result = farm(host, device, command, FarmOptions(copies=2, stall_seconds=60.0), Waits())
+    result = farm(host, device, command, FarmOptions(copies=2, stall_seconds=600.0), Waits())
     assert [copy.attached for copy in result.copies] == [True, True]
     assert not result.failed
     assert result.seconds >= max(copy.seconds for copy in result.copies) > 0

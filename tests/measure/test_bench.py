@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
-from gpushare.measure.bench_data import Header, bench_data, check_new, compared, read_bench, write_bench
+from gpushare.measure.bench_compare import check_comparable, compared
+from gpushare.measure.bench_data import Header, bench_data, check_new, read_bench, write_bench
 from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
@@ -261,10 +262,11 @@ def test_compared_with_an_earlier_one() -> None:
 
 def test_compared_with_one_that_counts_something_else() -> None:
     figures = {("alone", 1): [100.0, 101.0], ("mps", 2): [50.0, 50.1]}
-    one = bench_data(HEADER, measured("mps", (2,), figures))
+    one = measured("mps", (2,), figures)
+    check_comparable(one.settings.metric, bench_data(HEADER, one))
     other = bench_data(HEADER, measured("mps", (2,), figures, LOWER))
     with pytest.raises(BadUsage) as caught:
-        compared(one, other)
+        check_comparable(one.settings.metric, other)
     assert caught.value.code == "other_metric"
 
 

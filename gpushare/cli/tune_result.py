@@ -1,0 +1,146 @@
+"""What ``gpushare tune`` found: kept for ``run --opportunistic --for NAME``, and as the command's result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpushare.errors import GpushareError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpushare.host.host import Host
+    from gpushare.host.tuned import Tuned
+    from gpushare.measure.controller import Judged
+    from gpushare.measure.pair import TuneOptions
+    from gpushare.measure.tune import TrialReport, TuneResult
+    from gpushare.selection import Device
+
+
+def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
+    """Keep what was found and return it as the command's result; nothing is kept of a search that was ended early."""
+    from gpushare.host.tuned import keep_tuned
+    from gpushare.show.tune import tune_result
+
+    tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
+    data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
+    notes = [] if result.warning is None else [result.warning]
+    if tuned is not None:
+        data["file"] = str(keep_tuned(host, tuned))
+        notes.append(f"apply it: gpushare run --opportunistic --for {name} -- {options.opportunistic[0]} ...")
+        if tuned.production_threads_percent is not None:
+            notes.append(
+                f"with production capped: gpushare run --production {name} --threads {tuned.production_threads_percent:g} -- ..."
+            )
+    elif result.stopped is not None:
+        return tune_result(data, [*notes, "ended before the answer stood: nothing is kept"], _early(result.stopped))
+    elif result.outcome.best is None:
+        notes.append("nothing is kept; pause the opportunistic job instead: gpushare run --opportunistic --pause")
+    return tune_result(data, notes)
+
+
+def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
+    from gpushare.cli.common import interrupted
+
+    if isinstance(stopped, GpushareError):
+        return stopped
+    return interrupted(stopped).restated(
+        hint="both jobs were ended, the host is as before; fewer trials: --caps 80,60,40"
+    )
+
+
+def _tuned(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Tuned | None:
+    import shlex
+    import time
+
+    from gpushare.host.tuned import Tuned
+
+    best = result.outcome.best
+    if best is None:
+        return None
+    goal = options.search.goal
+    return Tuned(
+        name=name,
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        gpu_name=device.gpu.name,
+        driver=host.nvml.driver_version(),
+        threads_percent=best.setting.threads,
+        low_priority=best.setting.low,
+        meets=True,
+        stable=result.outcome.stable,
+        keep=goal.keep,
+        p99_factor=goal.p99_factor,
+        kept=round(best.kept, 4),
+        p99=None if best.p99 is None else round(best.p99, 4),
+        opportunistic_share=_share(best, result),
+        production_threads_percent=best.setting.production_threads,
+        production_memory_bytes=result.production_memory_bytes,
+        production=shlex.join(options.production),
+        opportunistic=shlex.join(options.opportunistic),
+    )
+
+
+def _share(one: Judged, result: TuneResult) -> float | None:
+    if one.opportunistic is None or not result.opportunistic_alone:
+        return None
+    return round(one.opportunistic / result.opportunistic_alone, 4)
+
+
+def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict[str, Any]:
+    import time
+
+    found = result.outcome
+    rows = [_row(one, result) for one in found.curve]
+    return {
+        "keep": options.search.goal.keep,
+        "p99_factor": options.search.goal.p99_factor,
+        "name": None if tuned is None else tuned.name,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "best": None if found.best is None else _row(found.best, result),
+        "nearest": None if found.nearest is None else _row(found.nearest, result),
+        "stable": found.stable,
+        "low_priority_helps": found.low_priority_helps,
+        "production_alone": result.production_alone,
+        "production_p99": result.production_p99,
+        "opportunistic_alone": result.opportunistic_alone,
+        "production_memory_bytes": result.production_memory_bytes,
+        "opportunistic_memory_bytes": result.opportunistic_memory_bytes,
+        "seconds": round(result.seconds, 1),
+        "warning": result.warning,
+        "curve": rows,
+        "trials": [_trial(report) for report in result.trials],
+        "file": None,
+    }
+
+
+def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
+    best = result.outcome.best
+    return {
+        "setting": one.setting.title,
+        "threads_percent": one.setting.threads,
+        "low_priority": one.setting.low,
+        "production_threads_percent": one.setting.production_threads,
+        "kept": round(one.kept, 4),
+        "p99": None if one.p99 is None else round(one.p99, 4),
+        "opportunistic_rate": one.opportunistic,
+        "opportunistic_share": _share(one, result),
+        "trials": one.trials,
+        "meets": one.meets,
+        "chosen": best is not None and one.setting == best.setting,
+    }
+
+
+def _trial(report: TrialReport) -> Mapping[str, Any]:
+    return {
+        "setting": report.trial.setting.title,
+        "kept": report.kept.value,
+        "kept_low": report.kept.low,
+        "kept_high": report.kept.high,
+        "p99": report.trial.p99,
+        "rounds": report.rounds,
+        "production_alone": report.alone_rate,
+        "production_together": report.together_rate,
+        "production_p99_alone": report.alone_p99,
+        "production_p99_together": report.together_p99,
+        "opportunistic_rate": report.trial.opportunistic,
+    }

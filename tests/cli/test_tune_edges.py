@@ -1,0 +1,85 @@
+"""`gpushare tune` that is ended early, and what it refuses with a hint of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from gpushare.cli.common import Ended
+from gpushare.errors import OperationFailed
+from gpushare.host.tuned import find_tuned
+from gpushare.measure.tune import Tuning
+from gpushare.sim import admin
+from tests.cli.drive import H200, Answer, World
+from tests.measure.told_jobs import tell
+
+Cli = Callable[..., Answer]
+JOB = f"{sys.executable} -m gpushare.sim.job"
+PAIR = ("--production", f"{JOB} --need 30", "--opportunistic", f"{JOB} --need 95")
+QUICK = ("--metric", "rate=([0-9.]+)", "--window", "0.1s", "--rounds", "2")
+
+
+def ending_at(monkeypatch: pytest.MonkeyPatch, trials: int, error: BaseException) -> None:
+    """Let the trial after so many end with an error."""
+    tell(monkeypatch)
+    trial, done = Tuning.trial, []
+
+    def counted(self: Tuning, setting: object) -> object:
+        if len(done) == trials:
+            raise error
+        done.append(setting)
+        return trial(self, setting)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tuning, "trial", counted)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "code"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Ended(15), 143, "interrupted"),
+        (OperationFailed("the production job ended", "let it run", code="job_ended"), 1, "job_ended"),
+    ],
+)
+def test_what_was_measured_until_then_is_shown_and_not_kept(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, code: str
+) -> None:
+    ending_at(monkeypatch, 2, error)
+    answer = cli("tune", *PAIR, *QUICK, output="json")
+    assert answer.code == exit_code
+    assert answer.json["errors"][0]["code"] == code
+    assert [row["setting"] for row in answer.data["trials"]] == ["cap 60 %, low priority", "cap 80 %, low priority"]
+    assert (answer.data["file"], answer.data["stable"], answer.data["name"]) == (None, False, None)
+    assert "nothing is kept" in answer.err
+    assert find_tuned(world.host, "production") is None
+    assert world.state.daemons == []
+
+
+def test_before_the_first_trial_there_is_nothing_to_show(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending_at(monkeypatch, 0, KeyboardInterrupt())
+    answer = cli("tune", *PAIR, *QUICK)
+    assert (answer.code, answer.out) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (("--caps", "60,"), "bad_percentage", "--caps 80,60,40"),
+        (("--caps", "150"), "bad_percentage", "--caps 80,60,40"),
+        (("--production-caps", "x"), "bad_percentage", "--production-caps 60,50"),
+        (("--production-caps", "100"), "bad_cap", "--production-caps 60,50"),
+        (("--timeout", "0"), "bad_duration", "--timeout 10m"),
+    ],
+)
+def test_a_hint_names_the_option_that_is_wrong(
+    refused: Callable[..., str], words: tuple[str, ...], code: str, hint: str
+) -> None:
+    assert hint in refused("tune", *PAIR, *words, code=code, exit_code=2)
+
+
+def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:
+    admin.set_mig(world.spec, "0", ["1g.18gb"])
+    lines = refused("tune", *PAIR, code="mig_mode", exit_code=3, host=H200)
+    assert "gpushare run --mig" in lines

@@ -1,0 +1,200 @@
+"""What programs print in odd ways, and what a benchmark makes of it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import OperationFailed, TimedOut
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.measure.bounded import bounded
+from gpushare.measure.copies import CopiesResult
+from gpushare.measure.metric import Metric, Printed, amount, number
+from gpushare.measure.progress import Progress
+from gpushare.measure.session import Request, measure, prepare
+from gpushare.measure.ways import parse_ways
+from gpushare.selection import select_one
+from gpushare.show.bench import _figure
+from tests.cli.drive import alive
+
+RATE = Metric(pattern="rate=(.+)")
+BAR = "import sys, time\nfor n in range(10**9):\n    sys.stdout.write(f'\\r{n}% 12.5it/s')\n    sys.stdout.flush()\n    time.sleep(0.01)"
+
+Together = Callable[..., CopiesResult]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234.5", 1234.5),
+        ("1,234,567", 1234567.0),
+        ("-1,234", -1234.0),
+        ("1,23", None),
+        ("12,34,567", None),
+        ("1.2.3", None),
+        ("1e3", 1000.0),
+        ("nan", None),
+        ("inf", None),
+        ("1e999", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_numbers_as_programs_print_them(text: str | None, value: float | None) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("-5", None), ("-0.0", 0.0), ("0", 0.0), ("3", 3.0), ("nan", None)])
+def test_a_rate_is_never_below_0(text: str, value: float | None) -> None:
+    assert amount(text) == value
+
+
+def test_a_progress_bar_without_an_end_of_line_is_read_while_it_is_drawn() -> None:
+    printed = Printed(Metric(pattern=r"([0-9.]+)it/s"))
+    printed.feed("\r 1% 10.0it/s", 1.0)
+    assert printed.values == []
+    printed.feed("\r 2% 11.0it/s\r 3% 12", 2.0)
+    assert printed.values == [(2.0, 10.0), (2.0, 11.0)]
+    printed.end(3.0)
+    assert printed.tail == ["1% 10.0it/s", "2% 11.0it/s", "3% 12"]
+
+
+def test_ends_of_line_of_windows_are_one_end() -> None:
+    printed = Printed(RATE)
+    printed.feed("rate=1\r", 1.0)
+    printed.feed("\nrate=2\r\n", 2.0)
+    assert printed.values == [(1.0, 1.0), (2.0, 2.0)]
+
+
+def test_a_progress_bar_can_be_measured_for_a_while(together: Together) -> None:
+    found = together(
+        BAR, metric=Metric(pattern=r"([0-9.]+)it/s"), python=True, window=500.0, over=lambda told: told.printed(0) > 2
+    )
+    assert found.copies[0].failure is None
+    assert found.copies[0].value == 12.5
+
+
+@pytest.mark.parametrize("text", ["-5", "nan", "1.2.3", "many"])
+def test_what_is_no_rate_is_named(together: Together, text: str) -> None:
+    (copy,) = together(f"echo rate={text}", metric=RATE).copies
+    assert copy.failure == f"printed '{text}' where --metric matches, which is no rate or time"
+    assert copy.last_line == f"rate={text}"
+
+
+def test_the_time_of_a_run_begins_with_its_first_copy(together: Together) -> None:
+    found = together("exit 0", "exit 0", "exit 0")
+    assert found.seconds >= max(copy.seconds for copy in found.copies)
+
+
+def test_what_a_copy_leaves_behind_is_ended_and_told_of(
+    together: Together, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpushare.measure.copies._HELPER_SECONDS", 0.05)
+    file = tmp_path / "pid"
+    found = together(f"sleep 600 & echo $! > {file}; echo rate=2", "echo rate=2", metric=RATE)
+    pid = int(file.read_text())
+    assert f"left process {pid} behind" in (found.copies[0].failure or "")
+    assert found.copies[1].failure is None
+    assert not alive(pid)
+
+
+def test_a_helper_that_ends_a_moment_later_is_none(together: Together, tmp_path: Path) -> None:
+    """It ends when it sees that the copy has."""
+    file = tmp_path / "fifo"
+    script = f"mkfifo {file}; cat {file} >/dev/null & exec 9>{file}; echo rate=2"
+    assert together(script, metric=RATE).copies[0].failure is None
+
+
+def test_a_mean_of_nothing_has_no_percentage() -> None:
+    cell = {"throughput": {"mean": 0.0, "low": 0.0, "high": 0.0}, "failures": [], "chosen": False}
+    assert _figure(cell) == "0"
+
+
+def request(script: str, ways: str, metric: Metric = RATE) -> Request:
+    return Request(argv=["sh", "-c", script], metric=metric, ways=parse_ways(ways), copies=(2,), repeat=1)
+
+
+@pytest.fixture
+def host() -> Host:
+    return connect("sim:h200")
+
+
+@pytest.mark.parametrize(
+    ("script", "message", "hint"),
+    [
+        ("echo rate=0", "a rate of 0", "--for"),
+        ("echo tempo=5", "printed no number that --metric matches", "its last line: tempo=5"),
+        ("echo rate=fast", "printed 'fast' where --metric matches", "its last line: rate=fast"),
+        ("echo boom; exit 3", "exit code 3: boom", "by hand"),
+    ],
+)
+def test_a_command_that_cannot_be_measured_is_told_how_it_could(
+    host: Host, script: str, message: str, hint: str
+) -> None:
+    device = select_one(None, host.nvml.sweep())
+    with pytest.raises(OperationFailed) as caught:
+        measure(host, device, prepare(host, device, request(script, "queue,timeslice")))
+    assert (caught.value.code, message in caught.value.message, hint in caught.value.hint) == (
+        "command_failed",
+        True,
+        True,
+    ), caught.value
+
+
+def test_mps_that_cannot_be_started_is_left_out_and_the_rest_measured(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TimedOut("the daemon did not answer", "end it: gpushare mps stop")
+
+    monkeypatch.setattr("gpushare.measure.grounds.open_mps_share", refuse)
+    device = select_one(None, host.nvml.sweep())
+    found, _ = measure(host, device, prepare(host, device, request("echo rate=2", "timeslice,mps,mps:100/n")))
+    assert {(one.way, one.copies, one.reason) for one in found.left_out} == {
+        (way, None, "the daemon did not answer; end it: gpushare mps stop") for way in ("mps", "mps:100/n")
+    }
+    assert {run.way for run in found.runs} == {"alone", "timeslice"}
+    with pytest.raises(TimedOut):
+        measure(host, device, prepare(host, device, request("echo rate=2", "mps")))
+
+
+# -- an expression that never ends -------------------------------------------------------------------
+
+
+def test_an_expression_that_never_ends_is_given_up() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    endless = Printed(Metric(pattern="(a+)+b"))
+    with pytest.raises(TimedOut) as caught, bounded("(a+)+b", 0.05):
+        endless.feed("a" * 60 + "\n", 1.0)
+    assert caught.value.code == "slow_metric"
+    assert "(a+)+b" in caught.value.message
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_outside_the_main_thread_nothing_is_bounded() -> None:
+    seen: list[str] = []
+
+    def work() -> None:
+        with bounded("x", 0.001):
+            seen.append("done")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["done"]
+
+
+# -- tune --------------------------------------------------------------------------------------------
+
+
+def test_progress_takes_no_negative_rate() -> None:
+    seen = Progress(RATE)
+    for text, at in (("rate=-1", 1.0), ("rate=4", 2.0), ("rate=1,000", 3.0)):
+        seen.listen(text, at)
+    assert seen.values == [(2.0, 4.0), (3.0, 1000.0)]
