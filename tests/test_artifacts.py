@@ -25,7 +25,7 @@ def run(argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[
         argv,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
         env={**os.environ, "LC_ALL": "C.UTF-8", **environment},
     )

@@ -87,8 +87,9 @@ def test_calls_per_gpu(spec: str, busy: bool) -> None:
     assert all(library.calls[name] <= 1 for name in per_host), library.calls
 
 
-def test_a_second_look_asks_less() -> None:
+def test_a_second_look_asks_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles, names and UUIDs are read once."""
+    monkeypatch.setattr("gpushare.host.snapshot._SLOW_SECONDS", 3600.0)
     observer, library, _ = observed("sim:8xh100")
     observer.look()
     first = sum(library.calls.values())
@@ -105,7 +106,9 @@ def test_a_second_look_asks_less() -> None:
         assert library.calls[name] == 0, name
 
 
-def test_one_look_starts_nvidia_smi_once_and_nothing_else() -> None:
+def test_one_look_starts_nvidia_smi_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    # However long the first look takes, the second comes soon after it.
+    monkeypatch.setattr("gpushare.host.snapshot._SLOW_SECONDS", 3600.0)
     observer, _, programs = observed("sim:8xh100")
     observer.look()
     assert programs.started == ["nvidia-smi"]

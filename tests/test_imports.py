@@ -20,7 +20,7 @@ def loaded_by(code: str, sim_dir: Path) -> set[str]:
         [sys.executable, "-c", f"{code}\n{REPORT}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
         # The machine's own site configuration may import anything; what counts is what we add.
         env={**os.environ, "PYTHONPATH": str(PROJECT), "GPUSHARE_SIM_DIR": str(sim_dir)},

@@ -20,6 +20,7 @@ from gpushare.host.host import Host
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from gpushare.units import GIB
+from tests.cli.drive import until
 
 
 class Heard(FarmReporter):
@@ -29,11 +30,9 @@ class Heard(FarmReporter):
         self.lines: list[tuple[int, str]] = []
         self.most = 0
         self.endings: list[tuple[int, bool]] = []
-        self.begun = threading.Event()
 
     def line(self, copy: int, text: str) -> None:
         self.lines.append((copy, text))
-        self.begun.set()
 
     def ended(self, copy: Copy, *, again: bool) -> None:
         self.endings.append((copy.number, again))
@@ -80,7 +79,7 @@ def test_each_copy_has_its_number_and_its_limits(host: Host) -> None:
     ],
 )
 def test_a_copy_that_fails_is_named_and_the_others_go_on(host: Host, does: str, failure: str) -> None:
-    command = shell(f"if [ {{}} = 1 ]; then {does}; fi; sleep 0.2; echo good")
+    command = shell(f"if [ {{}} = 1 ]; then {does}; fi; echo good")
     result = farm(host, device_of(host), command, FarmOptions(copies=3), Heard())
     assert [copy.number for copy in result.failed] == [1]
     assert result.copies[1].failure == failure
@@ -92,7 +91,7 @@ def test_a_copy_that_hangs_is_ended_and_the_others_are_kept(host: Host, monkeypa
     # Its time is over when the others have ended: a slow machine hangs nobody.
     told = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 * (len(heard.endings) >= 2))
     monkeypatch.setattr("gpushare.actions.farm.time", told)
-    command = shell("if [ {} = 0 ]; then exec sleep 60; fi; echo good")
+    command = shell("if [ {} = 0 ]; then exec sleep 600; fi; echo good")
     result = farm(host, device_of(host), command, FarmOptions(copies=3, stall_seconds=500.0), heard)
     assert [copy.number for copy in result.failed] == [0]
     assert "printed nothing for 500 s" in (result.copies[0].failure or "")
@@ -127,11 +126,18 @@ def test_what_copies_print_is_kept_per_copy_and_per_start(host: Host, tmp_path: 
 
 
 def test_no_more_copies_run_than_fit_into_the_memory(host: Host, tmp_path: Path) -> None:
-    heard = Heard()
     options = FarmOptions(copies=4, limits=MpsLimits(memory_limit_bytes=60 * GIB))
-    # Each waits until two have begun: however slow the machine is, two run at once.
-    text = f"touch {tmp_path}/{{}}; while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.02; done; sleep 0.2"
-    result = farm(host, device_of(host), shell(text), options, heard)
+    two = tmp_path / "two"
+
+    class Seen(Heard):
+        def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+            super().progress(copies, seconds)
+            if self.most >= 2:
+                two.touch()
+
+    heard = Seen()
+    # Each waits until two were seen to run: however slow the machine is, two run at once.
+    result = farm(host, device_of(host), shell(f"while ! [ -e {two} ]; do sleep 0.02; done"), options, heard)
     assert heard.most == 2
     assert not result.failed
 
@@ -159,12 +165,13 @@ def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host) -> None:
     heard = Heard()
 
     def interrupt() -> None:
-        heard.begun.wait(20)
+        # Two have printed, and the third has ended.
+        until(lambda: len(heard.lines) == 2 and heard.endings, "the copies have begun")
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    command = shell("if [ {} = 2 ]; then exit 0; fi; sleep 0.1; echo on; sleep 60")
+    command = shell("if [ {} = 2 ]; then exit 0; fi; echo on; sleep 600")
     result = farm(host, device_of(host), command, FarmOptions(copies=3, grace_seconds=0.2), heard)
     thread.join()
     assert result.ended_by == signal.SIGTERM

@@ -47,7 +47,7 @@ def interrupted(number: int) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

@@ -23,7 +23,7 @@ from gpushare.host.open_files import OpenFiles
 from gpushare.host.pauses import Pauses, note_pauses, noted_pauses
 from gpushare.selection import Device, select_one
 
-_IDLE = "import time; time.sleep(60)"
+_IDLE = "import time; time.sleep(600)"
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def start(host: Host, device: Device) -> Iterator[Callable[[str], int]]:
         assert until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Wait for a condition."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from gpushare.cli import main
+from gpushare.measure.observe import Clock
 from tests.cli.drive import H200, Answer, Started, World, clear_up, same, start_real
+from tests.measure.windows import wait_for_numbers
 
 Cli = Callable[..., Answer]
 
@@ -18,6 +21,25 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take away what changes how things are shown, and what a CUDA program would read."""
     for name in ("COLUMNS", "NO_COLOR", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def printed_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every copy that is measured for a time print some numbers in it, however slow the machine is."""
+    wait_for_numbers(monkeypatch)
+
+
+@pytest.fixture
+def even_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only sleeping take time while `gpushare observe` records in this process: a slow machine misses no sample."""
+    slept = [0.0]
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        slept[0] += seconds
+
+    told = Clock(monotonic=lambda: slept[0], sleep=sleep)
+    monkeypatch.setattr("gpushare.measure.observe.Clock", lambda: told)
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ class World:
         return self.state.daemons[-1].pid
 
 
-def until(holds: Callable[[], Any], what: str, *, seconds: float = 10.0) -> Any:
+def until(holds: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any:
     """Wait until something holds, and return it."""
     deadline = time.monotonic() + seconds
     while not (value := holds()):
@@ -162,7 +162,7 @@ def until_one_run_is_over(world: World, copies: int = 2) -> None:
         seen.update(one.pid for one in world.attached())
         return len(seen) > copies
 
-    until(more_than_one, "a second run under MPS begins", seconds=60.0)
+    until(more_than_one, "a second run under MPS begins")
 
 
 def alive(pid: int) -> bool:
@@ -193,17 +193,26 @@ class Started:
         """Send it a signal."""
         self.process.send_signal(number)
 
-    def result(self, timeout: float = 25.0) -> Answer:
+    def says(self, text: str) -> str:
+        """Read what it says on stderr up to the line with a text, and return that line."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"it ended and never said {text!r}: {self.said}")
+
+    def result(self, timeout: float = 120.0) -> Answer:
         """Wait for its end."""
         out, err = self.process.communicate(timeout=timeout)
         return Answer(self.process.returncode, out, err)
 
 
 def start_real(*words: str, host: str | None = H200, env: Mapping[str, str] | None = None, **named: Any) -> Started:
-    """Start a real gpushare."""
+    """Start a real gpushare, or a ``program`` that runs it."""
     first = [] if host is None else ["--host", host]
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpushare", *first, *words],
+        [sys.executable, *named.pop("program", ("-m", "gpushare")), *first, *words],
         stdin=named.pop("stdin", subprocess.DEVNULL),
         stdout=named.pop("stdout", subprocess.PIPE),
         stderr=named.pop("stderr", subprocess.PIPE),

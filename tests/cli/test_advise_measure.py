@@ -17,6 +17,7 @@ from gpushare.model import ComputeMode
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, same, until, until_one_run_is_over
 
+pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
 FARM = ("--processes", "2", "--memory", "1G", "--users", "same", "--no-saturating")
 SURE = (*FARM, "--isolation", "none", "--latency", "none", "--pattern", "steady")
@@ -162,7 +163,7 @@ def test_apply_sets_the_final_answer_up(cli: Cli, world: World) -> None:
 
 def test_the_screen_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    words = ("--repeat", "1", *WINDOW, *job(40, "--seconds", "60"))
+    words = ("--repeat", "1", *WINDOW, *job(40, "--seconds", "6000"))
     text = cli("-o", "table", "advise", "--measure", *FARM, *words).ok().out
     lines = text.splitlines()
     assert lines[0].startswith("MPS  on GPU 0")
@@ -173,8 +174,8 @@ def test_the_screen_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], world: World) -> None:
-    first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50", "--metric", RATE, "--for", "0.1")
-    started = real(*first, *job(40))
+    first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50")
+    started = real(*first, *job(40, "--work", "30"))
     until_one_run_is_over(world)
     started.signal(signal.SIGINT)
     answer = started.result()
@@ -190,7 +191,7 @@ def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], wor
 def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
     real: Callable[..., Started], world: World
 ) -> None:
-    started = real("-o", "json", "advise", "--measure", *FARM, "--", "sleep", "60")
+    started = real("-o", "json", "advise", "--measure", *FARM, "--", "sleep", "600")
     until(lambda: world.begun and world.pids(), "the first copy runs")
     started.signal(signal.SIGINT)
     answer = started.result()

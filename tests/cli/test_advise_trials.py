@@ -189,6 +189,7 @@ def test_too_short_an_interval_gets_a_hint_that_fits_any_command(refused: Any) -
     assert "status" not in said.split("hint: ")[1]
 
 
+@pytest.mark.usefixtures("even_samples")
 def test_one_sample_is_one(cli: Any) -> None:
     assert (
         " 1 sample in "

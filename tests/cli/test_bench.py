@@ -6,8 +6,8 @@ import json
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from gpushare.cli import common
 from gpushare.host.connect import connect
 from gpushare.host.mig_leases import live_leases
 from gpushare.measure.bench_data import read_bench
+from gpushare.measure.copies import Copies
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, same, until, until_one_run_is_over
 
+pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
 WINDOW = ("--metric", RATE, "--for", "0.06")
 
@@ -146,7 +148,7 @@ def test_others_on_the_gpu_are_said(cli: Cli, world: World) -> None:
 
 def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
-    words = ("--copies", "2", "--ways", "mps", "--repeat", "1", "--metric", RATE, "--for", "0.4")
+    words = ("--copies", "2", "--ways", "mps", "--repeat", "1", "--metric", RATE, "--for", "0.6")
     (cell,) = bench(cli, *words, *job(40))["cells"]
     assert cell["throughput"] is None
     assert "ran outside MPS" in cell["failures"][0]
@@ -175,16 +177,34 @@ def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.Mo
 
 
 def test_what_does_not_fit_is_left_out(cli: Cli) -> None:
-    words = ("--copies", "1,2", "--ways", "queue,mps", "--repeat", "1", "--metric", RATE, "--for", "0.15")
+    # As long as the time between two looks at the memory may be.
+    words = ("--copies", "1,2", "--ways", "queue,mps", "--repeat", "1", "--metric", RATE, "--for", "0.6")
     data = bench(cli, *words, *job(10, "--footprint", "90G"))
     (left,) = data["left_out"]
     assert (left["way"], left["copies"]) == ("mps", 2)
     assert "2 copies need 180.0 GiB" in left["reason"]
 
 
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell copies that run at the same time as others so: BESIDE is set."""
+    from gpushare.measure.grounds import Grounds
+
+    real = Grounds.launches
+
+    def launches(self: Grounds, way: Any, copies: int, *more: Any) -> Any:
+        beside = {"BESIDE": "1"} if way.kind != "queue" and copies > 1 else {}
+        return [replace(one, environment={**one.environment, **beside}) for one in real(self, way, copies, *more)]
+
+    monkeypatch.setattr(Grounds, "launches", launches)
+
+
+@pytest.mark.usefixtures("beside")
 def test_a_copy_that_fails_beside_others_is_named_and_the_rest_kept(cli: Cli, tmp_path: Path) -> None:
     """Alone it works; of two, one does not find its lock free."""
-    script = f"mkdir {tmp_path}/lock || {{ echo locked >&2; exit 3; }}; sleep 0.15; rmdir {tmp_path}/lock"
+    lock, tried = tmp_path / "lock", tmp_path / "tried"
+    script = f"mkdir {lock} || {{ echo locked >&2; touch {tried}; exit 3; }}; "
+    script += f'while [ "$BESIDE" ] && ! [ -e {tried} ]; do sleep 0.02; done; rmdir {lock}'
     answer = cli("bench", "--copies", "2", "--ways", "queue,timeslice", "--repeat", "1", "--", "sh", "-c", script).ok()
     assert "timeslice, 2 copies: round 1: copy 1" in answer.err or "timeslice, 2 copies: round 1: copy 0" in answer.err
     assert "exit code 3: locked" in answer.err
@@ -193,14 +213,28 @@ def test_a_copy_that_fails_beside_others_is_named_and_the_rest_kept(cli: Cli, tm
     assert re.search(r"^queue +\d", answer.out, re.MULTILINE), "the queue is kept"
 
 
-def test_a_copy_that_hangs_is_ended_and_not_tried_again(cli: Cli, tmp_path: Path) -> None:
-    script = f"mkdir {tmp_path}/lock 2>/dev/null || exec sleep 60; sleep 0.1; rmdir {tmp_path}/lock"
-    words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "0.4")
+@pytest.mark.usefixtures("beside")
+def test_a_copy_that_hangs_is_ended_and_not_tried_again(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, tried = tmp_path / "lock", tmp_path / "tried"
+    script = f"mkdir {lock} 2>/dev/null || {{ echo try >>{tried}; exec sleep 600; }}; "
+    script += f'while [ "$BESIDE" ] && ! [ -e {tried} ]; do sleep 0.02; done; rmdir {lock}'
+    look = Copies._look
+
+    def late(self: Copies, copies: Any, usage: Any) -> float:
+        # The time is over when one is left of two that hangs, however slow the machine is.
+        left = sum(copy.ended is None for copy in copies)
+        return look(self, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
+
+    monkeypatch.setattr(Copies, "_look", late)
+    words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "500")
     data = bench(cli, *words, "--", "sh", "-c", script)
     cell = next(cell for cell in data["cells"] if cell["way"] == "timeslice")
     assert cell["throughput"] is None
     (failure,) = cell["failures"]
-    assert "did not end within 0.4 s" in failure
+    assert "did not end within 500 s" in failure
+    assert tried.read_text() == "try\n"
 
 
 def test_what_was_measured_is_kept_when_something_fails_later(cli: Cli, tmp_path: Path, world: World) -> None:
@@ -224,8 +258,8 @@ def test_what_was_measured_is_kept_when_something_fails_later(cli: Cli, tmp_path
         ("exit 3", (), "exit code 3"),
         ("kill -9 $$", (), "killed by SIGKILL"),
         ("echo hello", ("--metric", RATE), "printed no number that --metric matches"),
-        ("exec sleep 60", ("--timeout", "0.3"), "did not end within 0.3 s"),
-        ("exec sleep 60", ("--timeout", "0.3", *WINDOW), "printed no number that --metric matches in 0.3 s"),
+        ("exec sleep 600", ("--timeout", "0.3"), "did not end within 0.3 s"),
+        ("exec sleep 600", ("--timeout", "0.3", *WINDOW), "printed no number that --metric matches in 0.3 s"),
         ("echo rate=1", WINDOW, "ended before it was measured for 0.06 s"),
     ],
 )
@@ -339,9 +373,27 @@ def test_it_fits_a_terminal_of_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPa
     assert "gpushare mig apply -g 0" in re.sub(r"\n +", " ", answer.out), "a reason is wrapped, not cut"
 
 
-def bench_started(real: Callable[..., Started], *words: str) -> Started:
-    first = ("-o", "json", "bench", "--ways", "mps", "--copies", "2", "--repeat", "50", "--metric", RATE)
-    return real(*first, *words, *job(40))
+# gpushare, which writes down whom its guard knows of by now.
+TELLING = """
+import sys
+from gpushare.cli import main
+from gpushare.measure.grounds import Grounds
+
+real, path = Grounds.started, sys.argv.pop(1)
+
+def started(self, pid):
+    real(self, pid)
+    with open(path, "a") as told:
+        told.write(f"{pid}\\n")
+
+Grounds.started = started
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def guarded(told: Path) -> list[int]:
+    """Return whom the guard has been told of."""
+    return [int(line) for line in told.read_text().split("\n")[:-1]] if told.exists() else []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -349,7 +401,8 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     real: Callable[..., Started], world: World, number: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.json"
-    started = bench_started(real, "--for", "0.15", "--to", str(path))
+    first = ("-o", "json", "bench", "--ways", "mps", "--copies", "2", "--repeat", "50", "--to", str(path))
+    started = real(*first, *job(40, "--work", "30"))
     until_one_run_is_over(world)
     started.signal(number)
     answer = started.result()
@@ -363,11 +416,15 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
-def test_killed_it_leaves_neither_copies_nor_a_daemon(real: Callable[..., Started], world: World) -> None:
-    started = bench_started(real, "--for", "1")
+def test_killed_it_leaves_neither_copies_nor_a_daemon(
+    real: Callable[..., Started], world: World, tmp_path: Path
+) -> None:
+    told, first = tmp_path / "told", ("bench", "--ways", "mps", "--copies", "2")
+    # Alone it ends, under MPS it never does.
+    script = 'case "$CUDA_MPS_PIPE_DIRECTORY" in */pipe) exec sleep 600;; esac'
+    started = real(*first, "--", "sh", "-c", script, program=("-c", TELLING, str(told)))
     clients = until(lambda: world.begun and world.attached()[1:] and world.attached(), "copies under MPS run")
-    # Until the guard has been told of the second one.
-    time.sleep(0.2)
+    until(lambda: {one.pid for one in clients} <= set(guarded(told)), "the guard knows of both")
     started.process.kill()
     started.process.wait()
     until(lambda: not any(alive(one.pid) for one in clients), "the copies are gone")
@@ -381,12 +438,12 @@ def test_killed_it_holds_its_instances_until_the_copies_have_ended(
     world.mig("1g.18gb", "1g.18gb")
     first, ending = ("-o", "json", "bench", "--ways", "mig", "--copies", "2"), tmp_path / "end"
     script = f"trap 'while [ ! -e {ending} ]; do sleep 0.02; done; exit' INT; while :; do sleep 0.02; done"
-    started = real(*first, "--", "sh", "-c", script)
+    told = tmp_path / "told"
+    started = real(*first, "--", "sh", "-c", script, program=("-c", TELLING, str(told)))
     host = connect(world.spec)
     until(lambda: world.begun and len(live_leases(host)) == 2, "both instances are taken")
     (copy,) = until(world.pids, "the first copy runs")
-    # Until the guard has been told of it.
-    time.sleep(0.2)
+    until(lambda: guarded(told) == [copy], "the guard knows of it")
     started.process.kill()
     started.process.wait()
     until(lambda: {one.pid for one in live_leases(host).values()}.isdisjoint({started.pid, 0}), "the guard has both")

@@ -221,7 +221,7 @@ def test_broken_pipe(real: Callable[..., Started]) -> None:
     started = real("sim", "list", "--models", "-o", "json", stdout=subprocess.PIPE)
     assert started.process.stdout is not None
     started.process.stdout.close()
-    _, err = started.process.communicate(timeout=20)
+    _, err = started.process.communicate(timeout=120)
     assert started.process.returncode == 128 + 13
     assert err == ""
 

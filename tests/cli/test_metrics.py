@@ -246,7 +246,7 @@ def test_the_server(real: Callable[..., Started], world: World, number: int) -> 
     for profiles in (["1g.18gb"], ["2g.35gb"]):
         # A change between two scrapes is seen: nothing of the first is kept.
         world.mig(*(f"{profile}:0" for profile in profiles))
-        with urllib.request.urlopen(address.group(), timeout=10) as answer:  # noqa: S310 - the server of this test
+        with urllib.request.urlopen(address.group(), timeout=120) as answer:  # noqa: S310 - the server of this test
             found = parsed(answer.read().decode())
         instances = [dict(labels)["GPU_I_PROFILE"] for name, labels in found if name == "gpushare_mig_instance_info"]
         assert instances == profiles

@@ -20,6 +20,7 @@ from gpushare.units import GIB
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, environment, until
 
+pytestmark = pytest.mark.usefixtures("even_samples")
 QUICK = ("observe", "--for", "0.2s", "--interval", "100ms")
 
 
@@ -184,7 +185,7 @@ def test_the_bar_is_on_stderr_and_only_on_a_terminal(tmp_path: Path, world: Worl
         stdin=subprocess.DEVNULL,
     )
     os.close(terminal)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     said = b""
     try:
         while chunk := os.read(controller, 65536):
@@ -195,6 +196,8 @@ def test_the_bar_is_on_stderr_and_only_on_a_terminal(tmp_path: Path, world: Worl
     finally:
         os.close(controller)
     assert process.returncode == 0
-    assert json.loads(out)["data"]["samples"] == 2
+    data = json.loads(out)["data"]
+    # A slow machine may miss the first, never the last.
+    assert (data["samples"] + data["missed"], data["samples"] >= 1) == (2, True)
     assert b"recording; Ctrl-C" in said
     assert "━".encode() in said

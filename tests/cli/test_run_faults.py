@@ -6,19 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import H200
+from tests.cli.drive import H200, World, until
 
 
 def gpushare(*words: str, stderr: int | object = subprocess.PIPE) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "gpushare", "--host", H200, *words]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=stderr, text=True)  # type: ignore[call-overload]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)  # type: ignore[call-overload]
 
 
 def until_attached(run: subprocess.Popen[str]) -> int:
@@ -32,11 +31,11 @@ def until_attached(run: subprocess.Popen[str]) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_client_is_ended_the_safe_way_though_the_daemon_hangs(number: int) -> None:
-    run = gpushare("run", "--", "sleep", "60")
+    run = gpushare("run", "--", "sleep", "600")
     until_attached(run)
     admin.set_fault(H200, "hang", value="nvidia-cuda-mps-control")
     run.send_signal(number)
-    _, said = run.communicate(timeout=60)
+    _, said = run.communicate(timeout=120)
     admin.clear_faults(H200)
     assert run.returncode == 128 + number
     assert "was stopped, its queue drained" in said
@@ -46,34 +45,40 @@ def test_a_client_is_ended_the_safe_way_though_the_daemon_hangs(number: int) -> 
 def test_a_full_disk_behind_stderr_does_not_end_the_program(tmp_path: Path) -> None:
     done = tmp_path / "done"
     with open("/dev/full", "w", encoding="utf-8") as full:
-        run = gpushare("run", "--", "sh", "-c", f"sleep 0.8; echo finished > {done}; exit 5", stderr=full)
-        run.communicate(timeout=60)
+        run = gpushare("run", "--", "sh", "-c", f"cat; echo finished > {done}; exit 5", stderr=full)
+        # It says that the program is attached, to a disk that is full.
+        world = World()
+        until(lambda: world.begun and world.attached(), "attached")
+        (log,) = world.directory.rglob("control.log")
+        before = log.read_text().count("NEW UI")
+        until(lambda: log.read_text().count("NEW UI") > before, "it asks who is attached")
+        run.communicate(timeout=120)
     assert (run.returncode, done.read_text(encoding="utf-8")) == (5, "finished\n")
 
 
 def test_the_death_of_the_daemon_is_told_and_cleared_away(cli: Cli) -> None:
-    run = gpushare("run", "--", "sh", "-c", "sleep 6")
+    run = gpushare("run", "--", "cat")
     until_attached(run)
     daemon = admin.describe(H200)["daemons"][0]["pid"]
     from gpushare.host.connect import connect
 
     connect(H200).processes.send(daemon, signal.SIGKILL)
-    deadline = time.monotonic() + 20
     assert run.stderr is not None
-    said = ""
-    while "died while the program runs" not in said and time.monotonic() < deadline:
-        said += run.stderr.readline()
-    run.communicate(timeout=30)
-    assert "died while the program runs" in said
+    # Its program ends with its input, and that with this test.
+    assert any("died while the program runs" in line for line in run.stderr)
+    run.communicate(timeout=120)
     assert cli("mps", "status", "-o", "json").json["data"]["mps_daemons"] == []
 
 
 def test_a_limit_that_the_daemon_lowers_is_told(cli: Cli) -> None:
     cli("mps", "start", "--threads", "20")
-    run = gpushare("run", "--threads", "80", "--", "sleep", "0.6")
-    _, said = run.communicate(timeout=30)
-    assert "(threads 20 %" in said
-    assert "allows less than was asked for" in said
+    run = gpushare("run", "--threads", "80", "--", "cat")
+    assert run.stderr is not None
+    said = ""
+    while "(threads 20 %" not in said or "allows less than was asked for" not in said:
+        said += (line := run.stderr.readline())
+        assert line, said
+    run.communicate(timeout=120)
 
 
 def test_a_thread_variable_that_cuda_would_ignore_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def line(started: Started) -> str:
 
 
 def ended(started: Started) -> int:
-    started.process.communicate(timeout=25)
+    started.process.communicate(timeout=120)
     return started.process.returncode
 
 
@@ -112,17 +112,18 @@ def test_own_exit_code(cli: Cli, world: World, code: int) -> None:
     assert leases(world) == {}
 
 
-def test_it_is_proved_where_the_program_ran(cli: Cli, world: World) -> None:
+def test_it_is_proved_where_the_program_ran(real: Callable[..., Started], world: World) -> None:
     world.mig("1g.18gb")
-    answer = cli("run", "--mig", "1g", "--", "sleep", "0.3")
+    started = waiting(real, "--mig", "1g")
     identity = world.state.gpus[0].mig[0].gpu_instance_id
-    assert f"runs in MIG 1g.18gb of GPU 0 (GPU instance {identity}, compute instance 0)" in answer.err
+    started.says(f"runs in MIG 1g.18gb of GPU 0 (GPU instance {identity}, compute instance 0)")
+    assert ended(started) == 0
 
 
 def test_a_program_that_makes_no_context_is_not_proved(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.mig("1g.18gb")
-    monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "60")
-    answer = cli("run", "--mig", "1g", "--", "sleep", "0.2")
+    monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "6000")
+    answer = cli("run", "--mig", "1g", "--", "true")
     assert (answer.code, "is not proved" in answer.err) == (0, True)
 
 
@@ -199,7 +200,7 @@ def test_an_instance_with_an_idle_daemon_is_kept_for_its_owner(
     cli("mps", "start", "-g", uuid).ok()
     assert "MPS daemon" in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
     bind(world, "train", "1g.18gb", 4)
-    assert cli("run", "--mig", "train", "--threads", "50", "--", "sleep", "0.3").code == 0
+    assert cli("run", "--mig", "train", "--threads", "50", "--", "true").code == 0
     assert len(world.state.daemons) == 1
 
 
@@ -240,7 +241,7 @@ def test_a_signal_ends_the_program_and_gives_it_back(
     real: Callable[..., Started], world: World, number: int, limits: tuple[str, ...]
 ) -> None:
     world.mig("1g.18gb")
-    started = real("run", "--mig", "1g", *limits, "--", "sleep", "60")
+    started = real("run", "--mig", "1g", *limits, "--", "sleep", "600")
     line(started)
     started.signal(number)
     assert started.result().code == 128 + number
@@ -252,10 +253,13 @@ def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(
 ) -> None:
     world.mig("1g.18gb")
     started = real("run", "--mig", "1g", "--grace", "0.2", "--", sys.executable, "-c", SLOW, "/nonexistent")
+    assert started.process.stdout is not None
+    assert started.process.stdout.readline() == "ready\n"
     line(started)
     started.signal(signal.SIGINT)
     answer = started.result()
-    assert (answer.code, answer.out) == (130, "ready\ngot\n")
+    # Whether it comes to say "got" within the grace is the machine's affair.
+    assert (answer.code, answer.out.removeprefix("got\n")) == (130, "")
     assert (world.host.nvml.processes(0), leases(world)) == ((), {})
 
 
@@ -273,9 +277,10 @@ def test_death_of_gpushare_gives_it_back_when_the_program_has_ended(
     started = real("run", "--mig", "1g", *limits, "--", sys.executable, "-c", SLOW, str(go))
     line(started)
     (child,) = [process.pid for process in world.state.processes if process.real]
-    started.signal(signal.SIGKILL)
     assert started.process.stdout is not None
-    assert [started.process.stdout.readline() for _ in range(2)] == ["ready\n", "got\n"]
+    assert started.process.stdout.readline() == "ready\n"
+    started.signal(signal.SIGKILL)
+    assert started.process.stdout.readline() == "got\n"
     # The guard has it now, as long as the program takes to end.
     assert alive(child)
     until(lambda: leases(world).get(uuid) not in {None, started.pid}, "the guard holds the lease")
@@ -303,7 +308,7 @@ def test_what_the_program_leaves_behind_keeps_the_instance_but_not_the_lease(
     real: Callable[..., Started], refused: Callable[..., str], world: World
 ) -> None:
     (uuid,) = world.mig("1g.18gb")
-    started = real("run", "--mig", "1g", "--threads", "50", "--", "sleep", "60")
+    started = real("run", "--mig", "1g", "--threads", "50", "--", "sleep", "600")
     until(world.attached, "attached")
     other = world.client(environment={"CUDA_VISIBLE_DEVICES": uuid})
     started.signal(signal.SIGINT)

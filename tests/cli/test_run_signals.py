@@ -84,7 +84,7 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(
     real: Callable[..., Started], world: World, number: int
 ) -> None:
     # So long a grace that only who has no use for it is ended within this test's life.
-    started = real("run", "--grace", "600", "--", "sleep", "60")
+    started = real("run", "--grace", "600", "--", "sleep", "600")
     child_of(world)
     started.signal(number)
     answer = started.result()
@@ -94,7 +94,7 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(
 
 
 def test_the_end_breaks_no_neighbour(real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--", "sleep", "60")
+    started = real("run", "--", "sleep", "600")
     child_of(world)
     neighbour = world.client(sm_percent=20, queue_seconds=0.2)
     started.signal(signal.SIGTERM)
@@ -113,7 +113,7 @@ def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Callab
 
 
 def test_a_second_ctrl_c_hurries(real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--grace", "60", "--", *program(signal.SIGINT, then="pass"))
+    started = real("run", "--grace", "600", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
     assert started.process.stdout is not None
     started.signal(signal.SIGINT)
@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_hurries(real: Callable[..., Started], world: World) -> 
 
 
 def test_all_processes_of_the_program_end(real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--", "sh", "-c", "sleep 61 & echo $!; sleep 62")
+    started = real("run", "--", "sh", "-c", "sleep 601 & echo $!; sleep 602")
     assert started.process.stdout is not None
     below = int(started.process.stdout.readline())
     child_of(world)
@@ -147,7 +147,7 @@ def test_other_signals_are_passed_on(real: Callable[..., Started], world: World,
 
 
 def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--", "sleep", "60")
+    started = real("run", "--", "sleep", "600")
     child_of(world)
     started.signal(signal.SIGQUIT)
     answer = started.result()
@@ -157,7 +157,7 @@ def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Callable[.
 
 
 def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--", "sleep", "60")
+    started = real("run", "--", "sleep", "600")
     attached(started)
     child = child_of(world)
     started.signal(signal.SIGKILL)
@@ -182,9 +182,9 @@ def test_death_of_gpushare_lets_the_program_end_itself(
 
 
 def test_death_of_one_leaves_the_daemon_to_the_other(real: Callable[..., Started], world: World) -> None:
-    first = real("run", "--", "sleep", "60")
+    first = real("run", "--", "sleep", "600")
     child = child_of(world)
-    second = real("run", "--", "sleep", "60")
+    second = real("run", "--", "sleep", "600")
     attached(first)
     until(lambda: len(world.attached()) == 2, "both")
     first.signal(signal.SIGKILL)

@@ -84,7 +84,7 @@ def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> Non
 
 
 def test_reset_leaves_real_programs_alone(cli: Cli, real: Callable[..., Started], world: World) -> None:
-    started = real("run", "--", "sleep", "60", stderr=None, stdout=None)
+    started = real("run", "--", "sleep", "600", stderr=None, stdout=None)
     until(world.attached, "attached")
     (pid,) = world.pids()
     answer = cli("sim", "reset").ok()

@@ -202,4 +202,4 @@ def test_watch_ends_when_its_reader_is_gone(real: Callable[..., Started]) -> Non
     assert started.process.stdout is not None
     started.process.stdout.readline()
     started.process.stdout.close()
-    assert started.process.wait(timeout=20) == 128 + 13
+    assert started.process.wait(timeout=120) == 128 + 13

@@ -105,7 +105,7 @@ def test_a_driver_that_hangs_does_not_hang_gpushare(monkeypatch: pytest.MonkeyPa
 
     class Hanging(Driver):
         def cuCheckpointProcessUnlock(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's name
-            release.wait(10)
+            release.wait(120)
             return super().cuCheckpointProcessUnlock(pid, argument)
 
     with pytest.raises(TimedOut) as caught:
@@ -178,7 +178,7 @@ def test_a_driver_that_hangs_keeps_no_process_from_ending(monkeypatch: pytest.Mo
     class Hanging:
         def cuCheckpointProcessGetState(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's name
             threads.append(threading.current_thread())
-            release.wait(10)
+            release.wait(120)
             return 0
 
     assert Checkpoint(Hanging()).is_locked(42) is False

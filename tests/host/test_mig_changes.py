@@ -295,7 +295,7 @@ def test_the_bindings_pass_the_placement_on_as_it_is(argument: str, lives: bool)
     """They make no pointer of it: C takes the numbers in it for an address, and the process dies."""
     program = WITHOUT_BYREF.format(argument=argument)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.stdout == "lived\n") is lives, done
     assert (done.returncode < 0) is not lives, done

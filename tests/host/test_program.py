@@ -31,7 +31,7 @@ def script(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     return make
 
 
-def run(stdin: str = "", timeout: float = 10.0, **env: str | None) -> Completed:
+def run(stdin: str = "", timeout: float = 120.0, **env: str | None) -> Completed:
     return LocalPrograms().run(["nvidia-smi", "-L"], stdin=stdin, env=env, timeout=timeout)
 
 
@@ -54,9 +54,9 @@ def test_much_output_and_much_input_do_not_block(script: Script) -> None:
 
 
 def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir: Path) -> None:
-    script(f"sleep 60 & echo $! $$ > {sim_dir}/pids; wait")
+    script(f"sleep 600 & echo $! $$ > {sim_dir}/pids; wait")
     started = LocalPrograms().start(["nvidia-smi"], timeout=0.2)
-    pids, deadline = sim_dir / "pids", time.monotonic() + 20
+    pids, deadline = sim_dir / "pids", time.monotonic() + 120
     # However slow the machine is, the time is not over before there is something to end.
     while not (pids.exists() and pids.read_text().endswith("\n")):
         assert time.monotonic() < deadline
@@ -66,7 +66,7 @@ def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir
     assert (caught.value.code, caught.value.exit_code) == ("program_hangs", ExitCode.FAILED)
     assert "'nvidia-smi' did not answer within 0.2 s" in caught.value.message
     for pid in map(int, pids.read_text().split()):
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while LocalProcesses().alive(pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -74,7 +74,7 @@ def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir
 
 def test_a_program_that_cannot_be_killed_is_not_waited_for(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     # As nvidia-smi in the kernel with a lost GPU: SIGKILL waits until the kernel returns.
-    script("sleep 2")
+    script("sleep 600")
     monkeypatch.setattr("gpushare.host.program._KILL_SECONDS", 0.05)
     pending = LocalPrograms().start(["nvidia-smi"], timeout=0.05)
     process = pending._process  # type: ignore[attr-defined]
@@ -88,8 +88,8 @@ def test_a_program_that_cannot_be_killed_is_not_waited_for(script: Script, monke
 
 
 def test_a_daemon_that_keeps_stdout_open_does_not_block(script: Script, sim_dir: Path) -> None:
-    script(f"sleep 60 & echo $! > {sim_dir}/pid; echo started")
-    assert run(timeout=5.0).stdout == "started\n"
+    script(f"sleep 600 & echo $! > {sim_dir}/pid; echo started")
+    assert run().stdout == "started\n"
     os.kill(int((sim_dir / "pid").read_text()), 9)
 
 

@@ -215,7 +215,9 @@ def test_a_gpu_that_is_lost_between_two_questions_does_not_end_the_look(
     assert (daemon.max_clients, daemon.version) == (None, "13000")
 
 
-def test_looking_again_asks_neither_nvidia_smi_nor_an_mps_daemon() -> None:
+def test_looking_again_asks_neither_nvidia_smi_nor_an_mps_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    # However long the first look takes, the second comes soon after it.
+    monkeypatch.setattr("gpushare.host.snapshot._SLOW_SECONDS", 3600.0)
     host = connect("sim:h200")
     device = select_one("0", host.nvml.sweep())
     carry_out(plan_start(host, device, MpsLimits(threads_percent=30.0)))

@@ -252,7 +252,7 @@ def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     # 22.05 prints "more configured than expected" for every file, right ones too: its exit code tells.
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ class Node:
         if percent is not None:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
         done = subprocess.run(
-            ["sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=60
+            ["sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=120
         )
         wrong = self.tmp / "wrong"
         assert not wrong.exists(), wrong.read_text()

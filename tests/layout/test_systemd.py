@@ -112,13 +112,13 @@ def test_systemd_takes_them(tmp_path: Path) -> None:
             (tmp_path / one.name).write_text(body)
             names.append(str(tmp_path / one.name))
     command = ["systemd-analyze", "verify", "--man=no", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if "Failed to" in done.stderr and "unit" not in done.stderr:
         pytest.skip(f"systemd-analyze cannot work here: {done.stderr.strip()[:200]}")
     assert (done.returncode, done.stderr) == (0, "")
     broken = Path(names[0])
     broken.write_text(broken.read_text().replace("TimeoutStartSec", "TimeoutStart"))
-    assert subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stderr != ""
+    assert subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stderr != ""
 
 
 CONTROL = """\
@@ -149,7 +149,7 @@ def test_the_limits_are_read_back(tmp_path: Path, broken: bool) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     if broken:
         assert done.returncode == 1

@@ -4,18 +4,57 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits
+from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher
 from gpushare.measure.metric import Metric
+from gpushare.measure.usage import UsageMeter
 
-# Prints a rate five times a second for ever; Python's own SIGINT ends it.
+# Prints a rate many times a second for ever; Python's own SIGINT ends it.
 ENDLESS = "import time\nwhile True:\n    print('rate=10', flush=True)\n    time.sleep(0.02)"
+
+
+class Told(Watcher):
+    """A clock that is put on by 1000 s at every wait while ``over`` holds, and what that may ask of the copies."""
+
+    def __init__(self, over: Callable[[Told], object]) -> None:
+        self.over, self.ahead, self.ends = over, 0.0, 0
+        self.copies: Sequence[Any] = ()
+        self._before: list[int] | None = None
+
+    def clock(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def ended(self, pid: int) -> None:
+        self.ends += 1
+
+    def wait(self, seconds: float) -> bool:
+        counts = [len(copy.printed.values) for copy in self.copies]
+        if self._before is None and counts and all(counts):
+            self._before = counts
+        if self.over(self):
+            self.ahead += 1000.0
+        return super().wait(seconds)
+
+    def printed(self, number: int) -> int:
+        """Return how many numbers a copy has printed since all had printed one."""
+        return 0 if self._before is None else len(self.copies[number].printed.values) - self._before[number]
+
+
+class Watched(Copies):
+    """Copies that the clock's owner can see."""
+
+    def _look(self, copies: Sequence[Any], usage: UsageMeter | None) -> float:
+        assert isinstance(self.watcher, Told)
+        self.watcher.copies = copies
+        return super()._look(copies, usage)
 
 
 @pytest.fixture
@@ -25,13 +64,23 @@ def host(sim_dir: Path) -> Host:
 
 @pytest.fixture
 def together(host: Host) -> Callable[..., CopiesResult]:
-    """Return a function that runs shell scripts as copies at the same time, or in turn."""
+    """Return a function that runs shell scripts as copies at the same time, or in turn.
+
+    ``over`` says when times are over, however long they took here: give a ``window`` or ``limit`` of 500 s with it.
+    """
 
     def run(
-        *scripts: str, metric: Metric | None = None, in_turn: bool = False, python: bool = False, **limits: float
+        *scripts: str,
+        metric: Metric | None = None,
+        in_turn: bool = False,
+        python: bool = False,
+        over: Callable[[Told], object] = lambda _: False,
+        **limits: float,
     ) -> CopiesResult:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
-        copies = Copies(host, metric or Metric(), Limits(**{"limit": 20.0, "grace": 2.0, **limits}))
+        told = Told(over)
+        given = Limits(**{"limit": 600.0, "grace": 2.0, **limits})
+        copies = Watched(host, metric or Metric(), given, watcher=told, clock=told.clock)
         return copies.in_turn(launches) if in_turn else copies.together(launches)
 
     return run

@@ -14,10 +14,28 @@ from gpushare.host.host import Host
 from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher, failures
 from gpushare.measure.metric import Metric, parse_metric
 from tests.cli.drive import alive
-from tests.measure.conftest import ENDLESS, words
+from tests.measure.conftest import ENDLESS, Told, words
 
 Together = Callable[..., CopiesResult]
 RATE = parse_metric(r"rate=(\S+)")
+FIRST = """
+import os, time
+while not os.path.exists({there!r}):
+    print("rate=1", flush=True)
+    open({alone!r}, "w").close()
+    time.sleep(0.02)
+while True:
+    print("rate=2", flush=True)
+    time.sleep(0.02)
+"""
+SECOND = """
+import os, time
+while not os.path.exists({alone!r}):
+    time.sleep(0.02)
+open({there!r}, "w").close()
+while not os.path.exists({read!r}):
+    time.sleep(0.02)
+"""
 
 
 def test_copies_that_finish(together: Together) -> None:
@@ -58,60 +76,74 @@ def test_one_that_prints_nothing(together: Together) -> None:
 
 
 def test_one_that_hangs_is_ended_and_the_rest_kept(together: Together) -> None:
-    found = together("exec sleep 60", "echo rate=2", metric=RATE, limit=0.3)
+    found = together("exec sleep 600", "echo rate=2", metric=RATE, limit=500.0, over=lambda told: told.ends)
     assert found.hung
-    assert found.copies[0].failure == "did not end within 0.3 s"
+    assert found.copies[0].failure == "did not end within 500 s"
     assert found.copies[1].failure is None
     assert not alive(found.copies[0].pid)
 
 
-def test_one_that_hangs_and_ignores_its_signal_is_killed(together: Together) -> None:
-    found = together("trap '' INT TERM; while :; do sleep 0.05; done", limit=0.3, grace=0.2)
+def test_one_that_hangs_and_ignores_its_signal_is_killed(together: Together, tmp_path: Path) -> None:
+    deaf = tmp_path / "deaf"
+    script = f"trap '' INT TERM; touch {deaf}; while :; do sleep 0.05; done"
+    found = together(script, limit=500.0, grace=0.2, over=lambda _: deaf.exists())
     assert found.hung
     assert not alive(found.copies[0].pid)
 
 
 def test_what_it_started_ends_with_it(together: Together, tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    together(f"sleep 60 & echo $! > {file}; wait", limit=0.3, grace=0.2)
+    written = f"echo $! > {file}.new; mv {file}.new {file}"
+    together(f"sleep 600 & {written}; wait", limit=500.0, grace=0.2, over=lambda _: file.exists())
     assert not alive(int(file.read_text()))
 
 
 def test_a_window_measures_programs_that_never_end(together: Together) -> None:
-    found = together(ENDLESS, ENDLESS, metric=RATE, window=0.2)
+    def over(told: Told) -> bool:
+        return told.printed(0) > 0 and told.printed(1) > 0
+
+    found = together(ENDLESS, ENDLESS, metric=RATE, window=500.0, over=over)
     assert failures(found) == []
     assert [one.value for one in found.copies] == [10.0, 10.0]
     assert not any(alive(one.pid) for one in found.copies)
     assert not found.hung
 
 
-def test_the_window_opens_when_all_have_printed(together: Together) -> None:
-    """The first prints 1 while it is alone, and 2 from when the second is there."""
-    first = "import time\nfor n in range(1000):\n    print('rate=%d' % (1 if n < 3 else 2), flush=True)\n    time.sleep(0.05)"
-    found = together(first, f"import time; time.sleep(0.5)\n{ENDLESS}", metric=RATE, window=0.2, python=True)
+def test_the_window_opens_when_all_have_printed(together: Together, tmp_path: Path) -> None:
+    """The first prints 1 while it is alone, and 2 from when the second is there, which prints when that was read."""
+    files = {name: str(tmp_path / name) for name in ("alone", "there", "read")}
+
+    def over(told: Told) -> bool:
+        if told.copies[0].printed.last == 2:
+            (tmp_path / "read").touch()
+        return told.printed(0) > 2 and told.printed(1) > 2
+
+    scripts = FIRST.format(**files), SECOND.format(**files) + ENDLESS
+    found = together(*scripts, metric=RATE, window=500.0, limit=1e9, python=True, over=over)
     assert [one.value for one in found.copies] == [2.0, 10.0]
 
 
 def test_one_that_ends_before_the_window_closes(together: Together) -> None:
-    found = together("echo rate=1; sleep 0.1", ENDLESS, metric=RATE, window=1.0)
-    assert found.copies[0].failure == "ended before it was measured for 1 s"
+    found = together("echo rate=1", ENDLESS, metric=RATE, window=500.0, limit=1e9, over=lambda told: told.ends)
+    assert found.copies[0].failure == "ended before it was measured for 500 s"
 
 
 def test_a_window_and_one_that_prints_nothing_in_time(together: Together) -> None:
-    found = together("exec sleep 60", metric=RATE, window=0.2, limit=0.4)
+    found = together("exec sleep 600", metric=RATE, window=0.2, limit=0.4)
     assert found.hung
     assert found.copies[0].failure == "printed no number that --metric matches in 0.4 s"
 
 
 def test_a_window_and_one_that_stops_printing(together: Together) -> None:
-    found = together("echo rate=1; exec sleep 60", ENDLESS, metric=RATE, window=0.2)
-    assert found.copies[0].failure == "printed no number that --metric matches in the 0.2 s that were measured"
+    script = "echo rate=1; exec sleep 600"
+    found = together(script, ENDLESS, metric=RATE, window=500.0, over=lambda told: told.printed(1) > 2)
+    assert found.copies[0].failure == "printed no number that --metric matches in the 500 s that were measured"
     assert found.copies[1].value == 10.0
 
 
 def test_latencies_of_the_window_only(together: Together) -> None:
     script = "import time\nn = 0\nwhile True:\n    n += 1\n    print('rate=1 latency_ms=%d' % (99 if n == 1 else 5), flush=True)\n    time.sleep(0.02)"
-    found = together(script, metric=RATE, window=0.3, python=True)
+    found = together(script, metric=RATE, window=500.0, python=True, over=lambda told: told.printed(0) > 2)
     assert (found.copies[0].p50, found.copies[0].p99) == (5.0, 5.0)
 
 
@@ -124,7 +156,7 @@ def test_in_turn_one_runs_at_a_time(together: Together, tmp_path: Path) -> None:
 
 
 def test_in_turn_none_starts_after_one_that_hung(together: Together) -> None:
-    found = together("exec sleep 60", "exit 0", in_turn=True, limit=0.3)
+    found = together("exec sleep 600", "exit 0", in_turn=True, limit=0.3)
     assert [one.copy for one in found.copies] == [0]
     assert found.hung
 
@@ -137,7 +169,7 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host) -> None:
             started.append(pid)
 
     launches = [
-        Launch(argv=["sleep", "60"], environment=dict(os.environ)),
+        Launch(argv=["sleep", "600"], environment=dict(os.environ)),
         Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
     ]
     with pytest.raises(NotFound):
@@ -159,7 +191,7 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
             super().wait(seconds)
             return True
 
-    launches = [Launch(argv=words("exec sleep 60"), environment=dict(os.environ))] * 2
+    launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2
     found = Copies(host, Metric(), Limits(grace=1.0), watcher=Impatient()).together(launches)
     assert found.interrupted
     assert [one.failure for one in found.copies] == ["interrupted", "interrupted"]
@@ -178,7 +210,7 @@ def test_the_watcher_hears_of_every_start_and_end(host: Host) -> None:
 
     launches = [
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
-        Launch(argv=words("exec sleep 60"), environment=dict(os.environ)),
+        Launch(argv=words("exec sleep 600"), environment=dict(os.environ)),
     ]
     found = Copies(host, Metric(), Limits(limit=0.3, grace=1.0), watcher=Listening()).together(launches)
     pids = [one.pid for one in found.copies]

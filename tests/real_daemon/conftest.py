@@ -21,6 +21,7 @@ from gpushare.selection import Device, select_one
 
 PATH_VARIABLE = "GPUSHARE_TEST_MPS_CONTROL"
 REQUIRE_VARIABLE = "GPUSHARE_REQUIRE_REAL_DAEMON"
+PATIENCE_SECONDS = 120.0
 HERE = Path(__file__).parent
 
 
@@ -53,7 +54,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped (SIGSTOP)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until a condition holds; fail when it does not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -87,6 +96,9 @@ def real_control(sim_dir: Path, real_program: str, monkeypatch: pytest.MonkeyPat
 
     # Other daemons of this machine, and those of tests that run beside this one, are none of its business.
     monkeypatch.setattr(LocalProcesses, "named", mine)
+    # The real one answers when the machine lets it; what hangs for good is given up by who tests that.
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", PATIENCE_SECONDS)
+    monkeypatch.setattr("gpushare.actions.mps_start._ANSWER_SECONDS", PATIENCE_SECONDS)
     yield real_program
     for pid in daemons_below(sim_dir):
         with contextlib.suppress(ProcessLookupError):
@@ -111,7 +123,9 @@ def start_by_hand(pipe: Path, log: Path, visible: str = "GPU-0") -> Completed:
     """Start a daemon as somebody who does not use gpushare would."""
     pipe.mkdir(parents=True, exist_ok=True)
     log.mkdir(parents=True, exist_ok=True)
-    return LocalPrograms().run([PROGRAM, "-d"], env=start_environment(visible, str(pipe), str(log)))
+    return LocalPrograms().run(
+        [PROGRAM, "-d"], env=start_environment(visible, str(pipe), str(log)), timeout=PATIENCE_SECONDS
+    )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gpushare.host.mps_program import probe_version
 from gpushare.host.program import LocalPrograms
 from gpushare.model import Priority
 from gpushare.units import MIB, mps_memory_readback
-from tests.real_daemon.conftest import daemons_below, is_alive, start_by_hand, wait_until
+from tests.real_daemon.conftest import daemons_below, start_by_hand, wait_until
 
 
 def test_without_a_daemon_it_is_not_found(sim_dir: Path) -> None:
@@ -124,20 +124,20 @@ def test_a_stopped_daemon_is_a_time_out_with_its_own_code(sim_dir: Path, control
         control.ask("get_server_list", timeout=0.2)
     assert caught.value.code == "daemon_hangs"
     os.kill(pid, signal.SIGCONT)
-    assert control.answers()
+    wait_until(control.answers)
 
 
 def test_quit_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
     (pid,) = daemons_below(sim_dir)
     control.quit()
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: pid not in daemons_below(sim_dir))
     assert control.answers() is False
 
 
 def test_quit_with_a_time_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
     (pid,) = daemons_below(sim_dir)
     control.quit(1.0)
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: pid not in daemons_below(sim_dir))
 
 
 def test_the_probe_of_the_version_starts_nothing_and_talks_to_nobody(

@@ -14,7 +14,7 @@ from gpushare.host.mps_program import start_environment
 from gpushare.host.program import Completed, LocalPrograms, Programs
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import set_fault
-from tests.real_daemon.conftest import wait_until
+from tests.real_daemon.conftest import PATIENCE_SECONDS, wait_until
 
 # The year of the copyright line tells the branch: these programs have no option for their version.
 BRANCHES = {"2003 - 2023": "535.261.03", "2003 - 2024": "550.163.01"}
@@ -42,7 +42,7 @@ class Both:
         pipe.mkdir(parents=True, exist_ok=True)
         log.mkdir(exist_ok=True)
         environment = start_environment(self.uuid, str(pipe), str(log))
-        return self._programs[side].run([PROGRAM, *argv], stdin=stdin, env=environment)
+        return self._programs[side].run([PROGRAM, *argv], stdin=stdin, env=environment, timeout=PATIENCE_SECONDS)
 
     def same(self, stdin: str, argv: list[str] | None = None) -> Completed:
         """Run both and compare; return what they did."""

@@ -23,7 +23,7 @@ from gpushare.host.snapshot import Observer
 from gpushare.model import Mechanism, Priority, mechanism
 from gpushare.selection import Device, select_one
 from gpushare.units import GIB, MIB
-from tests.real_daemon.conftest import daemons_below, is_alive, start_by_hand, wait_until
+from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand, wait_until
 
 LIMITS = MpsLimits(threads_percent=25.0, memory_limit_bytes=1500 * MIB, priority=Priority.LOW)
 
@@ -122,24 +122,24 @@ def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_di
     found = start(host, device)
     done = stop(host, found, device, drain_seconds=0.0, force=False)
     assert (done.pid, done.forced) == (found.daemon.pid, False)
-    assert not is_alive(found.daemon.pid or 0)
     assert daemons_below(sim_dir) == []
     assert daemon_pid(host, str(found.daemon.pipe_directory)) is None
     assert find_daemons(host, [device.gpu]) == []
 
 
-def test_start_works_again_after_stop(host: Host, device: Device) -> None:
+def test_start_works_again_after_stop(host: Host, device: Device, sim_dir: Path) -> None:
     first = start(host, device)
     stop(host, first, device, drain_seconds=0.0, force=False)
+    assert daemons_below(sim_dir) == []
     second = start(host, device, MpsLimits(threads_percent=80.0))
-    assert second.daemon.pid != first.daemon.pid
+    assert daemons_below(sim_dir) == [second.daemon.pid]
     assert (second.daemon.threads_percent, second.daemon.memory_limit_bytes) == (80.0, None)
 
 
-def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device) -> None:
+def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    wait_until(lambda: not is_alive(found.daemon.pid or 0))
+    wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
     dead = only_daemon(host, device).daemon
     assert dead.pid is None
     assert dead.error is not None
@@ -152,17 +152,17 @@ def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device) -> None:
 def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    wait_until(lambda: not is_alive(found.daemon.pid or 0))
+    wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
     again = start(host, device, MpsLimits(threads_percent=50.0))
     assert again.daemon.pid not in {None, found.daemon.pid}
     assert (again.daemon.error, again.daemon.threads_percent) == (None, 50.0)
     assert daemons_below(sim_dir) == [again.daemon.pid]
 
 
-def test_stop_clears_a_killed_daemon_away(host: Host, device: Device) -> None:
+def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    wait_until(lambda: not is_alive(found.daemon.pid or 0))
+    wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
     done = stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False)
     assert (done.pid, done.forced) == (None, False)
     assert find_daemons(host, [device.gpu]) == []
@@ -170,12 +170,13 @@ def test_stop_clears_a_killed_daemon_away(host: Host, device: Device) -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the time-outs of the conversation: a hanging daemon need not be waited for in a test."""
+def impatient(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a stopped daemon up soon: it need not be waited for in a test. One that runs may take its time."""
     patient = MpsControl.ask
 
-    def ask(self: MpsControl, command: str, *, timeout: float = 0.2) -> str:
-        return patient(self, command, timeout=min(timeout, 0.2))
+    def ask(self: MpsControl, command: str, *, timeout: float = PATIENCE_SECONDS) -> str:
+        stopped = any(is_stopped(pid) for pid in daemons_below(sim_dir))
+        return patient(self, command, timeout=0.2 if stopped else PATIENCE_SECONDS)
 
     monkeypatch.setattr(MpsControl, "ask", ask)
 
@@ -190,14 +191,16 @@ def test_a_hanging_daemon_is_shown_with_its_error(host: Host, device: Device, im
     assert (hanging.threads_percent, hanging.memory_limit_bytes) == (25.0, 1500 * MIB)
 
 
-def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(host: Host, device: Device, impatient: None) -> None:
+def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(
+    host: Host, device: Device, impatient: None, sim_dir: Path
+) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGSTOP)
     with pytest.raises(TimedOut) as caught:
         stop(host, found, device, drain_seconds=0.0, force=False)
     assert caught.value.code == "daemon_hangs"
     assert "--force" in caught.value.hint
-    assert is_alive(found.daemon.pid or 0)
+    assert daemons_below(sim_dir) == [found.daemon.pid]
     os.kill(found.daemon.pid or 0, signal.SIGCONT)
     assert only_daemon(host, device).daemon.error is None
 
@@ -277,7 +280,7 @@ def test_a_limit_that_does_not_hold_takes_the_daemon_down_again(
     """The daemon gets another command than the one that was meant, and answers as it really does: without complaint."""
     truthful = MpsControl.ask
 
-    def ask(self: MpsControl, command: str, *, timeout: float = 5.0) -> str:
+    def ask(self: MpsControl, command: str, *, timeout: float = PATIENCE_SECONDS) -> str:
         return truthful(self, lie if command == honest else command, timeout=timeout)
 
     monkeypatch.setattr(MpsControl, "ask", ask)

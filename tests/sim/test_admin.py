@@ -159,7 +159,7 @@ def test_reset_forgets_everything_but_real_processes(sim_dir: Path) -> None:
     daemon = host.start()
     simulated = admin.add_process(SPEC)
     host.host.run_directory.mkdir()
-    child = host.host.processes.spawn([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    child = host.host.processes.spawn([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
     try:
         done = admin.reset(SPEC)
         assert (set(done.ended), done.left_alone) == ({simulated, daemon}, (child.pid,))
@@ -169,5 +169,5 @@ def test_reset_forgets_everything_but_real_processes(sim_dir: Path) -> None:
         assert admin.reset(SPEC).ended == ()
     finally:
         os.kill(child.pid, 9)
-        assert wait_gone(LocalProcesses(), [child.pid], 5.0) == []
+        assert wait_gone(LocalProcesses(), [child.pid], 120.0) == []
         child.poll()

@@ -6,20 +6,22 @@ import os
 import re
 import signal
 import stat
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import OperationFailed, TimedOut
-from gpushare.sim import admin, mps_limits
+from gpushare.sim import admin, mps_control, mps_limits
 from tests.sim import mps
 from tests.sim.mps import Mps
 
 DATA = Path(__file__).parent.parent / "data" / "h200-r580"
+WhenItWaits = Callable[[Callable[[], object]], list[float]]
 CAPTURE = (DATA / "mps-control.txt").read_text()
 
 
@@ -473,27 +475,43 @@ def test_terminate_client_answers_once(h200: Mps) -> None:
     assert h200.ask("get_server_list") == f"{server}\n"
 
 
-def test_terminate_client_of_a_stopped_client_hangs_until_it_is_killed(h200: Mps) -> None:
+@pytest.fixture
+def when_it_waits(monkeypatch: pytest.MonkeyPatch) -> WhenItWaits:
+    """Return a function that lets something happen the first time that the program waits; it returns all waits."""
+
+    def prepare(act: Callable[[], object]) -> list[float]:
+        waits: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 1:
+                act()
+
+        monkeypatch.setattr(mps_control, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        return waits
+
+    return prepare
+
+
+def test_terminate_client_of_a_stopped_client_hangs_until_it_is_killed(h200: Mps, when_it_waits: WhenItWaits) -> None:
     h200.start()
     client = h200.client()
     h200.host.processes.send(client.pid, signal.SIGSTOP)
-    timer = threading.Timer(0.1, h200.host.processes.send, (client.pid, signal.SIGKILL))
-    timer.start()
-    said = h200.ask(f"terminate_client {client.mps_server} {client.pid}", timeout=5.0)
-    timer.join()
+    waited = when_it_waits(lambda: h200.host.processes.send(client.pid, signal.SIGKILL))
+    said = h200.ask(f"terminate_client {client.mps_server} {client.pid}", timeout=120.0)
+    assert waited
     assert said == "0\n"
     assert h200.state.processes == []
 
 
-def test_quit_waits_for_clients_and_forces_with_t(h200: Mps) -> None:
+def test_quit_waits_for_clients_and_forces_with_t(h200: Mps, when_it_waits: WhenItWaits) -> None:
     h200.start()
     client = h200.client()
     with pytest.raises(TimedOut):
         h200.ask("quit", timeout=0.05)
-    timer = threading.Timer(0.1, admin.end_process, ("sim:h200", client.pid))
-    timer.start()
-    assert h200.run(stdin="quit\n", timeout=5.0).exit_code == 0
-    timer.join()
+    waited = when_it_waits(lambda: admin.end_process("sim:h200", client.pid))
+    assert h200.run(stdin="quit\n", timeout=120.0).exit_code == 0
+    assert waited
     assert h200.state.daemons == []
     assert sorted(path.name for path in h200.pipe.iterdir()) == ["control", "control_lock", "control_privileged"]
     h200.start()
@@ -533,31 +551,23 @@ def test_privileges(h200: Mps) -> None:
     assert h200.ask("start_server -uid 0") == "Insufficient privileges for UID 65534\n"
 
 
-def test_a_stopped_daemon_answers_nobody_until_it_continues(h200: Mps) -> None:
+def test_a_stopped_daemon_answers_nobody_until_it_continues(h200: Mps, when_it_waits: WhenItWaits) -> None:
     pid = h200.start()
     h200.host.processes.send(pid, signal.SIGSTOP)
     with pytest.raises(TimedOut):
         h200.ask("get_server_list", timeout=0.05)
-    timer = threading.Timer(0.1, h200.host.processes.send, (pid, signal.SIGCONT))
-    timer.start()
-    assert h200.ask("get_default_client_priority", timeout=5.0) == "0\n"
-    timer.join()
+    waited = when_it_waits(lambda: h200.host.processes.send(pid, signal.SIGCONT))
+    assert h200.ask("get_default_client_priority", timeout=120.0) == "0\n"
+    assert waited
 
 
-def test_in_the_foreground_it_blocks_until_it_is_told_to_quit(h200: Mps) -> None:
+def test_in_the_foreground_it_blocks_until_it_is_told_to_quit(h200: Mps, when_it_waits: WhenItWaits) -> None:
     with pytest.raises(TimedOut):
         h200.run("-f", timeout=0.05)
     assert h200.state.daemons == []
-
-    def stop() -> None:
-        while not h200.state.daemons:
-            time.sleep(0.01)
-        h200.ask("quit")
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    done = h200.run("-f", timeout=5.0)
-    thread.join()
+    waited = when_it_waits(lambda: h200.ask("quit"))
+    done = h200.run("-f", timeout=120.0)
+    assert waited
     assert done.exit_code == 0
     assert "Starting control daemon using socket" in done.stdout
 

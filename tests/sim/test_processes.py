@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,11 @@ from gpushare.host.process import ProcessInfo, wait_gone
 from gpushare.sim import admin, clients
 from gpushare.sim.settled import current
 from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedProcess
+from tests.cli.drive import until
 from tests.sim import mps
 from tests.sim.mps import Mps
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEEP = 0.11
 
 
@@ -184,7 +184,7 @@ def test_a_killed_server_takes_its_clients_contexts(h200: Mps) -> None:
 
 def end_child(h200: Mps, pid: int) -> None:
     h200.host.processes.send(pid, signal.SIGKILL)
-    assert wait_gone(h200.host.processes, [pid], 5.0) == []
+    assert wait_gone(h200.host.processes, [pid], 120.0) == []
 
 
 def test_a_spawned_program_is_a_client_while_it_lives(h200: Mps) -> None:
@@ -199,7 +199,7 @@ def test_a_spawned_program_is_a_client_while_it_lives(h200: Mps) -> None:
         h200.host.processes.send(child.pid, signal.SIGCONT)
         assert h200.process(child.pid).stopped_at is None
         os.kill(child.pid, signal.SIGKILL)
-        assert wait_gone(h200.host.processes, [child.pid], 5.0) == []
+        assert wait_gone(h200.host.processes, [child.pid], 120.0) == []
         assert h200.ask("get_client_list " + str(process.mps_server)) == ""
     finally:
         child.poll()
@@ -216,9 +216,9 @@ def test_a_spawned_program_may_miss_mps_or_attach_late(h200: Mps) -> None:
             h200.state.gpus[0].uuid,
         )
         assert not clients.on_gpu(h200.process(late.pid))
-        time.sleep(0.2)
-        assert any(
-            process.pid == late.pid and process.mps_server for process in current(h200.host.state_file).processes
+        until(
+            lambda: any(one.pid == late.pid and one.mps_server for one in current(h200.host.state_file).processes),
+            "it attaches late",
         )
     finally:
         for child in (outside, late):

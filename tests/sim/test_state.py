@@ -43,7 +43,7 @@ def test_eight_writers_lose_no_update_and_a_reader_sees_no_torn_file() -> None:
     for process in (reader, *writers):
         process.start()
     for process in (*writers, reader):
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in (reader, *writers)] == [0] * 9
     state = StateFile(SPEC).read()
     assert state is not None

@@ -1,0 +1,125 @@
+"""Two jobs whose speed is known, on a clock of their own: what `tune` measures, whatever the machine does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.share import MpsShare, Share
+from gpushare.host.host import Host
+from gpushare.sim.job import _parser
+from gpushare.units import GIB
+
+JOB = "gpushare.sim.job"
+# They print so often (seconds), and their rates scatter by this.
+EVERY = 0.02
+NOISE = 0.002
+
+
+@dataclass
+class ToldJob:
+    """One job; ``need`` None prints nothing that can be measured."""
+
+    title: str
+    need: float | None
+    cap: float
+    rate: float
+    listen: Callable[[str, float], None]
+    runs: bool = True
+    paused: bool = False
+    last_line: str = ""
+    failure: str | None = None
+    lines: int = 0
+
+    @property
+    def wants(self) -> float:
+        """Return the percent of the GPU that it takes."""
+        return 0.0 if self.need is None else min(self.need, self.cap)
+
+
+class ToldSeveral:
+    """Stands in for `Several`: the model of gpushare.sim.job, and a clock that only waiting moves."""
+
+    now = 100.0
+
+    def __init__(self, host: Host, share: Share, *, grace_seconds: float = 0.0) -> None:
+        self.share, self.programs = share, list[ToldJob]()
+        self._mps = isinstance(share, MpsShare)
+
+    def __enter__(self) -> ToldSeveral:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.share.close()
+
+    def start(
+        self,
+        title: str,
+        argv: Sequence[str],
+        limits: MpsLimits,
+        *,
+        variables: Mapping[str, str] | None = None,
+        listen: Callable[[str, float], None] = lambda _line, _at: None,
+        log: Path | None = None,
+        **_more: object,
+    ) -> ToldJob:
+        words = list(argv)
+        given = _parser().parse_args(words[words.index(JOB) + 1 :]) if JOB in words else None
+        cap = 100.0 if limits.threads_percent is None or not self._mps else limits.threads_percent
+        need, rate = (None, 0.0) if given is None else (given.need, given.rate)
+        self.programs.append(ToldJob(title, need, cap, rate, listen))
+        return self.programs[-1]
+
+    def look(self) -> None:
+        """Everything has been told already."""
+
+    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        ends = ToldSeveral.now + seconds
+        while not until():
+            if ToldSeveral.now >= ends:
+                return False
+            ToldSeveral.now = min(ends, ToldSeveral.now + EVERY)
+            self._print()
+        return True
+
+    def _print(self) -> None:
+        busy = [one for one in self.programs if one.runs and not one.paused]
+        for one in busy:
+            if one.need is None:
+                continue
+            squeeze = min(1.0, 100.0 / sum(other.wants for other in busy)) if self._mps else 1.0 / len(busy)
+            one.lines += 1
+            scatter = 1 + NOISE * (one.lines % 3 - 1)
+            one.listen(f"rate={one.rate * one.wants / one.need * squeeze * scatter:.3f}", ToldSeveral.now)
+
+    def attached(self, program: ToldJob) -> bool | None:
+        return True if self._mps else None
+
+    def pause(self, program: ToldJob, *, bound_seconds: float = 0.0) -> None:
+        program.paused = True
+
+    def resume(self, program: ToldJob) -> None:
+        program.paused = False
+
+    def end(self, programs: Sequence[ToldJob], **_more: Any) -> None:
+        for program in programs:
+            program.runs = False
+
+    def kill(self, program: ToldJob, **_more: Any) -> None:
+        assert program.runs
+        program.runs = False
+
+
+def tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tune` and `compare` measure told jobs instead of processes."""
+    clock = SimpleNamespace(monotonic=lambda: ToldSeveral.now)
+    monkeypatch.setattr("gpushare.measure.tune.time", clock)
+    monkeypatch.setattr("gpushare.measure.pair.time", clock)
+    monkeypatch.setattr("gpushare.measure.tune.Several", ToldSeveral)
+    monkeypatch.setattr("gpushare.measure.pair.peak_memory", lambda *_: 2 * GIB)
