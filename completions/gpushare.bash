@@ -224,20 +224,20 @@ _gpushare_node() {
       valued='-g --gpu -f --file --name --to --host -o --output'
       ;;
     'export cdi')
-      options='-g --gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --to --host -o --output'
+      options='-g --gpu -f --file --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --to --host -o --output'
       ;;
     'export docker')
-      options='-g --gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --to --host -o --output'
+      options='-g --gpu -f --file --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --to --host -o --output'
       ;;
     'export compose')
-      options='-g --gpu --image --service --cdi --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --image --service --to --host -o --output'
+      options='-g --gpu -f --file --image --service --cdi --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --image --service --to --host -o --output'
       ;;
     'export systemd')
-      options='-g --gpu --program --file --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --program --file --to --host -o --output'
+      options='-g --gpu -f --file --program --at-boot --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --program --at-boot --to --host -o --output'
       ;;
     'export prometheus')
       options='--textfile --rules --dashboard --host -o --output -q --quiet -v --verbose --debug -h --help'

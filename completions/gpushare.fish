@@ -203,7 +203,7 @@ function __gpushare_valued
             return 0
         case --program
             return 0
-        case --file
+        case --at-boot
             return 0
         case --textfile
             return 0
@@ -765,7 +765,7 @@ complete -c gpushare -n '__gpushare_at export' -a mig-parted -d 'Write the MIG l
 complete -c gpushare -n '__gpushare_at export' -a cdi -d 'Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file'
 complete -c gpushare -n '__gpushare_at export' -a docker -d 'Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)'
 complete -c gpushare -n '__gpushare_at export' -a compose -d 'Write a compose file with one service on one GPU, MIG device or MPS share'
-complete -c gpushare -n '__gpushare_at export' -a systemd -d 'Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon of now'
+complete -c gpushare -n '__gpushare_at export' -a systemd -d 'Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon of now, or of the file'
 complete -c gpushare -n '__gpushare_at export' -a prometheus -d 'Write metrics as text: what no other exporter has, once; the alert rules; or a Grafana dashboard'
 complete -c gpushare -n '__gpushare_at export' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at export' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
@@ -841,6 +841,7 @@ complete -c gpushare -n '__gpushare_at export mig-parted' -s v -l verbose -d 'Sa
 complete -c gpushare -n '__gpushare_at export mig-parted' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export mig-parted' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export cdi' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
+complete -c gpushare -n '__gpushare_at export cdi' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
 complete -c gpushare -n '__gpushare_at export cdi' -l to -x -d 'Write the files there instead of printing them.'
 complete -c gpushare -n '__gpushare_at export cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at export cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
@@ -849,6 +850,7 @@ complete -c gpushare -n '__gpushare_at export cdi' -s v -l verbose -d 'Say more 
 complete -c gpushare -n '__gpushare_at export cdi' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export cdi' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export docker' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
+complete -c gpushare -n '__gpushare_at export docker' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
 complete -c gpushare -n '__gpushare_at export docker' -l to -x -d 'Write the files there instead of printing them.'
 complete -c gpushare -n '__gpushare_at export docker' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at export docker' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
@@ -857,6 +859,7 @@ complete -c gpushare -n '__gpushare_at export docker' -s v -l verbose -d 'Say mo
 complete -c gpushare -n '__gpushare_at export docker' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export docker' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export compose' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
+complete -c gpushare -n '__gpushare_at export compose' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
 complete -c gpushare -n '__gpushare_at export compose' -l image -x -d 'The image of the service.'
 complete -c gpushare -n '__gpushare_at export compose' -l service -x -d 'The name of the service.'
 complete -c gpushare -n '__gpushare_at export compose' -l cdi -d 'Name the device as CDI does.'
@@ -868,8 +871,9 @@ complete -c gpushare -n '__gpushare_at export compose' -s v -l verbose -d 'Say m
 complete -c gpushare -n '__gpushare_at export compose' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export compose' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at export systemd' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all.'
+complete -c gpushare -n '__gpushare_at export systemd' -s f -l file -x -d 'Take the sharing from this gpushare.yaml. [default: as it is]'
 complete -c gpushare -n '__gpushare_at export systemd' -l program -x -d 'Where gpushare is. [default: this one]'
-complete -c gpushare -n '__gpushare_at export systemd' -l file -x -d 'What is applied at boot. [default: the last file that held]'
+complete -c gpushare -n '__gpushare_at export systemd' -l at-boot -x -d 'What is applied at boot. [default: the last file that held]'
 complete -c gpushare -n '__gpushare_at export systemd' -l to -x -d 'Write the files there instead of printing them.'
 complete -c gpushare -n '__gpushare_at export systemd' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at export systemd' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'

@@ -47,8 +47,11 @@ def described(
     node: str | None = None,
     replicas: int | None = None,
     mig_replicas: int | None = None,
+    for_daemons: bool = False,
 ) -> HostDescription:
     """Return the host as it is, or as a gpushare.yaml wants it, with what it cannot say itself.
+
+    ``for_daemons``: the engine starts daemons, by the UUIDs of their devices; those of the file have to be there then.
 
     Raises:
         BadUsage: -g names a MIG instance, a number is too small, or the file is none.
@@ -69,7 +72,7 @@ def described(
         raise BadUsage("this engine takes whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
     found = describe_host(host, [device.gpu for device in devices], node=node)
     if file is not None:
-        found = _as_in(host, file, found)
+        found = in_place(host, file, found, daemons_only=True) if for_daemons else _as_in(host, file, found)
 
     def filled(one: GpuDescription) -> GpuDescription:
         shared = one.sharing in {Sharing.TIMESLICE, Sharing.MPS}
@@ -77,6 +80,28 @@ def described(
         return replace(one, replicas=(replicas or one.replicas) if shared else None, mig=inside)
 
     return replace(found, gpus=tuple(filled(one) for one in found.gpus))
+
+
+def in_place(host: Host, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
+    """Return the host as a file wants it, with the UUIDs and pipes of what is there; see `wished.in_place`.
+
+    Raises:
+        NotFound: a MIG device of the file is not there yet; or as `described`.
+    """
+    import shlex
+
+    from gpushare.host.mps_home import home_of
+    from gpushare.layout import wished
+
+    apply = f"{'sudo ' if host.uid else ''}gpushare apply -f {shlex.quote(path)}"
+    wanted = _as_in(host, path, live)
+    return wished.in_place(
+        wanted,
+        live,
+        lambda uuid: str(home_of(host.run_directory, uuid).pipe),
+        apply=apply,
+        daemons_only=daemons_only,
+    )
 
 
 def _as_in(host: Host, path: str, found: HostDescription) -> HostDescription:

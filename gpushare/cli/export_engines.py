@@ -145,36 +145,39 @@ def mig_parted(
     return exported("mig-parted", export(described(gpu, file=file), name=check_config_name(name)), to)
 
 
-def _share(gpu: str | None) -> Share:
+def _share(gpu: str | None, file: str | None) -> Share:
     """Return the one device that a container gets."""
     from gpushare.actions.describe_host import describe_host
+    from gpushare.cli.export import in_place
     from gpushare.layout.containers import share_of
     from gpushare.selection import select_one
 
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
-    return share_of(describe_host(host, [device.gpu]), device.uuid)
+    found = describe_host(host, [device.gpu])
+    return share_of(found if file is None else in_place(host, file, found), device.uuid)
 
 
-def cdi(gpu: OneDevice = None, to: To = None) -> Any:
+def cdi(gpu: OneDevice = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file.
 
     The file of the GPU itself is written by nvidia-ctk, whose command stands on stderr.
     """
     from gpushare.layout.containers import cdi as export
 
-    return exported("cdi", export(_share(gpu)), to)
+    return exported("cdi", export(_share(gpu, file)), to)
 
 
-def docker(gpu: OneDevice = None, to: To = None) -> Any:
+def docker(gpu: OneDevice = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
     from gpushare.layout.containers import docker as export
 
-    return exported("docker", export(_share(gpu)), to)
+    return exported("docker", export(_share(gpu, file)), to)
 
 
 def compose(
     gpu: OneDevice = None,
+    file: FileOption = None,
     image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The image of the service.")] = None,
     service: Annotated[str, typer.Option("--service", metavar="NAME", help="The name of the service.")] = "gpu",
     by_cdi: Annotated[bool, typer.Option("--cdi", help="Name the device as CDI does.")] = False,
@@ -183,24 +186,26 @@ def compose(
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
     from gpushare.layout.containers import compose as export
 
-    found = export(_share(gpu), image=image, service=service, by_cdi=by_cdi)
+    found = export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
     return exported("compose", found, to)
 
 
 def systemd(
     gpu: GpuOption = None,
+    file: FileOption = None,
     program: Annotated[
         str | None, typer.Option("--program", metavar="PATH", help="Where gpushare is. [default: this one]")
     ] = None,
-    file: Annotated[
+    at_boot: Annotated[
         str | None,
-        typer.Option("--file", metavar="FILE", help="What is applied at boot. [default: the last file that held]"),
+        typer.Option("--at-boot", metavar="FILE", help="What is applied at boot. [default: the last file that held]"),
     ] = None,
     to: To = None,
 ) -> Any:
-    """Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon of now.
+    """Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon of now, or of the file.
 
     A daemon of a unit runs in the foreground, so systemd sees it die; stopping the unit waits for its clients.
+    At boot the last file is applied that held (gpushare apply keeps it), also when the units are made from another.
     """
     import shutil
 
@@ -208,4 +213,5 @@ def systemd(
     from gpushare.layout.systemd import FILE, export
 
     where = program or (None if settings.spec != "local" else shutil.which("gpushare")) or "/usr/bin/gpushare"
-    return exported("systemd", export(described(gpu), program=where, file=file or FILE), to)
+    found = described(gpu, file=file, for_daemons=True)
+    return exported("systemd", export(found, program=where, file=at_boot or FILE), to)

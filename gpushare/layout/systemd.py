@@ -87,7 +87,7 @@ def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: s
     Raises:
         BadUsage: a path is not absolute, or systemd would read it otherwise.
     """
-    for option, path in (("--program", program), ("--file", file)):
+    for option, path in (("--program", program), ("--at-boot", file)):
         _check_path(option, path)
     daemons = _daemons(host)
     units = [

@@ -1,10 +1,11 @@
-"""The host as ``gpushare.yaml`` wants it, described for other engines. Pure."""
+"""The host as ``gpushare.yaml`` wants it, described for other engines: wished for, or in what is there already. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from gpushare.errors import NotFound
 from gpushare.layout.description import GpuDescription, HostDescription, MigDescription, MpsDescription, Sharing
 from gpushare.layout.hostfile import Entry, MpsWish
 from gpushare.mig.profile import Profile
@@ -74,3 +75,55 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                 )
                 found.append(device)
     return tuple(found)
+
+
+def in_place(
+    wanted: HostDescription, live: HostDescription, pipe_of: Callable[[str], str], *, apply: str, daemons_only: bool
+) -> HostDescription:
+    """Return a wished host for engines that name devices by UUID and daemons by their pipes.
+
+    Both hold the same GPUs. A MIG device has its UUID only once it is there: each that is wished for is found among
+    the live ones. ``pipe_of`` says where the daemon of a device listens that is not up yet; ``apply`` is the command
+    that makes the host so. ``daemons_only``: the engine names only those devices in which a daemon runs.
+
+    Raises:
+        NotFound: a MIG device is not there yet (code ``not_applied``).
+    """
+    gpus = []
+    for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
+        left = list(now.mig)
+        devices = []
+        for one in gpu.mig:
+            found = _live(one, left)
+            if found is None and daemons_only and one.mps is None:
+                continue
+            if found is None:
+                raise NotFound(
+                    f"GPU {gpu.index} has no {one.profile} yet as the file wants it; only what is there has a UUID",
+                    f"make it first: {apply}",
+                    gpu=str(gpu.index),
+                    code="not_applied",
+                )
+            left.remove(found)
+            devices.append(
+                replace(found, name=one.name, replicas=one.replicas, mps=_with_pipe(one.mps, found, pipe_of))
+            )
+        gpus.append(replace(gpu, mps=_with_pipe(gpu.mps, now, pipe_of), mig=tuple(devices)))
+    return replace(wanted, gpus=tuple(gpus))
+
+
+def _live(wish: MigDescription, left: Sequence[MigDescription]) -> MigDescription | None:
+    """Return the live device that a wish means: of its name, else of its place, else the first without a name."""
+    same = [one for one in left if one.profile == wish.profile and wish.start in {None, one.start}]
+    named = [one for one in same if wish.name is not None and one.name == wish.name]
+    free = [one for one in same if one.name is None]
+    return next(iter([*named, *free]), None)
+
+
+def _with_pipe(
+    wish: MpsDescription | None, now: GpuDescription | MigDescription, pipe_of: Callable[[str], str]
+) -> MpsDescription | None:
+    if wish is None:
+        return None
+    known = None if now.mps is None else now.mps.pipe_directory
+    return replace(wish, pipe_directory=known or pipe_of(now.uuid))

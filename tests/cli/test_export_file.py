@@ -1,0 +1,81 @@
+"""``gpushare export docker|compose|cdi|systemd -f gpushare.yaml``: engines that name devices by UUID, from a file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+
+SPEC = "sim:2xa100-80gb"
+FILE = """\
+version: 1
+gpus:
+  - match: {index: 0}
+    mps: {threads: 25, memory: 8G, priority: low}
+  - match: {index: 1}
+    mig:
+      - {wish: 1g.10gb, name: small}
+      - {wish: 3g.40gb, name: train}
+      - {wish: 1g.10gb*2, mps: {threads: 50}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "gpushare.yaml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_a_daemon_that_is_not_up_yet_has_its_pipe_already(cli: Cli, file: str) -> None:
+    before = cli("export", "docker", "-g", "0", "-f", file, host=SPEC).ok().out
+    flags = shlex.split(before)
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25" in flags
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M" in flags
+    assert cli("export", "docker", "-g", "0", host=SPEC).ok().out != before
+    cli("apply", "-f", file, host=SPEC).ok()
+    assert cli("export", "docker", "-g", "0", host=SPEC).ok().out == before
+
+
+@pytest.mark.parametrize("engine", ["docker", "compose", "cdi", "systemd"])
+def test_a_mig_device_that_is_not_there_yet_has_no_uuid(refused: Callable[..., str], file: str, engine: str) -> None:
+    said = refused("export", engine, "-g", "1", "-f", file, code="not_applied", exit_code=6, host=SPEC)
+    assert f"gpushare apply -f {file}" in said
+    assert "GPU 1 has no 1g.10gb yet" in said
+
+
+@pytest.mark.parametrize("engine", ["compose", "cdi", "systemd"])
+def test_of_a_host_that_is_as_the_file_says_both_are_the_same(cli: Cli, file: str, engine: str) -> None:
+    cli("apply", "-f", file, host=SPEC).ok()
+    gpu = () if engine == "systemd" else ("-g", "0")
+    live = cli("export", engine, *gpu, host=SPEC).ok().out
+    assert cli("export", engine, *gpu, "-f", file, host=SPEC).ok().out == live
+    if engine == "systemd":
+        assert live.count("# file: gpushare-mps-mig-") == 2
+
+
+def test_instances_of_the_file_are_those_of_their_names(cli: Cli, file: str) -> None:
+    cli("apply", "-f", file, host=SPEC).ok()
+    for name, mps in (("small", False), ("train", False)):
+        uuid = cli("mig", "env", name, host=SPEC).ok().out.rpartition("=")[2].strip()
+        out = cli("export", "docker", "-g", uuid, "-f", file, host=SPEC).ok().out
+        assert shlex.split(out)[:2] == ["--gpus", f"device={uuid}"]
+        assert ("CUDA_MPS" in out) is mps
+
+
+def test_units_need_only_the_devices_in_which_a_daemon_runs(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb}]}, {match: {index: 1}, mps: {}}]\n")
+    units = cli("export", "systemd", "-f", str(path), "--at-boot", "/etc/gpushare.yaml", host=SPEC).ok().out
+    assert "ExecStart=/usr/bin/gpushare apply -f /etc/gpushare.yaml\n" in units
+    assert units.count("# file: gpushare-mps-gpu-") == 1
+
+
+def test_a_file_that_can_never_hold_is_no_unit(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb*3}]}]\n")
+    refused("export", "systemd", "-f", str(path), code="never_fits", exit_code=3, host=SPEC)
