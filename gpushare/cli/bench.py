@@ -49,7 +49,7 @@ def bench(
         typer.Option(
             "--ways",
             metavar="LIST",
-            help="Some of queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams, and mps:PCT. [default: all]",
+            help="Some of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig and streams, with commas. [default: all]",
         ),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="How often each is run.")] = 3,
@@ -115,7 +115,7 @@ def bench(
     if settings.dry_run:
         return planned(prepared)
     data, measurement, number = carried_out(host, device, prepared, workload)
-    if command:
+    if command and data["reason"] == "finished":
         keep_caps(host, device, command, data)
     return _result(data, measurement, number, before, kept, picture)
 

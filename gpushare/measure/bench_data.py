@@ -128,6 +128,7 @@ def _pick(pick: Pick | None) -> dict[str, Any] | None:
         "no_difference": [one.name for one in pick.same],
         "certain": pick.certain,
         "ways": pick.ways,
+        "open_ways": pick.open_ways,
         "gain": _ratio(pick.gain),
         "over": pick.over,
     }

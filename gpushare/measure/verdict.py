@@ -48,7 +48,8 @@ class Pick:
     """The answer for one number of copies. ``best`` has the highest mean, ``same`` do not differ from it.
 
     ``chosen`` is what to use: the simplest that does not differ and is within 3 percent. ``certain`` is False where
-    single runs leave open what differs. ``gain`` is over time-slicing (or the queue), None when neither was measured.
+    single runs leave open what differs, or a way was not measured (``open_ways``: it was interrupted before).
+    ``gain`` is over time-slicing (or the queue), None when neither was measured.
     """
 
     copies: int
@@ -58,6 +59,7 @@ class Pick:
     certain: bool
     # Of so many ways.
     ways: int
+    open_ways: int
     gain: Ratio | None
     over: str | None
 
@@ -179,9 +181,11 @@ def picks(measurement: Measurement, verdicts: Sequence[CellVerdict]) -> list[Pic
     """Return the answer for every number of copies of which at least two different ways were measured."""
     found = []
     for copies in sorted({verdict.copies for verdict in verdicts}):
-        here = [one for one in verdicts if one.copies == copies and one.throughput is not None and not one.failures]
+        all_of_it = [one for one in verdicts if one.copies == copies]
+        here = [one for one in all_of_it if one.throughput is not None and not one.failures]
+        left = sum(one.throughput is None and not one.failures for one in all_of_it)
         if len({_measured(measurement, one) for one in here}) > 1:
-            found.append(_pick(measurement, here))
+            found.append(_pick(measurement, here, left))
     return found
 
 
@@ -190,7 +194,7 @@ def _measured(measurement: Measurement, verdict: CellVerdict) -> tuple[str, int]
     return way.name, copies
 
 
-def _pick(measurement: Measurement, verdicts: Sequence[CellVerdict]) -> Pick:
+def _pick(measurement: Measurement, verdicts: Sequence[CellVerdict], left: int) -> Pick:
     metric = measurement.settings.metric
     by_speed = sorted(verdicts, key=lambda one: (-_speed(one, metric), one.way.order))
     best = by_speed[0]
@@ -211,8 +215,9 @@ def _pick(measurement: Measurement, verdicts: Sequence[CellVerdict]) -> Pick:
         best=best.way,
         chosen=chosen.way,
         same=tuple(one.way for one in sorted(same, key=lambda one: one.way.order)),
-        certain=certain,
+        certain=certain and not left,
         ways=len(verdicts),
+        open_ways=left,
         gain=gain,
         over=None if base is None else base.way.name,
     )

@@ -85,7 +85,8 @@ def _sentence(pick: Mapping[str, Any]) -> str:
         way += f", {gain['value']:.2f} x {pick['over']}"
     others = dict.fromkeys(name for name in (pick["fastest"], *pick["no_difference"]) if name != pick["way"])
     if not pick["certain"]:
-        way += " (not certain: single runs)"
+        left = pick.get("open_ways")
+        way += f" (not certain: {left} more not measured)" if left else " (not certain: single runs)"
     elif others and len(others) == pick["ways"] - 1:
         return f"{_copies(pick['copies'])}: no difference between the ways; {pick['way']} is the simplest."
     elif others:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.host.benched import BenchedCap, find_benched, keep_benched
 from gpushare.host.connect import connect
 from gpushare.measure.bench_caps import best_caps
+from gpushare.model import MigInstance
 from gpushare.selection import select_one
 
 
@@ -84,3 +87,73 @@ def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path:
     path = keep_benched(host, device, ["a"], {4: cap})
     path.write_text(path.read_text().replace('"a"', '"b"'))
     assert find_benched(host, device, ["a"], 4) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"threads_percent": value} for value in (400, 100, 0, -5, "50", [50])),
+        {"best": "yes"},
+        {"best": None},
+        {"date": 20261121},
+        {"date": None},
+        {"driver": 580},
+    ],
+    ids=str,
+)
+def test_a_kept_cap_with_one_field_that_cannot_be_is_not_believed(wrong: dict[str, Any]) -> None:
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver="580.1")
+    path = keep_benched(host, device, ["a"], {4: cap, 2: cap})
+    record = json.loads(path.read_text())
+    record["caps"]["4"].update(wrong)
+    path.write_text(json.dumps(record))
+    assert find_benched(host, device, ["a"], 4) is None
+    assert find_benched(host, device, ["a"], 2) == cap
+
+
+def test_a_file_of_a_newer_gpushare_is_not_believed() -> None:
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
+    path = keep_benched(host, device, ["a"], {4: cap})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+    assert find_benched(host, device, ["a"], 4) is None
+
+
+def test_a_benchmark_that_picked_nothing_for_some_copies_still_tells_the_fastest() -> None:
+    data = document(cell("mps", None, 90), cell("mps:100/n", 25.0, 100)) | {"picks": [None]}
+    assert best_caps(data)[4].threads_percent == 25.0
+    assert best_caps({**data, "picks": None})[4].best
+
+
+@pytest.mark.parametrize(
+    ("threads", "cap"), [(0, None), (1, 1.0), (99.5, 99.5), (100, None), (200, None), ("50", None)]
+)
+def test_all_of_the_threads_is_no_cap(threads: Any, cap: float | None) -> None:
+    assert best_caps(document(cell("mps:x", threads, 100)))[4].threads_percent == cap
+
+
+def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gpu() -> None:
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    small, large = (
+        replace(device, mig=MigInstance(uuid=f"MIG-{profile}", profile=profile)) for profile in ("1g.18gb", "3g.71gb")
+    )
+    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
+    keep_benched(host, small, ["a"], {4: cap})
+    assert find_benched(host, small, ["a"], 4) == cap
+    assert find_benched(host, replace(small, mig=MigInstance(uuid="MIG-other", profile="1g.18gb")), ["a"], 4) == cap
+    assert find_benched(host, large, ["a"], 4) is None
+    assert find_benched(host, device, ["a"], 4) is None
+
+
+def test_a_cap_of_one_model_is_not_that_of_another_on_the_same_host() -> None:
+    host = connect("sim:h200")
+    device = select_one(None, host.nvml.sweep())
+    other = replace(device, gpu=replace(device.gpu, name="NVIDIA L4"))
+    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-11-21", driver=None)
+    keep_benched(host, device, ["a"], {4: cap})
+    assert find_benched(host, device, ["a"], 4) == cap
+    assert find_benched(host, other, ["a"], 4) is None

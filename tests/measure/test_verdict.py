@@ -177,3 +177,44 @@ def test_no_factor_says_how_much_slower_a_copy_is_that_stood_still() -> None:
     alone, starved = run("alone", [100.0]), run("mps", [100.0, 0.0])
     verdict = verdict_of(alone, starved)
     assert (verdict.slowdown, verdict.slowdown_worst, verdict.fairness) == (None, None, 0.0)
+
+
+def test_a_copy_that_told_nothing_or_took_no_time_is_no_factor() -> None:
+    base = run("alone", [100.0])
+    silent = CopiesResult(copies=(copy(0, 50.0), copy(1, None)), seconds=1.0)
+    verdict = verdict_of(base, replace(run("mps", [50.0, 50.0]), result=silent))
+    assert (verdict.slowdown, verdict.slowdown_worst) == (pytest.approx(2.0), pytest.approx(2.0))
+    # Two numbers make a fairness, and one does not.
+    assert verdict.fairness is None
+    # A time of 0 that was printed, or taken, is no time.
+    zero = run("mps", [0.0, 20.0], metric=LOWER)
+    verdict = verdict_of(run("alone", [10.0], metric=LOWER), replace(zero, throughput=1.0), metric=LOWER)
+    assert (verdict.slowdown, verdict.fairness) == (pytest.approx(2.0), None)
+    alone = replace(run("alone", [1.0]), result=CopiesResult(copies=(copy(0, None, 2.0),), seconds=2.0))
+    both = CopiesResult(copies=(copy(0, None, 0.0), copy(1, None, 4.0)), seconds=4.0)
+    verdict = verdict_of(alone, replace(run("mps", [1.0, 1.0]), result=both), metric=RUNS, window=None)
+    assert (verdict.slowdown, verdict.fairness) == (pytest.approx(2.0), None)
+
+
+def test_a_way_whose_every_run_failed_is_not_picked_and_hinders_no_pick() -> None:
+    figures = {
+        ("alone", 1): [100.0, 101.0],
+        ("queue", 2): [40.0, 40.0],
+        ("timeslice", 2): [60.0, 60.0],
+        ("mps", 2): [70.0, 70.0],
+    }
+    found = measured("queue,timeslice,mps", (2,), figures)
+    for failed, chosen, over in (("mps", "timeslice", "timeslice"), ("timeslice", "mps", "queue")):
+        runs = [replace(one, throughput=None) if one.way == failed else one for one in found.runs]
+        other = replace(found, runs=runs)
+        (pick,) = picks(other, judge(other))
+        assert (pick.chosen.name, pick.over, pick.ways) == (chosen, over, 2)
+        assert failed not in [way.name for way in pick.same]
+
+
+def test_an_answer_is_not_certain_while_a_way_was_not_measured() -> None:
+    figures = {("alone", 1): [100.0, 101.0], ("queue", 2): [50.0, 51.0], ("timeslice", 2): [70.0, 71.0]}
+    (pick,) = picks(found := measured("queue,timeslice,mps", (2,), figures), judge(found))
+    assert (pick.chosen.name, pick.certain, pick.ways, pick.open_ways) == ("timeslice", False, 2, 1)
+    (pick,) = picks(found := measured("queue,timeslice", (2,), figures), judge(found))
+    assert (pick.certain, pick.open_ways) == (True, 0)
