@@ -93,8 +93,12 @@ def seats_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[Device
     Raises:
         BadUsage, NotSupported: the GPU has no such profile.
     """
-    free = list(devices)
-    seats = _expanded(entry, profiles)
+    return seated(_expanded(entry, profiles), devices)
+
+
+def seated(wanted: Iterable[Seat], devices: Iterable[Device]) -> Seats:
+    """Return the seats, in their order, each with the device that suits it best; some may find none."""
+    free, seats = list(devices), list(wanted)
     # What has a place can have no other. As it is wanted already; then by name; then those that nobody has a word for.
     for placed in (True, False):
         for suits in (_is_it, _is_named, _is_served, _is_bare, _fits):

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from gpushare.errors import NotFound
 from gpushare.layout.description import GpuDescription, HostDescription, MigDescription, MpsDescription, Sharing
-from gpushare.layout.hostfile import Entry, MpsWish
+from gpushare.layout.hostfile import Entry, InstanceWish, MpsWish
+from gpushare.layout.seats import Device, Seat, seated
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import parse_wish, resolve
-from gpushare.model import ComputeMode
+from gpushare.model import ComputeMode, Priority
 
 
 def wished(
@@ -91,10 +92,8 @@ def in_place(
     """
     gpus = []
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
-        left = list(now.mig)
         devices = []
-        for one in gpu.mig:
-            found = _live(one, left)
+        for one, found in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
             if found is None and daemons_only and one.mps is None:
                 continue
             if found is None:
@@ -104,7 +103,6 @@ def in_place(
                     gpu=str(gpu.index),
                     code="not_applied",
                 )
-            left.remove(found)
             devices.append(
                 replace(found, name=one.name, replicas=one.replicas, mps=_with_pipe(one.mps, found, pipe_of))
             )
@@ -112,12 +110,43 @@ def in_place(
     return replace(wanted, gpus=tuple(gpus))
 
 
-def _live(wish: MigDescription, left: Sequence[MigDescription]) -> MigDescription | None:
-    """Return the live device that a wish means: of its name, else of its place, else the first without a name."""
-    same = [one for one in left if one.profile == wish.profile and wish.start in {None, one.start}]
-    named = [one for one in same if wish.name is not None and one.name == wish.name]
-    free = [one for one in same if one.name is None]
-    return next(iter([*named, *free]), None)
+def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> list[MigDescription | None]:
+    """Return the live device that each wish means, as `gpushare apply` finds it; None: it is not there yet."""
+    # A profile is named here with the size of its part (1c.3g.40gb), so that no slices need be told apart.
+    seats = (
+        Seat(
+            wish=InstanceWish(wish="", name=one.name, mps=_held(one.mps)),
+            profile=one.profile,
+            start=one.start,
+            slices=0,
+        )
+        for one in wanted
+    )
+    devices = (
+        Device(
+            one.profile,
+            -1 if one.start is None else one.start,
+            slices=0,
+            whole=one.is_whole,
+            number=number,
+            name=one.name,
+            mps=_held(one.mps),
+        )
+        for number, one in enumerate(there)
+    )
+    found = seated(seats, devices).seats
+    return [None if one.device is None else there[one.device.number] for one in found]
+
+
+def _held(mps: MpsDescription | None) -> MpsWish | None:
+    if mps is None:
+        return None
+    return MpsWish(
+        threads_percent=mps.threads_percent,
+        memory_limit_bytes=mps.memory_limit_bytes,
+        priority=mps.priority or Priority.NORMAL,
+        users=mps.users,
+    )
 
 
 def _with_pipe(

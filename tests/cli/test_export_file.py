@@ -79,3 +79,18 @@ def test_a_file_that_can_never_hold_is_no_unit(refused: Callable[..., str], tmp_
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb*3}]}]\n")
     refused("export", "systemd", "-f", str(path), code="never_fits", exit_code=3, host=SPEC)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_order_of_the_file_moves_no_daemon(cli: Cli, tmp_path: Path, first: int) -> None:
+    """What `gpushare apply` finds as it should be, an export finds in the same devices."""
+    path = tmp_path / "gpushare.yaml"
+    words = ["{wish: 3g.40gb, mps: {threads: 50}}", "3g.40gb"]
+    for number in (first, 1 - first):
+        both = f"{words[number]}, {words[1 - number]}"
+        path.write_text(f"version: 1\ngpus: [{{match: {{index: 0}}, mig: [{both}]}}]\n")
+        answer = cli("apply", "-f", str(path), output="json", host=SPEC).ok()
+    assert answer.data["steps"] == []
+    live = cli("export", "systemd", host=SPEC).ok().out
+    assert live.count("# file: gpushare-mps-mig-") == 1
+    assert cli("export", "systemd", "-f", str(path), host=SPEC).ok().out == live

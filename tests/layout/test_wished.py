@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gpushare.errors import NotSupported
+from gpushare.errors import NotFound, NotSupported
 from gpushare.layout import dra, k8s, mig_parted, slurm
-from gpushare.layout.description import HostDescription, Sharing
+from gpushare.layout.description import HostDescription, MigDescription, Sharing
 from gpushare.layout.hostfile_parse import parse
 from gpushare.layout.node_sharing import of_node
-from gpushare.layout.wished import wished
+from gpushare.layout.wished import in_place, wished
 from gpushare.model import ComputeMode, Priority, TimeSlice
 from gpushare.sim.catalogue import profiles_of
 from gpushare.sim.models import find_model
@@ -88,3 +90,104 @@ def test_engines_take_it() -> None:
         # What is not there yet has no device nodes.
         slurm.export(plain, autodetect="off")
     assert refused.value.code == "no_capabilities"
+
+
+# -- the devices that are there --------------------------------------------------------------------
+
+
+def found_in(live: HostDescription, *entries: str, daemons_only: bool = False) -> HostDescription:
+    """Return the host of the file with the devices that are there."""
+    wanted = read(*entries, described=live)
+    return in_place(wanted, live, lambda uuid: f"/pipe/{uuid}", apply="gpushare apply -f x", daemons_only=daemons_only)
+
+
+def divided(*there: MigDescription) -> HostDescription:
+    return host(gpu(0, Sharing.MIG, mig=there))
+
+
+def numbers(found: HostDescription) -> list[int]:
+    """Return the numbers of the devices that `mig` made, in the order of the file."""
+    return [int(one.uuid[4:12], 16) for one in found.gpus[0].mig]
+
+
+HALVES = (mig(0, "3g.40gb"), mig(4, "3g.40gb"))
+
+
+@pytest.mark.parametrize("entry", ['mig: ["3g.40gb", "3g.40gb:0"]', 'mig: ["3g.40gb", {wish: "3g.40gb:0", name: a}]'])
+def test_what_has_a_place_is_found_there_whatever_stands_before_it(entry: str) -> None:
+    assert numbers(found_in(divided(*HALVES), entry)) == [4, 0]
+
+
+def test_a_daemon_is_looked_for_where_it_runs() -> None:
+    """As `gpushare apply` does: else an export would start a second one in the other device."""
+    pipe = "/run/gpushare/mps/MIG/pipe"
+    there = divided(HALVES[0], replace(HALVES[1], mps=mps(50.0, pipe_directory=pipe)))
+    for entry, order in (
+        ('mig: [{wish: 3g.40gb, mps: {threads: 50}}, "3g.40gb"]', [4, 0]),
+        ('mig: ["3g.40gb", {wish: 3g.40gb, mps: {threads: 50}}]', [0, 4]),
+        ('mig: ["3g.40gb", {wish: 3g.40gb, mps: {threads: 25}}]', [0, 4]),
+    ):
+        found = found_in(there, entry)
+        assert numbers(found) == order
+        (daemon,) = [one.mps for one in found.gpus[0].mig if one.mps is not None]
+        assert daemon.pipe_directory == pipe
+
+
+def test_a_daemon_that_is_not_up_yet_listens_where_it_will() -> None:
+    found = found_in(divided(*HALVES), 'mig: ["3g.40gb:0", {wish: "3g.40gb:4", mps: {threads: 50}}]')
+    plain, served = found.gpus[0].mig
+    assert plain.mps is None
+    assert served.mps is not None
+    assert (served.mps.threads_percent, served.mps.pipe_directory) == (50.0, f"/pipe/{served.uuid}")
+    whole = found_in(host(gpu(0)), "mps: {threads: 25}").gpus[0]
+    assert whole.mps is not None
+    assert whole.mps.pipe_directory == f"/pipe/{whole.uuid}"
+
+
+def test_what_is_named_goes_to_its_name() -> None:
+    there = divided(replace(HALVES[0], name="b"), replace(HALVES[1], name="a"))
+    both = "mig: [{wish: 3g.40gb, name: a, timeslice: {replicas: 3}}, {wish: 3g.40gb, name: b}]"
+    found = found_in(there, both)
+    assert numbers(found) == [4, 0]
+    assert [(one.name, one.replicas) for one in found.gpus[0].mig] == [("a", 3), ("b", None)]
+    # A name that is to be given goes to one that has none.
+    fresh = divided(replace(HALVES[0], name="b"), HALVES[1])
+    assert numbers(found_in(fresh, "mig: [{wish: 3g.40gb, name: c}]")) == [4]
+    # And what shall have none to one that has none, as long as there is one.
+    assert numbers(found_in(fresh, "mig: [3g.40gb]")) == [4]
+    assert numbers(found_in(there, "mig: [3g.40gb]")) == [0]
+
+
+@pytest.mark.parametrize(
+    "entry", ["mig: [2g.20gb]", 'mig: ["3g.40gb*3"]', 'mig: ["1c.3g.40gb"]', "mig: [1g.10gb, 3g.40gb]"]
+)
+def test_a_device_that_is_not_there_has_no_uuid(entry: str) -> None:
+    with pytest.raises(NotFound, match="GPU 0 has no") as refused:
+        found_in(divided(*HALVES), entry)
+    assert refused.value.code == "not_applied"
+    assert "gpushare apply -f x" in refused.value.hint
+
+
+def test_where_only_daemons_count_the_others_need_not_be_there() -> None:
+    served = "{wish: 3g.40gb, mps: {threads: 50}}"
+    for entry in (f"mig: [1g.10gb, {served}]", f"mig: [{served}, 1g.10gb]"):
+        (device,) = found_in(divided(HALVES[1]), entry, daemons_only=True).gpus[0].mig
+        assert device.mps is not None
+        assert device.uuid == HALVES[1].uuid
+    with pytest.raises(NotFound):
+        found_in(divided(HALVES[1]), "mig: [{wish: 1g.10gb, mps: {threads: 50}}]", daemons_only=True)
+
+
+def test_all_of_the_threads_is_no_limit_and_less_is_one() -> None:
+    everything, nearly = read("mps: {threads: 100}", "mps: {threads: 99}").gpus[:2]
+    assert everything.mps is not None
+    assert nearly.mps is not None
+    assert (everything.mps.threads_percent, nearly.mps.threads_percent) == (None, 99.0)
+
+
+def test_of_two_daemons_each_is_found_by_what_it_holds() -> None:
+    low, normal = (mps(None, priority=priority) for priority in (Priority.LOW, Priority.NORMAL))
+    there = divided(replace(HALVES[0], mps=normal), replace(HALVES[1], mps=low))
+    plain, yielding = "{wish: 3g.40gb, mps: {}}", "{wish: 3g.40gb, mps: {priority: low}}"
+    assert numbers(found_in(there, f"mig: [{plain}, {yielding}]")) == [0, 4]
+    assert numbers(found_in(there, f"mig: [{yielding}, {plain}]")) == [4, 0]
