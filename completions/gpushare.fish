@@ -349,7 +349,7 @@ complete -c gpushare -n '__gpushare_at compare' -s v -l verbose -d 'Say more of 
 complete -c gpushare -n '__gpushare_at compare' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at compare' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at bench' -l copies -x -d 'How many copies.'
-complete -c gpushare -n '__gpushare_at bench' -l ways -x -d 'Some of queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams, and mps:PCT. [default: all]'
+complete -c gpushare -n '__gpushare_at bench' -l ways -x -d 'Some of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig and streams, with commas. [default: all]'
 complete -c gpushare -n '__gpushare_at bench' -l repeat -x -d 'How often each is run.'
 complete -c gpushare -n '__gpushare_at bench' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG instance: index, UUID, PCI bus id.'
 complete -c gpushare -n '__gpushare_at bench' -l metric -x -d 'A number that CMD prints, in brackets: \'rate=([0-9.]+)\'.'

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpushare.actions.check import counted
 from gpushare.errors import GpushareError, InUse, NoPermission
 from gpushare.host.mps import FoundDaemon, find_daemons
 from gpushare.host.mps_home import DaemonHome, DaemonRecord, homes_in
@@ -100,7 +101,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     if clients:
         names = ", ".join(map(str, clients[:8]))
         raise InUse(
-            f"the MPS daemon {pid} on {title} has {len(clients)} clients: {names}",
+            f"the MPS daemon {pid} on {title} has {counted(len(clients), 'client')}: {names}",
             f"wait for them: {ending} --drain 60; or force it: {ending} --force",
             gpu=gpu,
             code="daemon_clients",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.mig_places import unknown_name
 from gpushare.actions.plan import Plan, Step
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
@@ -115,13 +116,10 @@ def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]
 
 
 def _named(host: Host, name: str) -> NamedInstance:
-    named = names_of(host).get(name)
+    known = names_of(host)
+    named = known.get(name)
     if named is None:
-        raise NotFound(
-            f"there is no MIG instance named '{name[:60]}'",
-            "see the names: gpushare mig status; give one: gpushare mig create WISH --name NAME",
-            code="no_name",
-        )
+        raise unknown_name(name, known)
     return named
 
 

@@ -7,7 +7,8 @@ has not just read together with the profile and the first memory slice.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -82,6 +83,13 @@ def means_profile(text: str) -> bool:
     return _PROFILE.match(word) is not None
 
 
+def unknown_name(name: str, known: Iterable[str]) -> NotFound:
+    """Return the error for a name that no instance has; it says the names that there are, or how to give this one."""
+    names = ", ".join(sorted(known)[:16])
+    hint = f"names: {names}" if names else f"give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
+    return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
+
+
 def named_places(host: Host, name: str) -> list[Place]:
     """Return the MIG devices of the instance that a name means, by compute instance id.
 
@@ -93,10 +101,7 @@ def named_places(host: Host, name: str) -> list[Place]:
     known = names_of(host)
     named = known.get(name)
     if named is None:
-        hint = (
-            f"names: {', '.join(sorted(known)[:16])}" if known else "give one: gpushare mig create 1g.10gb --name train"
-        )
-        raise NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
+        raise unknown_name(name, known)
     gpus = host.nvml.sweep()
     gpu = next((gpu for gpu in gpus if gpu.uuid == named.gpu_uuid), None)
     if gpu is None:

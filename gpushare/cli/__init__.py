@@ -228,8 +228,19 @@ def _usage(words: list[str], error: Any) -> int:
         return int(ExitCode.USAGE)
     # An option without its value comes without the command that it stands behind.
     path = max(getattr(context, "command_path", ""), " ".join(["gpushare", *_path_of(words)]), key=len)
-    message = " ".join(str(error.format_message()).split()).rstrip(".")
+    message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))
     return _failed(words, BadUsage(message[:1].lower() + message[1:], f"see: {path} --help"))
+
+
+def _in_our_words(message: str) -> str:
+    """Return a message of the parser: an option that is meant as a command is, a number by no name of Python's."""
+    import re
+
+    options = re.fullmatch(r"(.*) \(Possible options: (.*)\)", message)
+    if options is not None:
+        meant = " or ".join(f"'{option}'" for option in options[2].split(", "))
+        message = f"{options[1]}. Did you mean {meant}?"
+    return re.sub(r"is not a valid (int|integer)( range)?$", "is not a whole number", message)
 
 
 def _before_dashes(words: Sequence[str]) -> Sequence[str]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpushare.cli.common import answered
 from gpushare.errors import BadUsage, NotFound, OperationFailed
 
 if TYPE_CHECKING:
@@ -200,12 +201,8 @@ def asked(situation: Situation) -> Situation:
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
         words = [word for word, _ in question.answers]
-        sys.stderr.write(_prompt(question.text, words))
-        sys.stderr.flush()
-        line = sys.stdin.readline()
+        line = answered(_prompt(question.text, words))
         if not line:
-            # The cursor is still behind the question.
-            sys.stderr.write("\n")
             break
         text = line.strip().lower()
         fitting = [value for word, value in question.answers if text and word.startswith(text)]

@@ -274,6 +274,24 @@ def gpus_of(host: Host) -> Sequence[Gpu]:
     return host.nvml.sweep()
 
 
+def answered(prompt: str) -> str:
+    """Ask on stderr and return the line from stdin, empty at its end; what is said next has a line of its own.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C instead of an answer.
+    """
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+    line = ""
+    try:
+        line = sys.stdin.readline()
+    finally:
+        # Without an answer the cursor is still behind the question.
+        if not line:
+            sys.stderr.write("\n")
+    return line
+
+
 def confirm(question: str) -> None:
     """Ask on a terminal; elsewhere ``--yes`` is needed.
 
@@ -286,9 +304,7 @@ def confirm(question: str) -> None:
         raise BadUsage(
             f"{question} Nobody can be asked here", "say so with --yes; or look first: --dry-run", code="not_confirmed"
         )
-    sys.stderr.write(f"{question} [y/N] ")
-    sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+    if answered(f"{question} [y/N] ").strip().lower() not in {"y", "yes"}:
         raise BadUsage(
             "not confirmed; nothing was changed", "say so with --yes; or look first: --dry-run", code="not_confirmed"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from gpushare.actions.check import counted
 from gpushare.cli.common import gpus_of, note, settings
 from gpushare.errors import BadUsage, GpuLost, NotFound
 
@@ -136,7 +137,7 @@ def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: 
     def waiting(left: list[int], more: float) -> None:
         if tuple(left) not in told:
             told.add(tuple(left))
-            note(f"waiting up to {more:.0f} s for {len(left)} clients: {', '.join(map(str, left[:8]))}")
+            note(f"waiting up to {more:.0f} s for {counted(len(left), 'client')}: {', '.join(map(str, left[:8]))}")
 
     done = stop_daemon(host, found, device, drain_seconds=seconds, force=force, on_wait=waiting)
     return {

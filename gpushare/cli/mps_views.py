@@ -31,12 +31,14 @@ def status(gpu: Gpu = None) -> Any:
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
     result = status_result(replace(chosen, daemons=chosen.daemons + hidden))
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
+    # A change names its GPU where there are several.
+    name = " -g 0" if len(snapshot.gpus) > 1 else ""
     return replace(
         result,
         command="mps status",
         data=jsonable({"mps_daemons": chosen.daemons + hidden}),
         tables=tables,
-        text=None if tables else "no MPS daemon runs on this host; start one: gpushare mps start",
+        text=None if tables else f"no MPS daemon runs on this host; start one: gpushare mps start{name}",
         csv=None,
     )
 

@@ -190,7 +190,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
             {
                 "copy": copy.number,
                 "state": copy.state,
-                "exit_code": copy.exit_code,
+                "exit_code": _as_of_run(copy.exit_code),
                 "seconds": round(copy.seconds, 2),
                 "tries": copy.tries,
                 "attached": copy.attached,
@@ -226,3 +226,8 @@ def _planned(host: Host, device: Device, command: Sequence[str], options: FarmOp
             )
         )
     return plan_result("run", steps, dry_run=True)
+
+
+def _as_of_run(status: int | None) -> int | None:
+    """Return the exit code of a copy as `gpushare run` and shells give it: 128 + N where signal N ended it."""
+    return 128 - status if status is not None and status < 0 else status

@@ -203,14 +203,16 @@ def add(
         str | None, typer.Option("--memory", metavar="SIZE", help="Its memory: 1G; a holder's: 0.")
     ] = None,
     sm: Annotated[int, typer.Option("--sm", metavar="PCT", help="SM % while it is busy.", min=0, max=100)] = 50,
-    name: Annotated[str, typer.Option("--name", help="Its program.")] = "python3",
-    user: Annotated[str | None, typer.Option("--user", help="Its owner.")] = None,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its program.")] = "python3",
+    user: Annotated[str | None, typer.Option("--user", metavar="USER", help="Its owner.")] = None,
     queue: Annotated[
         str, typer.Option("--queue", metavar="SECS", help="How deep its queue of launched work is: 110ms.")
     ] = "0",
     graphics: Annotated[bool, typer.Option("--graphics", help="A graphics process.")] = False,
     mps: Annotated[bool, typer.Option("--mps", help="A client of gpushare's MPS daemon on that GPU.")] = False,
-    instance: Annotated[str | None, typer.Option("--mig", metavar="MIG", help="MIG UUID or GPU instance id.")] = None,
+    instance: Annotated[
+        str | None, typer.Option("--mig", metavar="INSTANCE", help="MIG UUID or GPU instance id.")
+    ] = None,
     holder: Annotated[bool, typer.Option("--holder", help="No CUDA context: it only has device nodes open.")] = False,
 ) -> Any:
     """Put a simulated process on a simulated GPU and print its PID.

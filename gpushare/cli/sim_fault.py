@@ -26,7 +26,9 @@ def spec_of(given: str | None) -> str:
     """
     spec = given or settings.spec
     if not spec.startswith("sim:"):
-        raise BadUsage("no simulated host is named", "name one: gpushare --host sim:h200 sim show", code="no_sim_host")
+        what = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
+        hint = "name one: --host sim:h200, or export GPUSHARE_HOST=sim:h200; used ones: gpushare sim list"
+        raise BadUsage(what, hint, code="no_sim_host")
     return spec
 
 
@@ -57,7 +59,8 @@ def fault(
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)
     said = " ".join(filter(None, [kind, value]))
-    return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=f"{spec}: {said}")
+    text = f"{spec}: {said}" if gpu is None else f"{spec}, GPU {gpu}: {said}"
+    return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=text)
 
 
 def cdi() -> Any:

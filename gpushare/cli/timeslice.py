@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gpushare.cli.common import GPU_HELP, ChangingCommand, Command, Group, gpus_of, settings
+from gpushare.errors import GpushareError
 
 group = typer.Typer(
     cls=Group,
@@ -39,7 +40,12 @@ def show(gpu: Gpu = None) -> Any:
     from gpushare.show.result import Column, Result, Table
 
     host = settings.connect()
-    pending = host.policy.start()
+    try:
+        pending = host.policy.start()
+    except GpushareError:
+        # Without a driver there is no nvidia-smi either, and NVML says the reason.
+        gpus_of(host)
+        raise
     gpus = gpus_of(host)
     devices = select(gpu, gpus)
     from gpushare.host.smi import policies_of

@@ -80,7 +80,8 @@ def blocked(wish: Wish, instead: Plan, *, only_adds: bool = False) -> NoPlan:
     elif busy:
         hint = f"end what runs there, or let its programs be ended: {_words(_busy_only(busy), '--evict ')}"
     elif only_adds:
-        hint = f"it is idle: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy, with the same words"
+        idle = "it is idle" if len(gone) == 1 else "they are idle"
+        hint = f"{idle}: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy, with the same words"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(why=Why.BLOCKED, message=f"{what}: this would have to go: {listing}", hint=hint, instead=instead)

@@ -101,7 +101,8 @@ def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[Gpus
 
 
 def _gpu_error(gpu: Gpu, reason: str) -> GpushareError:
-    message = f"GPU {gpu.index} does not answer: {reason}"
+    # NVML's reasons begin with the GPU already.
+    message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"
     if is_lost(reason):
         hint = "the kernel log has the cause: sudo dmesg | grep -i xid; a lost GPU comes back with a reboot"
         return GpuLost(message, hint, gpu=str(gpu.index))

@@ -348,3 +348,38 @@ def test_what_can_never_fit_is_refused_before_there_is_a_daemon(monkeypatch: pyt
         with pytest.raises(GpushareError) as caught:
             farm(host, device, ["true"], options, FarmReporter())
         assert caught.value.code == code
+
+
+class Heard(FarmReporter):
+    """Keeps how each copy ended."""
+
+    def __init__(self) -> None:
+        self.endings: list[tuple[int, str, bool]] = []
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        self.endings.append((copy.number, copy.state, again))
+
+
+def test_a_copy_that_cannot_be_started_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, FarmOptions(copies=2, restarts=2))
+    heard = step.farm._reporter = Heard()
+
+    def start(title: str, *_: Any, **__: Any) -> Running:
+        raise NotFound(f"there is no program for {title}", "check the spelling")
+
+    monkeypatch.setattr(step.several, "start", start)
+    step.farm._start_what_fits()
+    assert [ending[1:] for ending in heard.endings] == [("failed", False), ("failed", False)]
+
+
+def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was never begun is told apart from what waited to be started again, and from what had ended."""
+    step = Step(monkeypatch, FarmOptions(copies=4, at_once=2, restarts=1))
+    step.several.end = lambda *_, **__: None  # type: ignore[attr-defined]
+    step.farm._start_what_fits()
+    step.several.started[0].runs, step.several.started[0].failure = False, "exit code 1"
+    step.farm._collect()
+    assert step.states == ["waiting", "running", "waiting", "waiting"]
+    step.farm._copies[3].state = "done"
+    step.farm._interrupt(15, lambda: False)
+    assert step.states == ["failed", "ended", "never started", "done"]

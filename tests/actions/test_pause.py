@@ -290,3 +290,43 @@ def test_what_a_dead_gpushare_held_still_is_let_go(host: Host, device: Device, s
     resume_all(host, [pid], mps=False, checkpoint=lock)
     assert until(lambda: not stopped(host, pid))
     assert not lock.held
+
+
+def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activity = Activity(host, device, start(_IDLE))
+    monkeypatch.setattr(module, "cpu_seconds", lambda _family: None)
+    for working in (True, False):
+        monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda working=working: working)
+        activity._nvml_due = 0.0
+        assert activity.active() is working
+
+
+def test_in_another_pid_namespace_nvmls_numbers_are_those_of_strangers(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML names the PID, but of somebody else: what has no context here is not locked."""
+    pid, lock = start(_IDLE), Lock()
+    monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
+    monkeypatch.setattr(host.processes, "open_files", lambda _prefix: OpenFiles(by_pid={}, complete=True))
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    assert lock.calls == []
+    pauser.resume()
+
+
+def test_a_pause_is_noted_with_the_start_of_its_program(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    """Else a PID that another program has got would count as paused."""
+    pid = start(_IDLE)
+    share: Any = PausingShare(PlainShare(host, device), host, os.getpid(), None, None)
+    watch = share.watch(pid)
+    watch.activity = Scripted()
+    watch.look()
+    (noted,) = noted_pauses(host)
+    info = host.processes.describe(pid)
+    assert info is not None
+    assert noted.started_at == info.started_at is not None
+    watch.settle()

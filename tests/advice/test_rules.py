@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +13,13 @@ from gpushare.advice.engine import Outcome, Verdict, verdicts
 from gpushare.advice.preferences import PREFERENCES
 from gpushare.advice.recipe import recipe
 from gpushare.advice.requirements import REQUIREMENTS
-from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.rule import Kind, Reason, Rule
 from gpushare.advice.vetoes import VETOES
 from gpushare.advice.ways import Way
 from gpushare.advice.workload import workload_of
 from gpushare.errors import BadUsage
-from gpushare.mig.profile import GpuInstance
-from gpushare.model import ComputeMode, TimeSlice
+from gpushare.mig.profile import ComputeInstance, GpuInstance
+from gpushare.model import ComputeMode, Holder, TimeSlice
 from tests.advice.conftest import facts_of, situation_of
 
 FOUR = {"processes": 4, "users": "same", "saturating": False}
@@ -250,3 +251,77 @@ def test_the_undo_goes_back_to_the_level_of_now() -> None:
 def test_workloads_that_contradict_themselves(words: dict[str, Any], message: str) -> None:
     with pytest.raises(BadUsage, match=message):
         workload_of(words)
+
+
+def with_instances(*busy: bool) -> dict[str, Any]:
+    """Return the facts of an A100 with MIG on and one 3g.40gb for each of these; somebody is in the busy ones."""
+    layout = facts_of("a100-80gb").gpus[0].layout
+    assert layout is not None
+    half = next(one for one in layout.profiles if one.name == "3g.40gb")
+    assert half.placements
+    there = tuple(
+        GpuInstance(
+            id=number,
+            profile=half,
+            placement=half.placements[number],
+            compute=(
+                ComputeInstance(id=0, profile=half.whole, holders=(Holder(pid=7, what="lease"),) if is_busy else ()),
+            ),
+        )
+        for number, is_busy in enumerate(busy)
+    )
+    return {**ON, "layout": replace(layout, instances=there)}
+
+
+@pytest.mark.parametrize(
+    ("busy", "needed"),
+    [(None, True), ((False, False), False), ((False,), True), ((False, True), True)],
+    ids=["mig is off", "two idle", "one idle", "one of two is busy"],
+)
+def test_root_is_needed_only_where_idle_instances_do_not_serve(busy: tuple[bool, ...] | None, needed: bool) -> None:
+    facts = {} if busy is None else with_instances(*busy)
+    example = of({"processes": 2, "users": "same", "saturating": False}, facts=facts, root=False)
+    assert bool(spoken(verdict(example, "mig"), "mig-needs-root")) is needed
+
+
+def test_a_gpu_that_is_divided_already_need_not_be_idle() -> None:
+    assert spoken(verdict(of(facts={"processes": 1}), "mig"), "mig-busy")
+    assert not spoken(verdict(of(facts={**ON, "processes": 1}), "mig"), "mig-busy")
+
+
+def test_what_one_process_lacks_is_said_in_numbers() -> None:
+    (reason,) = spoken(verdict(one(memory="100G"), "whole-gpu"), "memory-one")
+    needed, total, over = re.findall(r"[\d.]+ GiB", reason.text)
+    assert float(needed.split()[0]) >= 100
+    assert float(total.split()[0]) == pytest.approx(80, abs=2)
+    assert float(over.split()[0]) == pytest.approx(float(needed.split()[0]) - float(total.split()[0]), abs=2)
+
+
+@pytest.mark.parametrize("kind", [VETOES, CONDITIONS], ids=["vetoes", "conditions"])
+def test_nothing_is_said_twice_of_a_way(kind: tuple[Rule, ...]) -> None:
+    said = [(rule.id, way) for rule in kind for way in rule.ways]
+    assert sorted(set(said)) == sorted(said)
+
+
+def test_how_many_are_in_the_way_and_which_mode_is_said() -> None:
+    for count, text in ((1, "1 process is on it now"), (3, "3 processes are on it now")):
+        (reason,) = spoken(verdict(of(facts={"processes": count}), "mig"), "mig-busy")
+        assert text in reason.text
+    mode = ComputeMode.EXCLUSIVE_PROCESS
+    (reason,) = spoken(verdict(of(facts={"compute_mode": mode}), "timeslice"), "timeslice-compute-mode")
+    assert mode.title in reason.text
+
+
+def test_memory_that_does_not_fit_at_all_is_not_called_tight() -> None:
+    for memory in ("30G", None):
+        example = of({**FOUR, "memory": memory} if memory else FOUR)
+        assert not spoken(verdict(example, "mps"), "mps-memory-tight")
+
+
+def test_what_all_lack_together_is_said_in_numbers() -> None:
+    (reason,) = spoken(verdict(four(memory="30G"), "timeslice"), "memory-sum")
+    needed, total, short = (float(one.split()[0]) for one in re.findall(r"[\d.]+ GiB", reason.text))
+    assert needed >= 120
+    assert total == pytest.approx(80, abs=2)
+    assert short == pytest.approx(needed - total, abs=3)
+    assert "2 fit at the same time" in reason.text

@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpushare.actions import mig_recover
+from gpushare.actions.mig_left import left_behind, missing
+from gpushare.errors import OperationFailed
+from gpushare.host.connect import connect
+from gpushare.host.mig_journal import Journal
+from gpushare.mig.shape import GpuShape
 from gpushare.sim import admin
 from tests.actions.mig_host import MigHost
 from tests.cli.conftest import Cli
@@ -237,3 +244,86 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
     cli("mig", "disable", "--destroy", host=A100).ok()
     assert host.look() == before
     cli("mig", "recover", host=A100).ok()
+
+
+# -- what is told of it, and to whom ---------------------------------------------------------------
+
+
+def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    seen = connect(A100)
+    (left,) = left_behind(seen, Journal(seen))
+    entry = json.loads(host.journal.read_text())
+    assert (left.id, left.remedy, left.at) == ("mig.interrupted", "gpushare mig recover", entry["step"])
+    assert left.at
+    assert entry["title"] in left.seen
+    assert str(left) == f"{left.seen}: {left.remedy}"
+
+
+def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: Cli) -> None:
+    host = MigHost(A100)
+    pid, _ = lost(host)
+    ((_, entry),) = Journal(connect(A100)).not_restored()
+    assert entry is not None
+    assert missing(connect(A100), entry)
+    admin.end_process(host.spec, pid)
+    cli("mig", "apply", "1g.10gb*3", host=A100).ok()
+    assert missing(connect(A100), entry) == ()
+    cli("mig", "create", "2g.20gb", host=A100).ok()
+    assert missing(connect(A100), entry) == ()
+    place = next(f"{name}:{start}" for name, start, _ in host.look()[0].instances if name == "1g.10gb")
+    cli("mig", "destroy", place, host=A100).ok()
+    assert missing(connect(A100), entry)
+
+
+# -- undoing ---------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not known to be undone is not forgotten."""
+    host = MigHost(A100)
+    before = host.look()
+    crashed(host, "apply", "1g.10gb*3", step=4)
+
+    real, asked = mig_recover.look, []
+
+    def silent(*arguments: Any) -> GpuShape:
+        asked.append(arguments)
+        if len(asked) > 1:
+            return real(*arguments)
+        raise OperationFailed("the GPU does not answer", "see: gpushare doctor", code="nvml_failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mig_recover, "look", silent)
+        said = host.run("mig", "recover")
+    assert (said.code, said.error["code"]) == (1, "nvml_failed")
+    assert len(asked) == 1
+    assert host.journal.exists()
+    assert not list(host.journal.parent.glob("not-restored-*.json"))
+    assert host.run("mig", "recover").code == 0
+    assert host.look() == before
+    assert not host.journal.exists()
+
+
+@pytest.mark.parametrize("step", range(1, 5))
+def test_mig_that_was_turned_off_in_part_is_on_again_with_all_that_was_there(cli: Cli, step: int) -> None:
+    host = MigHost(TWO)
+    cli("mig", "apply", "-g", "all", "3g.40gb", host=TWO).ok()
+    before = host.look()
+    assert [one.mode for one in before] == [1, 1]
+    crashed(host, "disable", "-g", "all", "--destroy", step=step)
+    cli("mig", "recover", host=TWO).ok()
+    now = host.look()
+    # Complete already, in the last step, is kept.
+    assert now == before or (step == 4 and [one.mode for one in now] == [0, 0])
+    assert not host.journal.exists()
+
+
+def test_who_recovers_in_vain_is_told_at_once_how_to_accept_it() -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=5)
+    host.add(host.devices()[0][1])
+    said = host.run("mig", "recover")
+    assert said.error["code"] == "not_restored"
+    assert "gpushare mig recover --forget" in said.error["hint"]

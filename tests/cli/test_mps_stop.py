@@ -63,7 +63,7 @@ def test_clients_are_waited_for(real: Callable[..., Started], world: World) -> N
     pid = world.client()
     started = real("mps", "stop", stdout=None)
     assert started.process.stderr is not None
-    assert f"for 1 clients: {pid}" in started.process.stderr.readline()
+    assert f"for 1 client: {pid}" in started.process.stderr.readline()
     assert world.state.daemons
     world.send(pid, signal.SIGKILL)
     assert started.process.wait(timeout=120) == 0

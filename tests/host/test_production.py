@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.errors import NoPermission
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.production import Production, find_production, lives, productions, write_production
@@ -101,3 +102,26 @@ def test_it_lives_as_the_process_that_it_was(host: Host) -> None:
     assert lives(host, replace(WEB, pid=os.getpid(), started_at=None))
     # The PID is another's now.
     assert not lives(host, replace(WEB, pid=os.getpid(), started_at=info.started_at - 1000))
+
+
+def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, tmp_path: Path) -> None:
+    host = replace(host, run_directory=tmp_path / "run" / "gpushare")
+    before = os.umask(0o077)
+    try:
+        write_production(host, WEB)
+    finally:
+        os.umask(before)
+    path = record_of(host)
+    assert [one.stat().st_mode & 0o777 for one in (path.parent, host.run_directory)] == [0o755, 0o755]
+
+
+def test_where_others_may_write_no_record_is_kept(host: Host, tmp_path: Path) -> None:
+    """Who may write the directory above may put another record in its place."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    directory.chmod(0o777)
+    host = replace(host, run_directory=directory)
+    with pytest.raises(NoPermission) as refused:
+        write_production(host, WEB)
+    assert refused.value.code == "directory_open"
+    assert productions(host) == []

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.mig.compute import change_compute, new_compute
-from gpushare.mig.profile import ComputeInstance, Placement, standard_compute_profiles
+from gpushare.mig.compute import change_compute, make_room, new_compute
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Placement, standard_compute_profiles
+from gpushare.model import GpuProcess
 from gpushare.sim.models import find_model
 from tests.mig.boards import SOMEBODY, instance, profiles_of
 
@@ -113,3 +114,70 @@ def test_one_busy_weighs_more_than_two_idle() -> None:
     assert change is not None
     assert [part.id for part in change.destroyed] == [1, 2]
     assert [new.placement for new in change.created] == [Placement(2, 2), Placement(1, 1)]
+
+
+# -- room inside an instance that stays ------------------------------------------------------------
+
+FOUR = PROFILES["4g.40gb"]
+
+
+def gone(one: GpuInstance, *wanted: int, destroy: bool = True, evict: bool = False, **more: bool) -> list[int] | None:
+    found = make_room(one, wanted, may_destroy=destroy, may_evict=evict, **more)
+    return None if found is None else [part.id for part in found]
+
+
+def test_what_fits_beside_the_others_takes_nobody_away() -> None:
+    assert gone(instance(FOUR, 0, compute=(1, 1)), 2) == []
+    assert gone(instance(FOUR, 0, compute=()), 4) == []
+
+
+def test_only_as_many_go_as_have_to() -> None:
+    one = instance(FOUR, 0, compute=(1, 1, 1, 1))
+    assert gone(one, 1) == [0]
+    assert gone(one, 2) == [0, 1]
+    assert gone(one, 1, destroy=False) is None
+    assert gone(instance(FOUR, 0, compute=(1, 1)), 4) == [0, 1]
+    assert gone(one, 3) is None, "a 4g has no compute instance of three slices"
+
+
+def test_nobody_busy_goes_unless_he_may_be_evicted() -> None:
+    one = instance(FOUR, 0, compute=(2, 2), busy_parts=(0, 1))
+    assert gone(one, 2, beside_busy=True) is None
+    assert gone(one, 2, beside_busy=True, evict=True) == [0]
+    assert gone(one, 4, evict=True) == [0, 1]
+    assert gone(one, 4) is None
+    # Two idle ones rather than one busy one.
+    one = instance(FOUR, 0, compute=(2, 1, 1), busy_parts=(0,))
+    assert gone(one, 2, beside_busy=True, evict=True) == [1, 2]
+
+
+def test_nothing_comes_beside_somebody_unless_it_may() -> None:
+    one = instance(FOUR, 0, compute=(1, 1), busy_parts=(0,))
+    assert gone(one, 1) is None
+    assert gone(one, 1, beside_busy=True) == []
+    assert gone(one, 1, evict=True) == [0]
+
+
+def test_nothing_stays_where_it_is_to_be_alone() -> None:
+    one = instance(FOUR, 0, compute=(1, 1))
+    assert gone(one, 1, beside=False) == [0, 1]
+    assert gone(one, 1, beside=False, destroy=False) is None
+    assert gone(instance(FOUR, 0, compute=()), 1, beside=False) == []
+
+
+@pytest.mark.parametrize("holders", [None, SOMEBODY])
+def test_inside_an_instance_that_is_held_as_a_whole_nothing_goes(holders: tuple[GpuProcess, ...] | None) -> None:
+    one = replace(instance(FOUR, 0, compute=(1, 1)), holders=holders)
+    assert gone(one, 1) is None
+    assert gone(one, 1, evict=True) is None
+    assert gone(one, 1, beside_busy=True) == []
+    assert gone(one, 4, beside_busy=True, evict=True) is None
+
+
+def test_the_whole_is_the_profile_without_a_size_of_its_own() -> None:
+    """A driver that lists no compute instance profiles still gives the whole of a GPU instance."""
+    bare = replace(FOUR, compute=())
+    made = new_compute(bare, (4,))
+    assert made is not None
+    assert [part.profile for part in made] == [bare.whole]
+    assert new_compute(bare, (2, 2)) is None
