@@ -83,20 +83,16 @@ def _timeslice(situation: Situation) -> Recipe:
 
 def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
     """Return the way back to the level, and to the compute mode where that was in the way."""
-    now, index, root = situation.gpu.time_slice, situation.gpu.index, sudo(situation)
-    kept = now in {None, TimeSlice.DEFAULT}
-    if blocked or kept:
-        lines = [Line("go back", f"{root}gpushare timeslice reset -g {index}")]
-        if now is not None and not kept:
-            # `timeslice set` would let several programs in again.
-            lines.append(
-                Line(
-                    "and to the level, which gpushare sets only where several programs may in",
-                    f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(now)}",
-                )
-            )
-        return tuple(lines)
-    return (Line("go back", f"{root}gpushare timeslice set {now.title if now else 'default'} -g {index}"),)
+    index, root = situation.gpu.index, sudo(situation)
+    level = situation.gpu.time_slice
+    level = None if level is TimeSlice.DEFAULT else level
+    if level is not None and not blocked:
+        return (Line("go back", f"{root}gpushare timeslice set {level.title} -g {index}"),)
+    back = [Line("go back", f"{root}gpushare timeslice reset -g {index}")]
+    if level is not None:
+        what = "and to the level, which gpushare sets only where several programs may in"
+        back.append(Line(what, f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))
+    return tuple(back)
 
 
 _LEVELS: Final = {"short": "short slices: people wait less", "long": "long slices: fewer switches"}

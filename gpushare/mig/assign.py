@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -104,26 +105,20 @@ class _Choices:
 
     def __init__(self, group: Group, codes: Codes, *, last: bool) -> None:
         masks = [((1 << bits) - 1) << shift for shift, bits in codes.fields[:-1]]
-        self.last = last
-        self.masks = sorted(masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
-        self.first: list[list[tuple[int, int]]] = [[] for _ in (*self.masks, None)]
+        self._masks = sorted(masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
+        # Code, weight, and the kind from which on the next part may begin: in the last group what is left says that.
+        self._first: list[list[tuple[int, int, int]]] = [[] for _ in range(len(masks) + 1)]
         for code, weight in group.weights.items():
-            self.first[self._first_of(code)].append((code, weight))
-        # Of a list of parts from a kind on, with the kind that each begins with.
-        self._onward = [
-            [(code, weight, kind) for kind in range(start, len(self.first)) for code, weight in self.first[kind]]
-            for start in range(len(self.first))
-        ]
+            kind = self._first_of(code)
+            self._first[kind].append((code, weight, 0 if last else kind))
+        self._onward = None if last else [list(chain(*self._first[start:])) for start in range(len(self._first))]
 
     def _first_of(self, code: int) -> int:
-        return next((kind for kind, mask in enumerate(self.masks) if code & mask), len(self.masks))
+        return next((kind for kind, mask in enumerate(self._masks) if code & mask), len(self._masks))
 
     def parts(self, left: int, begin: int) -> Sequence[tuple[int, int, int]]:
-        """Return code, weight and first kind of the parts that may be taken of what is left."""
-        if not self.last:
-            return self._onward[begin]
-        kind = self._first_of(left)
-        return [(code, weight, 0) for code, weight in self.first[kind]]
+        """Return the parts that may be taken of what is left: code, weight, and where the next one may begin."""
+        return self._first[self._first_of(left)] if self._onward is None else self._onward[begin]
 
 
 def _turn(
