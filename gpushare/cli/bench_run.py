@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpushare.cli.common import note, settings
-from gpushare.errors import NoPermission
+from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,8 +55,8 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
         return
     try:
         keep_benched(host, device, command, caps)
-    except (NoPermission, OSError) as error:
-        note(f"the caps are not kept for gpushare run --copies: {getattr(error, 'message', error)}")
+    except GpushareError as error:
+        note(f"the caps are not kept for gpushare run --copies: {error.message}")
 
 
 def planned(prepared: Prepared, command: str = "bench") -> Any:

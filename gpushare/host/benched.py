@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mappi
     """Write what was found, over earlier results for these numbers of copies, and return the file.
 
     Raises:
-        NoPermission, OSError: the directory cannot be made, or the file not be written.
+        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
     directory = host.state_directory / "benched"
     make_private_directory(directory)
@@ -57,7 +57,8 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mappi
     known = _read(path, device, command)
     known.update({str(copies): vars(cap) for copies, cap in caps.items()})
     record = {"schema": SCHEMA, "device": _kind(device), "command": list(command), "caps": known}
-    replace_file(path, json.dumps(record, indent=2))
+    with writing(path, "which keeps the caps that were found"):
+        replace_file(path, json.dumps(record, indent=2))
     return path
 
 

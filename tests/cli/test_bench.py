@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from gpushare.cli import common
+from gpushare.host.benched import BenchedCap, keep_benched
 from gpushare.host.connect import connect
 from gpushare.host.mig_leases import live_leases
 from gpushare.measure.bench_data import read_bench
 from gpushare.measure.copies import Copies
+from gpushare.selection import select_one
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, alive, same, until, until_one_run_is_over
@@ -74,6 +76,23 @@ def test_a_farm_takes_the_cap_that_was_found(cli: Cli) -> None:
     assert planned.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50.0") == 2
     assert "gpushare bench found the cap" in planned.err
     assert cli("run", "--copies", "2", "-n", *job(80)).ok().out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100.0") == 0
+
+
+@pytest.mark.parametrize("in_the_way", ["benched", "benched/KEY.json"])
+def test_caps_that_cannot_be_kept_fail_no_benchmark(cli: Cli, world: World, in_the_way: str) -> None:
+    command = job(40)
+    device = select_one(None, world.host.nvml.sweep())
+    cap = BenchedCap(threads_percent=None, best=True, date="2026-11-20", driver=None)
+    kept = keep_benched(world.host, device, command[1:], {8: cap})
+    kept.unlink()
+    if in_the_way == "benched":
+        kept.parent.rmdir()
+        kept.parent.write_text("")
+    else:
+        (kept / "something").mkdir(parents=True)
+    answer = cli("-o", "json", "bench", "--copies", "2", "--ways", "mps", "--repeat", "1", *WINDOW, *command).ok()
+    assert answer.data["reason"] == "finished"
+    assert "the caps are not kept for gpushare run --copies: " in answer.err
 
 
 def test_finished_runs_are_counted(cli: Cli) -> None:
