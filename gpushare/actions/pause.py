@@ -3,11 +3,6 @@
 Outside MPS it is locked by the driver (cuCheckpointProcessLock: 1 to 10 ms, new CUDA calls wait, submitted work is
 drained), and stopped (SIGSTOP) where the driver knows no locks or the job has several CUDA processes, which might wait
 for each other. Inside MPS it is stopped: the driver refuses the lock there. Never both: a stopped process hangs the lock.
-
-That production works is seen by its own CPU time (within 50 ms: a process that launches kernels or waits for them spins)
-and, for one that waits without the CPU, by NVML's per-process utilisation (up to a second late, and not under MPS). GPU
-wide numbers cannot tell the two jobs apart. A production job that is busy on the CPU alone pauses the other too: on the
-safe side.
 """
 
 from __future__ import annotations
@@ -20,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.actions.pacing import Pacer
+from gpushare.actions.production_activity import Activity
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported
 from gpushare.host.checkpoint import Checkpoint
-from gpushare.host.cpu_time import cpu_seconds
 from gpushare.host.pauses import Pauses, forget_pauses, note_pauses
 
 if TYPE_CHECKING:
@@ -33,62 +28,10 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
-TICK_SECONDS: Final = 0.02
+TICK_SECONDS: Final = 0.01
 LOCK_SECONDS: Final = 0.5
+_ALIVE_SECONDS: Final = 1.0
 _CUDA_NODE: Final = "/dev/nvidia-uvm"
-_FAMILY_SECONDS: Final = 1.0
-_NVML_SECONDS: Final = 0.2
-# CPU time comes in ticks of 10 ms: so many of the last looks make a share.
-_LOOKS: Final = 3
-_BUSY_SHARE: Final = 0.25
-# NVML's samples lag: right after work that the CPU showed they still tell of it.
-_LAG_SECONDS: Final = 1.5
-
-
-class Activity:
-    """Whether a production job works now."""
-
-    def __init__(self, host: Host, device: Device, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._host, self._device, self._pid, self._clock = host, device, pid, clock
-        self._family: list[int] = []
-        self._family_due = self._nvml_due = 0.0
-        self._looks: list[tuple[float, float]] = []
-        self._cpu_active_at: float | None = None
-        self._nvml_active = False
-
-    def active(self) -> bool:
-        """Return whether it works."""
-        at = self._clock()
-        if at >= self._family_due:
-            self._family = list(self._host.processes.descendants(self._pid))
-            self._family_due = at + _FAMILY_SECONDS
-        if self._busy_on_the_cpu(at):
-            self._cpu_active_at = at
-            return True
-        if self._cpu_active_at is not None and at - self._cpu_active_at < _LAG_SECONDS:
-            self._nvml_active = False
-            return False
-        if at >= self._nvml_due:
-            self._nvml_due = at + _NVML_SECONDS
-            self._nvml_active = self._busy_on_the_gpu()
-        return self._nvml_active
-
-    def _busy_on_the_cpu(self, at: float) -> bool:
-        used = cpu_seconds(self._family)
-        if used is None:
-            return False
-        self._looks = [*self._looks[-_LOOKS:], (at, used)]
-        (first, before), (last, now) = self._looks[0], self._looks[-1]
-        # One tick alone may be a timer's.
-        return last > first and (now - before) / (last - first) >= _BUSY_SHARE and now - before > 0.015
-
-    def _busy_on_the_gpu(self) -> bool:
-        try:
-            found = self._host.nvml.processes(self._device.gpu.index) or ()
-        except GpushareError:
-            return False
-        family = set(self._family)
-        return any(one.pid in family and (one.sm_percent or 0) > 0 for one in found)
 
 
 class Pauser:
@@ -96,6 +39,7 @@ class Pauser:
 
     def __init__(self, host: Host, device: Device, pid: int, checkpoint: Checkpoint | None) -> None:
         self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
+        self._on_gpu: list[int] = []
         self._locked: list[int] = []
         self._stopped: list[int] = []
 
@@ -109,20 +53,36 @@ class Pauser:
         """Return how it is paused: ``lock`` or ``stop``."""
         return "stop" if self._checkpoint is None else "lock"
 
+    def look(self) -> None:
+        """Find out who would have to be locked; a pause that knows it already takes effect at once."""
+        if self._checkpoint is not None and not self.paused:
+            self._on_gpu = self._cuda_processes()
+
     def pause(self) -> None:
         """Let it stand still; a queue that does not drain in time is tried again at the next look."""
         if self.paused:
             return
+        known = self._on_gpu
+        if len(known) == 1:
+            self._lock(known[0])
         if self._checkpoint is None:
-            self._stop()
+            if not self._stopped:
+                self._stop()
             return
-        on_gpu = self._cuda_processes()
-        if len(on_gpu) > 1:
+        # Production is spared by now; whether that was all of the program is found out behind it.
+        self._on_gpu = self._cuda_processes()
+        if self._on_gpu and (len(known) != 1 or self._on_gpu != known):
+            self.resume()
+            if not self._locked:
+                self._pause_anew()
+
+    def _pause_anew(self) -> None:
+        if len(self._on_gpu) > 1:
             # Locked one after the other, they may wait for each other (NCCL).
             self._checkpoint = None
             self._stop()
-        elif on_gpu:
-            self._lock(on_gpu[0])
+        else:
+            self._lock(self._on_gpu[0])
 
     def resume(self) -> None:
         """Let it go on; what went wrong in that is tried again at the next call."""
@@ -190,6 +150,8 @@ class PausingWatch:
     _told: tuple[int, bool] | None = None
     _due: float = 0.0
     _released: bool = False
+    _alive: bool = True
+    _alive_due: float = 0.0
 
     @property
     def program_pid(self) -> int:
@@ -226,6 +188,7 @@ class PausingWatch:
             self._pace()
         if time.monotonic() >= self._due:
             self.inner.look()
+            self.pauser.look()
             self._due = time.monotonic() + self.inner.wait()
 
         self._say((self.pauses, self.pauser.paused))
@@ -236,11 +199,15 @@ class PausingWatch:
             self.tell(state)
 
     def _pace(self) -> None:
-        active = self.activity.active()
-        if not active and not self.production_alive():
+        at = time.monotonic()
+        if self._alive and at >= self._alive_due:
+            # Its PID may be somebody else's by now, who works.
+            self._alive, self._alive_due = self.production_alive(), at + _ALIVE_SECONDS
+        active = self._alive and self.activity.active()
+        if not active and self.pauser.paused and not self.production_alive():
             self.pauser.resume()
             return
-        if self.pacer.may_run(time.monotonic(), active=active):
+        if self.pacer.may_run(at, active=active):
             self.pauser.resume()
         elif not self.pauser.paused:
             self.pauser.pause()

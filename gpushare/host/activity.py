@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpuLost, GpushareError, NotFound
+from gpushare.host.nvml_lists import read_utilization
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader
@@ -140,6 +141,20 @@ class BandwidthRecorder(ActivityRecorder):
     """Reads the share of the memory's bandwidth that was used since the last reading (GPM, DRAM_BW_UTIL)."""
 
     _metric = "NVML_GPM_METRIC_DRAM_BW_UTIL"
+
+
+def busy_since(nvml: NvmlReader, index: int, since: float) -> set[int] | None:
+    """Return the PIDs of which the driver's samples since then (seconds of the epoch) tell that they used the SMs.
+
+    nvmlDeviceGetProcessUtilization: a sample tells of the time before it, and idle processes have none. None where the
+    driver does not tell (MIG, old GPUs), and of a lost GPU. Under MPS all work is booked on the server's PID.
+    """
+    try:
+        handle = nvml.handle(index)
+        rows = nvml.ask(lambda api: read_utilization(api, handle, int(since * 1e6)), str(index))
+    except GpushareError as error:
+        return set() if isinstance(error, NotFound) and not isinstance(error, GpuLost) else None
+    return None if rows is None else {pid for pid, _, percent in rows if percent > 0}
 
 
 def _percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from gpushare.actions import pause as module
-from gpushare.actions.pause import Activity, Pauser, PausingShare, PausingWatch, resume_all
+from gpushare.actions import production_activity as module
+from gpushare.actions.pause import Pauser, PausingShare, PausingWatch, resume_all
 from gpushare.actions.plain_share import PlainShare
+from gpushare.actions.production_activity import Activity
 from gpushare.errors import NotSupported, TimedOut
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
@@ -296,7 +297,7 @@ def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
     host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activity = Activity(host, device, start(_IDLE))
-    monkeypatch.setattr(module, "cpu_seconds", lambda _family: None)
+    monkeypatch.setattr(module, "cpu_time", lambda _family: None)
     for working in (True, False):
         monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda working=working: working)
         activity._nvml_due = 0.0

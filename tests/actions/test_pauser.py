@@ -188,6 +188,63 @@ def test_one_that_is_gone_before_the_lock_is_not_locked(told: Told) -> None:
     assert not pauser.paused
 
 
+def test_whom_to_lock_is_known_before_it_counts(told: Told) -> None:
+    """Asking NVML takes time in which production waits: the lock comes first, and who else is there after it."""
+    pauser = told.pauser()
+    pauser.look()
+    asked: list[str] = []
+    told.host.nvml.processes = lambda _index: asked.append(f"after {[what for what, _ in told.done]}") or told.on_gpu
+    pauser.pause()
+    assert told.since() == [("lock", PID)]
+    assert asked == ["after ['lock']"]
+
+
+def test_a_context_that_came_since_the_look_is_stopped_with_the_rest(told: Told) -> None:
+    pauser = told.pauser()
+    pauser.look()
+    told.on_gpu = [GpuProcess(pid=pid, compute=True) for pid in (PID, CHILD)]
+    pauser.pause()
+    assert told.since() == [("lock", PID), ("unlock", PID), ("SIGSTOP", PID), ("SIGSTOP", CHILD)]
+    assert pauser.by == "stop"
+
+
+def test_a_process_that_took_over_since_the_look_is_locked_instead(told: Told) -> None:
+    pauser = told.pauser()
+    pauser.look()
+    told.on_gpu = [GpuProcess(pid=CHILD, compute=True)]
+    pauser.pause()
+    assert told.since() == [("lock", PID), ("unlock", PID), ("lock", CHILD)]
+    assert pauser.paused
+
+
+def test_one_whose_unlock_fails_is_never_stopped(told: Told) -> None:
+    pauser = told.pauser()
+    pauser.look()
+    told.on_gpu = [GpuProcess(pid=pid, compute=True) for pid in (PID, CHILD)]
+    told.fails = {("unlock", PID): TimedOut("long", "wait")}
+    pauser.pause()
+    assert told.since() == [("lock", PID), ("unlock", PID)]
+    assert pauser.paused
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_lock_is_tried_once_a_look(told: Told, known: bool) -> None:
+    told.fails = {("lock", PID): TimedOut("long", "wait")}
+    pauser = told.pauser()
+    if known:
+        pauser.look()
+    pauser.pause()
+    assert told.since() == [("lock", PID), ("unlock", PID)]
+
+
+def test_who_is_on_the_gpu_is_not_asked_while_it_stands_still_nor_where_nobody_is_locked(told: Told) -> None:
+    pauser = told.pauser()
+    pauser.pause()
+    told.host.nvml.processes = None
+    pauser.look()
+    told.pauser(lock=False).look()
+
+
 # -- what a gpushare that died left ----------------------------------------------------------------
 
 
@@ -303,6 +360,14 @@ def test_when_production_has_ended_nobody_waits_any_longer(watched: Watched) -> 
     assert not watched.look()
 
 
+def test_who_has_got_the_pid_of_production_since_is_not_production(watched: Watched) -> None:
+    assert watched.look(active=True)
+    watched.alive = False
+    assert watched.look(active=True, after=0.9)
+    assert not watched.look(active=True, after=1.1)
+    assert not watched.look(active=True, after=0.02)
+
+
 def test_a_program_that_is_to_end_is_never_paused_again(watched: Watched, told: Told) -> None:
     assert watched.look(active=True)
     watched.watch.release()
@@ -311,14 +376,15 @@ def test_a_program_that_is_to_end_is_never_paused_again(watched: Watched, told: 
 
 
 def test_the_watch_below_looks_in_its_own_time(watched: Watched) -> None:
+    watched.watch.pauser.look = lambda: watched.inner.looks.append("who")  # type: ignore[method-assign]
     for _ in range(5):
         watched.look(after=0.2)
-    assert watched.inner.looks == ["look"]
+    assert watched.inner.looks == ["look", "who"]
     watched.look(after=0.2)
-    assert watched.inner.looks == ["look", "look"]
+    assert watched.inner.looks == ["look", "who"] * 2
     assert watched.watch.wait() == TICK_SECONDS
     watched.watch.settle()
-    assert watched.inner.looks == ["look", "look", "settle"]
+    assert watched.inner.looks == [*["look", "who"] * 2, "settle"]
     assert watched.said[-1] is None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gpushare.host import activity
-from gpushare.host.activity import Activity, ActivityMeter
+from gpushare.host.activity import Activity, ActivityMeter, busy_since
 from gpushare.host.connect import connect
 from gpushare.host.nvml import NvmlReader
 from gpushare.sim import admin
@@ -104,3 +105,25 @@ def test_a_failed_second_sample_frees_the_first() -> None:
     altered = Altered("sim:h200", nvmlGpmSampleAlloc=once, nvmlGpmSampleFree=free)
     assert ActivityMeter(NvmlReader(altered), 0).read() is None
     assert (len(calls), len(freed)) == (2, 1)
+
+
+# -- who was busy ----------------------------------------------------------------------------------
+
+
+def test_who_has_used_the_gpu_since_then() -> None:
+    host = connect("sim:t4")
+    assert busy_since(host.nvml, 0, time.time() - 1) == set()
+    pid = admin.add_process("sim:t4", sm_percent=40)
+    admin.add_process("sim:t4", sm_percent=0)
+    assert busy_since(host.nvml, 0, time.time() - 1) == {pid}
+    # Nothing has happened since a time to come.
+    assert busy_since(host.nvml, 0, time.time() + 60) == set()
+
+
+@pytest.mark.parametrize("fault", [("not-supported", "nvmlDeviceGetProcessUtilization"), ("lost", None)])
+def test_where_nobody_tells_who_was_busy_it_is_unknown(fault: tuple[str, str | None]) -> None:
+    admin.add_process("sim:t4", sm_percent=40)
+    host = connect("sim:t4")
+    host.nvml.sweep()
+    admin.set_fault("sim:t4", fault[0], value=fault[1])
+    assert busy_since(host.nvml, 0, time.time() - 1) is None

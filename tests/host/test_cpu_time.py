@@ -1,0 +1,86 @@
+"""How much CPU time processes have used, of real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpushare.host import cpu_time as module
+from gpushare.host.cpu_time import cpu_time
+
+_LOOKS = 3000
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """Return a process that computes all the time."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+def used_at_least(pid: int, seconds: float) -> bool:
+    """Return whether a process comes to use so much more CPU time."""
+    first = cpu_time([pid])
+    assert first is not None
+    for _ in range(_LOOKS):
+        now = cpu_time([pid])
+        assert now is not None
+        assert now.seconds >= first.seconds
+        if now.seconds - first.seconds >= seconds:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def no_clock(_clock: int) -> float:
+    """Answer as a kernel does that has no clock of other processes."""
+    raise OSError(22, "Invalid argument")
+
+
+def test_another_process_is_read_exactly(busy: int) -> None:
+    assert used_at_least(busy, 0.05)
+    found = cpu_time([busy])
+    assert found is not None
+    assert found.exact
+
+
+def test_all_threads_count() -> None:
+    before = cpu_time([os.getpid()])
+    thread = threading.Thread(target=lambda: sum(range(2_000_000)))
+    thread.start()
+    thread.join()
+    after = cpu_time([os.getpid()])
+    assert before is not None
+    assert after is not None
+    assert after.seconds - before.seconds > 0.005
+
+
+def test_without_clocks_of_other_processes_ticks_tell_it(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "clock_gettime", no_clock)
+    assert used_at_least(busy, 0.05)
+    found = cpu_time([busy])
+    assert found is not None
+    assert not found.exact
+    ticks = found.seconds * os.sysconf("SC_CLK_TCK")
+    assert ticks == pytest.approx(round(ticks))
+
+
+def test_several_are_added_and_the_gone_count_for_nothing(busy: int) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    assert cpu_time([gone.pid]) is None
+    assert cpu_time([]) is None
+    both = cpu_time([busy, os.getpid(), gone.pid])
+    own = cpu_time([os.getpid()])
+    assert both is not None
+    assert own is not None
+    assert both.exact
+    assert both.seconds > 0
