@@ -54,14 +54,14 @@ def tune(
     production_caps: Annotated[
         str | None,
         typer.Option(
-            "--production-caps", metavar="LIST", help="Caps on production to try too, each beside the rest: 60,50."
+            "--production-caps",
+            metavar="LIST",
+            help="Caps on production to choose from too, each beside the rest: 70,60,50.",
         ),
     ] = None,
     caps: Annotated[
         str | None,
-        typer.Option(
-            "--caps", metavar="LIST", help="Caps to choose from. [default: 100,90,80,70,60,50,40,30,25,20,10]"
-        ),
+        typer.Option("--caps", metavar="LIST", help="Caps to choose from. [default: 100,95,90 and so on to 10]"),
     ] = None,
     window: Annotated[
         str, typer.Option("--window", metavar="TIME", help="Length of one window of measuring.")
@@ -219,10 +219,10 @@ def _reporter() -> Iterator[TuneReporter]:
 
         def measured(self, report: TrialReport) -> None:
             if not settings.quiet:
-                tail = "" if report.trial.p99 is None else f", p99 {factor(report.trial.p99)}"
-                put(
-                    sys.stderr,
-                    f"gpushare:   production {share(report.trial.kept)} of alone{tail}, {report.rounds} windows\n",
-                )
+                said = f"production {share(report.trial.kept)} of alone"
+                said += "" if report.trial.p99 is None else f", p99 {factor(report.trial.p99)}"
+                other = report.opportunistic_share
+                said += "" if other is None else f"; the other {share(other)}"
+                put(sys.stderr, f"gpushare:   {said} ({report.rounds} windows)\n")
 
     yield Lines()

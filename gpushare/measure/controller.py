@@ -7,14 +7,15 @@ knee is steep and depends on the pair, low priority alone hardly helps, and no n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-GRID: Final = (100.0, 90.0, 80.0, 70.0, 60.0, 50.0, 40.0, 30.0, 25.0, 20.0, 10.0)
+GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
 # Runs of one setting that are believed, and the most that are made of it.
 CONFIRMED: Final = 2
 MOST_TRIALS: Final = 3
+_STEP: Final = 10.0
 # So near to the goal one run may be wrong.
 _NARROW: Final = 0.015
 # A gain below this does not stand out of the spread.
@@ -53,17 +54,24 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate."""
+    """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
+
+    ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured.
+    """
 
     setting: Setting
     kept: float
+    error: float = 0.0
     p99: float | None = None
     opportunistic: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails."""
+    """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails.
+
+    ``safe_margin`` is the same when ``kept`` is one standard error less than it was measured.
+    """
 
     setting: Setting
     trials: int
@@ -71,22 +79,28 @@ class Judged:
     p99: float | None
     opportunistic: float | None
     margin: float
+    safe_margin: float
 
     @property
     def meets(self) -> bool:
         """Return whether the goal is met."""
         return self.margin >= 1
 
+    @property
+    def safe(self) -> bool:
+        """Return whether the goal is met, and not only because the windows happened to fall so."""
+        return self.meets and self.safe_margin >= 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How to search. ``production_caps`` are caps on production that are tried too, each beside the rest of the SMs."""
+    """How to search. ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs."""
 
     goal: Goal
     grid: Sequence[float] = GRID
     start: Setting = START
     confirmed: int = CONFIRMED
-    most: int = 16
+    most: int = 20
     production_caps: Sequence[float] = ()
 
 
@@ -108,7 +122,7 @@ def next_setting(search: Search, trials: Sequence[Trial]) -> Setting | None:
     if not trials:
         return search.start
     judged = judge(search.goal, trials)
-    wanted = _on_the_grid(search, judged) or _other_ways(search, judged)
+    wanted = _on_the_grid(search, judged) or _other_priority(search, judged) or _beside_a_cap(search, judged)
     if wanted is not None:
         return wanted
     best = best_of(judged)
@@ -139,9 +153,10 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
         runs = [trial for trial in trials if trial.setting == setting]
         kept = _mean([run.kept for run in runs])
         p99 = _mean_known([run.p99 for run in runs])
-        margin = kept / goal.keep
+        error = math.sqrt(math.fsum(run.error**2 for run in runs)) / len(runs)
+        tail = math.inf
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
-            margin = min(margin, goal.p99_factor / p99)
+            tail = goal.p99_factor / p99
         found.append(
             Judged(
                 setting=setting,
@@ -149,7 +164,8 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
                 kept=kept,
                 p99=p99,
                 opportunistic=_mean_known([run.opportunistic for run in runs]),
-                margin=margin,
+                margin=min(kept / goal.keep, tail),
+                safe_margin=min((kept - error) / goal.keep, tail),
             )
         )
     return found
@@ -159,9 +175,9 @@ def best_of(judged: Sequence[Judged]) -> Judged | None:
     """Return the setting that meets the goal and lets the opportunistic job do most; None when none meets it.
 
     Its own rate decides where it is known and stands out, else the cap; of equals the one with low priority, which
-    spares production more.
+    spares production more. One that meets it only by the luck of its windows is taken where there is no other.
     """
-    meeting = [one for one in judged if one.meets]
+    meeting = [one for one in judged if one.safe] or [one for one in judged if one.meets]
     if not meeting:
         return None
     best = max(meeting, key=lambda one: (one.setting.production_threads is None, one.setting.threads, one.setting.low))
@@ -191,50 +207,81 @@ def memory_warning(dram_alone: float | None, dram_production: float | None) -> s
 
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
     """Return the next cap beside an uncapped production job, with the start's priority; None: the knee is found."""
-    known = {one.setting.threads: one for one in judged if one.setting == _at(search, one.setting.threads)}
-    grid = sorted(set(search.grid) | {search.start.threads})
+    return _on_a_line(search, _grid(search, low=search.start.low), judged, confirm=True)
+
+
+def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next cap with the other priority: the best so far, and lower ones while they may give more.
+
+    Under the same cap the one with normal priority takes more, and so costs more: a lower cap with normal priority may
+    be the better bargain (jobs that compete for the memory's bandwidth).
+    """
+    best = best_of(
+        [one for one in judged if one.setting == _grid(search, low=search.start.low).get(one.setting.threads)]
+    )
+    if best is None:
+        return None
+    line = _grid(search, low=not search.start.low)
+    known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
+    if best.setting.threads not in known:
+        return line[best.setting.threads]
+    wanted = _on_a_line(search, line, judged, confirm=False)
+    # A lower cap gives less than the ones above it gave.
+    most = None if wanted is None else min((one for one in known if one >= wanted.threads), default=None)
+    rate, beaten = None if most is None else known[most].opportunistic, best_of(judged)
+    if rate is None or beaten is None or beaten.opportunistic is None or rate <= _FASTER * beaten.opportunistic:
+        return None
+    return wanted
+
+
+def _grid(search: Search, *, low: bool) -> dict[float, Setting]:
+    return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads})}
+
+
+def _beside_a_cap(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next setting in which production is capped too and the other has the rest; None: the knee is found."""
+    line = {
+        100.0 - cap: Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
+        for cap in sorted(search.production_caps, reverse=True)
+        if 0 < cap < 100
+    }
+    if not line:
+        return None
+    # It is confirmed where it turns out to be the best of all: production starts anew for each.
+    if all(one.setting not in line.values() for one in judged):
+        return list(line.values())[(len(line) - 1) // 2]
+    return _on_a_line(search, line, judged, confirm=False)
+
+
+def _on_a_line(
+    search: Search, line: Mapping[float, Setting], judged: Sequence[Judged], *, confirm: bool
+) -> Setting | None:
+    """Return the next of settings in a line, from the smallest share to the largest, of which one is known."""
+    known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
     meeting = [threads for threads in known if known[threads].meets]
     if meeting:
         low = max(meeting)
-        failing = [threads for threads in known if threads > low]
-        high = min(failing, default=math.inf)
-        open_ = [threads for threads in grid if low < threads < high]
+        high = min((threads for threads in known if threads > low), default=math.inf)
+        open_ = [threads for threads in line if low < threads < high]
         if open_:
-            return _at(search, open_[(len(open_) - 1) // 2])
-        if known[low].trials < min(search.confirmed, MOST_TRIALS):
-            return _at(search, low)
+            return line[open_[(len(open_) - 1) // 2]]
+        if confirm and known[low].trials < min(search.confirmed, MOST_TRIALS):
+            return line[low]
         # The one above failed so narrowly that it gets another chance.
         above = known.get(high)
         return above.setting if above is not None and _narrow(above, search) else None
-    open_ = [threads for threads in grid if threads < min(known)]
+    open_ = [threads for threads in line if threads < min(known)]
     if not open_:
         best = max(known.values(), key=lambda one: one.margin)
         return best.setting if _narrow(best, search) else None
-    # The first step down is a small one; after that the rest is halved.
-    return _at(search, open_[-1] if len(known) == 1 else open_[(len(open_) - 1) // 2])
+    if len(known) == 1:
+        # The first step down is a small one; after that the rest is halved.
+        return line[max((threads for threads in open_ if threads <= min(known) - _STEP), default=open_[0])]
+    return line[open_[(len(open_) - 1) // 2]]
 
 
 def _narrow(one: Judged, search: Search) -> bool:
     return not one.meets and one.margin >= 1 - _NARROW and one.trials < min(search.confirmed, MOST_TRIALS)
-
-
-def _at(search: Search, threads: float) -> Setting:
-    return Setting(threads=threads, low=search.start.low)
-
-
-def _other_ways(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next that is not only another cap: the same with the other priority, a cap on production."""
-    known = {one.setting: one for one in judged}
-    best = best_of([one for one in judged if one.setting == _at(search, one.setting.threads)])
-    if best is not None:
-        other = Setting(threads=best.setting.threads, low=not best.setting.low)
-        if other not in known:
-            return other
-    for cap in search.production_caps:
-        beside = Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
-        if 0 < cap < 100 and beside not in known:
-            return beside
-    return None
 
 
 def _low_helps(judged: Sequence[Judged]) -> bool | None:

@@ -48,11 +48,12 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """One mean over another, and its 95 % interval (None when one of them was measured only once)."""
+    """One mean over another, its 95 % interval and standard error (None when one of them was measured only once)."""
 
     value: float
     low: float | None
     high: float | None
+    error: float | None = None
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
@@ -95,12 +96,31 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
     parts = [(deviation(values) / mean) ** 2 / len(values) for values, mean in zip((above, below), means, strict=True)]
     total = math.fsum(parts)
     if total == 0:
-        return Ratio(value=value, low=value, high=value)
+        return Ratio(value=value, low=value, high=value, error=0.0)
     freedom = total**2 / math.fsum(
         part**2 / (len(values) - 1) for part, values in zip(parts, (above, below), strict=True)
     )
     factor = math.exp(t_quantile(max(1, math.floor(freedom))) * math.sqrt(total))
-    return Ratio(value=value, low=value / factor, high=value * factor)
+    return Ratio(value=value, low=value / factor, high=value * factor, error=value * math.sqrt(total))
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
+    """Return the ratio of two means of which each pair was measured at about the same time; None when there is none.
+
+    What drifts slowly is the same in both of a pair and cancels out: the interval comes from how far each pair is from
+    the common ratio (the ratio estimator of survey sampling, Student's t).
+    """
+    count = len(above)
+    if not count or count != len(below) or min(below) <= 0:
+        return None
+    mean = math.fsum(below) / count
+    value = math.fsum(above) / count / mean
+    if count < 2:
+        return Ratio(value=value, low=None, high=None)
+    apart = math.fsum((one - value * other) ** 2 for one, other in zip(above, below, strict=True))
+    error = math.sqrt(apart / (count - 1) / count) / mean
+    half = t_quantile(count - 1) * error
+    return Ratio(value=value, low=max(0.0, value - half), high=value + half, error=error)
 
 
 def deviation(values: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ from gpushare.measure.controller import (
 )
 from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, p99, p99_interval
-from gpushare.measure.statistics import Ratio, ratio
+from gpushare.measure.statistics import Ratio, paired_ratio
 from gpushare.model import Priority
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class TrialReport:
     together_rate: float
     alone_p99: float | None
     together_p99: float | None
+    # Of its rate alone; None: that is not known.
+    opportunistic_share: float | None = None
     # Between what the factor of the p99 lies, 95 times in 100 for each of the two; None: too few latencies.
     p99_interval: tuple[float, float] | None = None
 
@@ -135,18 +137,18 @@ class Tuning:
         self._options, self._reporter, self._several = options, reporter, several
         self._pair = Pair(host, device, options, several)
         self._alone: list[Window] = []
+        self._other_alone: float | None = None
 
     def run(self) -> TuneResult:
         """Search, and return what was found; errors as `tune`."""
         started = time.monotonic()
-        options = self._options
         self._reporter.doing("measuring the opportunistic job alone")
-        other_alone, other_dram, other_memory = self._pair.opportunistic_alone()
+        self._other_alone, other_dram, other_memory = self._pair.opportunistic_alone()
         self.begin()
         reports: list[TrialReport] = []
         stopped: KeyboardInterrupt | GpushareError | None = None
         try:
-            while (setting := next_setting(options.search, [one.trial for one in reports])) is not None:
+            while (setting := next_setting(self._options.search, [one.trial for one in reports])) is not None:
                 self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
                 reports.append(self.trial(setting))
         except (KeyboardInterrupt, GpushareError) as error:
@@ -156,11 +158,11 @@ class Tuning:
         rates = _rates(self._alone)
         dram = _mean(self._pair.dram) if self._pair.dram else None
         return TuneResult(
-            outcome=outcome(options.search, [one.trial for one in reports]),
+            outcome=outcome(self._options.search, [one.trial for one in reports]),
             trials=tuple(reports),
             production_alone=_mean(rates) if rates else None,
             production_p99=p99(self._alone),
-            opportunistic_alone=other_alone,
+            opportunistic_alone=self._other_alone,
             production_memory_bytes=self._pair.memory,
             opportunistic_memory_bytes=other_memory,
             warning=memory_warning(other_dram, dram),
@@ -225,27 +227,31 @@ class Tuning:
         other: Sequence[float],
         factor: float,
     ) -> TrialReport | None:
-        rates, base = _rates(together), _rates(alone)
-        # A production job that stands still beside the other has a rate of nearly nothing, not none.
-        if base and len(rates) < len(together):
-            rates += [min(base) * 1e-3] * (len(together) - len(rates))
-        kept = ratio(rates, base)
+        pairs = _pairs(alone, together)
+        kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        kept = Ratio(value=kept.value * factor, low=_times(kept.low, factor), high=_times(kept.high, factor))
+        kept = Ratio(
+            value=kept.value * factor,
+            low=_times(kept.low, factor),
+            high=_times(kept.high, factor),
+            error=_times(kept.error, factor),
+        )
         # Of all windows alone of this process: a p99 needs many requests.
         quiet = [*self._alone, *alone] if setting.production_threads is None else alone
         before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
-        trial = Trial(setting=setting, kept=kept.value, p99=slower, opportunistic=_mean(other) if other else None)
+        speed = _mean(other) if other else None
+        trial = Trial(setting=setting, kept=kept.value, error=kept.error or 0.0, p99=slower, opportunistic=speed)
         return TrialReport(
             trial=trial,
             kept=kept,
             rounds=len(together),
-            alone_rate=_mean(base),
-            together_rate=_mean(rates),
+            alone_rate=_mean(_rates(alone)),
+            together_rate=_mean([rate for rate, _ in pairs]),
             alone_p99=before,
             together_p99=now,
+            opportunistic_share=None if speed is None or not self._other_alone else speed / self._other_alone,
             p99_interval=_p99_ratio(quiet, together),
         )
 
@@ -290,6 +296,20 @@ class Tuning:
 def _p99_ratio(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float] | None:
     before, now = p99_interval(alone), p99_interval(together)
     return None if before is None or now is None else (now[0] / before[1], now[1] / before[0])
+
+
+def _pairs(alone: Sequence[Window], together: Sequence[Window]) -> list[tuple[float, float]]:
+    """Return the rate in each window together, and the mean of those alone right before and after it.
+
+    Between the first one alone and the first together the other job has started: that one counts where there is no other.
+    """
+    found = []
+    for number, window in enumerate(together):
+        near = alone[max(1, number) : number + 2]
+        if beside := _rates(near) or _rates(alone[:1]):
+            # A production job that stands still beside the other has a rate of nothing, not none.
+            found.append((window.rate or 0.0, _mean(beside)))
+    return found
 
 
 def _times(value: float | None, factor: float) -> float | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpushare.measure.statistics import Summary, differ, percentile, ratio, summarize, t_quantile
+from gpushare.measure.statistics import Summary, differ, paired_ratio, percentile, ratio, summarize, t_quantile
 
 VALUES = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=40)
 SEVERAL = st.lists(st.floats(0.001, 1e6), min_size=2, max_size=20)
@@ -134,6 +135,8 @@ def test_a_known_ratio_and_its_interval() -> None:
     assert found.high is not None
     assert found.value == pytest.approx(2.0)
     assert (found.high / 2.0, 2.0 / found.low) == (pytest.approx(1.2883, abs=1e-4), pytest.approx(1.2883, abs=1e-4))
+    # Twice the root of that sum.
+    assert found.error == pytest.approx(2.0 * math.sqrt(1 / 300 + 1 / 7500))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,43 @@ def test_the_degrees_of_freedom_of_a_ratio_are_welchs(above: list[float], below:
     assert found.high is not None
     parts = [statistics.variance(one) / statistics.mean(one) ** 2 / len(one) for one in (above, below)]
     assert math.log(found.high / found.value) == pytest.approx(t_quantile(freedom) * math.sqrt(sum(parts)))
+
+
+def test_a_ratio_of_pairs_and_its_interval() -> None:
+    """By hand: 30 over 15 is 2; the pairs are 1, -1 and 0 from it: the root of (2 / 2 / 3) is 0.5774, over a mean of 5."""
+    found = paired_ratio([9.0, 9.0, 12.0], [4.0, 5.0, 6.0])
+    assert found is not None
+    assert found.value == pytest.approx(2.0)
+    assert found.error == pytest.approx(math.sqrt(1 / 3) / 5)
+    assert found.high == pytest.approx(2.0 + 4.303 * math.sqrt(1 / 3) / 5)
+    assert found.low == pytest.approx(2.0 - 4.303 * math.sqrt(1 / 3) / 5)
+
+
+@given(st.lists(st.floats(1.0, 100.0), min_size=2, max_size=12), st.floats(0.1, 3.0), st.integers(0, 1000))
+def test_what_drifts_alike_in_both_of_each_pair_is_no_spread(drift: list[float], factor: float, seed: int) -> None:
+    paired = paired_ratio([factor * one for one in drift], drift)
+    assert paired is not None
+    assert paired.value == pytest.approx(factor)
+    assert paired.error == pytest.approx(0.0, abs=1e-9)
+    apart = ratio([factor * one for one in random.Random(seed).sample(drift, len(drift))], drift)  # noqa: S311
+    assert apart is not None
+    assert apart.value == pytest.approx(factor)
+
+
+def test_pairs_of_which_there_are_none_or_that_are_no_pairs_have_no_ratio() -> None:
+    assert paired_ratio([], []) is None
+    assert paired_ratio([1.0], [1.0, 2.0]) is None
+    assert paired_ratio([1.0, 1.0], [1.0, 0.0]) is None
+    one = paired_ratio([1.0], [2.0])
+    assert one is not None
+    assert (one.value, one.low, one.high, one.error) == (0.5, None, None, None)
+    # It stood still: that is a rate, too.
+    still = paired_ratio([0.0, 0.0], [2.0, 2.0])
+    assert still is not None
+    assert (still.value, still.low, still.high) == (0.0, 0.0, 0.0)
+    wide = paired_ratio([0.0, 1.0], [1.0, 1.0])
+    assert wide is not None
+    assert wide.low == 0.0
 
 
 def test_two_measurements_have_a_spread_and_an_interval() -> None:

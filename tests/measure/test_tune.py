@@ -14,7 +14,8 @@ from gpushare.host.host import Host
 from gpushare.measure.controller import Goal, Search, Setting
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
-from gpushare.measure.tune import TrialReport, TuneReporter, compare, tune
+from gpushare.measure.progress import Window
+from gpushare.measure.tune import TrialReport, TuneReporter, _pairs, compare, tune
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from tests.measure.told_jobs import tell
@@ -79,6 +80,46 @@ def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(host: Hos
     assert result.production_memory_bytes is not None
     # Nothing is left: no daemon, no client.
     assert not host.processes.named("nvidia-cuda-mps-control")
+
+
+@pytest.mark.usefixtures("told")
+def test_a_trial_tells_the_share_of_both(host: Host) -> None:
+    heard: list[TrialReport] = []
+
+    class Hearing(TuneReporter):
+        def measured(self, report: TrialReport) -> None:
+            heard.append(report)
+
+    tune(host, device_of(host), options(job(30), job(95), grid=(60.0,)), Hearing())
+    assert [one.opportunistic_share for one in heard] == [pytest.approx(60 / 95, rel=0.005)] * len(heard)
+    assert all(one.kept.error is not None for one in heard)
+    beside = PlainShare(host, device_of(host))
+    (report,) = compare(host, beside, options(job(30), job(95)), [Setting(threads=100.0, low=False)], TuneReporter())
+    # Nobody has measured it alone.
+    assert report.opportunistic_share is None
+
+
+def windows(*rates: float | None) -> list[Window]:
+    """Return windows with these rates."""
+    return [Window(rate=rate) for rate in rates]
+
+
+def test_each_window_together_is_compared_with_those_alone_beside_it() -> None:
+    alone, together = windows(80.0, 100.0, 120.0, 100.0), windows(99.0, 110.0, 55.0)
+    # The first one alone lies before the start of the other job.
+    assert _pairs(alone, together) == [(99.0, 100.0), (110.0, 110.0), (55.0, 110.0)]
+
+
+def test_windows_in_which_nothing_was_printed() -> None:
+    # Together it stood still; alone nothing is known of that time.
+    assert _pairs(windows(100.0, 100.0, 100.0), windows(None, 50.0)) == [(0.0, 100.0), (50.0, 100.0)]
+    assert _pairs(windows(100.0, None, 120.0), windows(90.0, 60.0)) == [(90.0, 100.0), (60.0, 120.0)]
+    assert _pairs(windows(100.0, None, None, None), windows(90.0, 60.0, 60.0)) == [
+        (90.0, 100.0),
+        (60.0, 100.0),
+        (60.0, 100.0),
+    ]
+    assert _pairs(windows(None, None), windows(90.0)) == []
 
 
 def test_real_processes_are_measured_and_ended(host: Host) -> None:
