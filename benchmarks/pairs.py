@@ -16,7 +16,6 @@ class Pair:
     p99: float | None
     goal_rate: float
     goal_share: float
-    caps: str | None = None
     compared: bool = False
 
     @property
@@ -28,9 +27,12 @@ class Pair:
 PAIRS: Final = (
     Pair("infer", "big", 99.5, 1.10, 0.995, 0.75, compared=True),
     Pair("mid", "big", 97, None, 0.97, 0.68, compared=True),
-    Pair("membw", "big", 90, None, 0.90, 0.25, caps="50,60,40"),
+    Pair("membw", "big", 90, None, 0.90, 0.25),
     Pair("infer", "membw", 99.5, 1.35, 0.995, 0.85),
     Pair("mid", "tiny", 88, None, 0.88, 0.95),
 )
-# Job, copies, and so many times the throughput of time-slicing.
-FARMS: Final = (("tiny", 8, 4.5), ("mid", 16, 2.7))
+# Job, copies, so many times the throughput of time-slicing, and the ways to choose from.
+FARMS: Final = (
+    ("tiny", 8, 4.5, "timeslice,mps,mps:100/n,mps:200/n"),
+    ("mid", 16, 2.7, "timeslice,mps,mps:100/n,mps:200/n,mps:300/n"),
+)

@@ -17,13 +17,11 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for part in ("pairs", "ways"):
         for name, one in results.get(part, {}).items():
-            low, high = one["kept_interval"]
-            spread = "" if low is None else f" ({low:.2f}-{high:.2f})"
             tail = "-" if one["p99"] is None else f"{one['p99']:.2f}x"
             goal = one.get("goal")
             words = "" if goal is None else _goal(goal)
             lines.append(
-                f"| {name} | {one['setting']} | {one['kept']:.3f}{spread} | {tail} | {_two(one['opportunistic'])} | {words} | {_met(one)} |"
+                f"| {name} | {one['setting']} | {_kept(one)} | {tail} | {_two(one['opportunistic'])} | {words} | {_met(one)} |"
             )
     for name, one in results.get("farm", {}).items():
         gain = "-" if one["gain"] is None else f"{one['gain']:.2f}x time-slicing, {one['of_best']:.2f} of the best"
@@ -32,9 +30,14 @@ def table(results: Mapping[str, Any]) -> str:
     one = results.get("pause")
     if one:
         lines.append(
-            f"| mid 2 s in 10 + big | pause | {one['kept']:.3f} | - | {_two(one['opportunistic'])} | {_goal(one['goal'])} | {_met(one)} |"
+            f"| {one['pair']} | pause | {_kept(one)} | - | {_two(one['opportunistic'])} | {_goal(one['goal'])} | {_met(one)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _kept(one: Mapping[str, Any]) -> str:
+    low, high = one["kept_interval"]
+    return f"{one['kept']:.3f}" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
 
 
 def _goal(goal: Mapping[str, Any]) -> str:

@@ -1,0 +1,86 @@
+"""What all parts of `benchmarks.sharing` need: where it runs, its jobs, and what one of them does alone."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.pairs import FARMS, PAIRS, Pair
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.plain_share import PlainShare
+from gpushare.actions.several import Several
+from gpushare.host.host import Host
+from gpushare.measure.metric import Metric
+from gpushare.measure.progress import Progress
+from gpushare.selection import Device
+
+RATE: Final = r"rate=([0-9.]+)"
+REPEATS: Final = 5
+# Jobs of a simulated GPU: what each needs of it, in percent.
+PRETENDED: Final = {"mid": 18, "infer": 25, "big": 96, "membw": 70, "tiny": 5}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how it runs."""
+
+    host: Host
+    device: Device
+    pretend: bool
+    window: float
+    pairs: tuple[Pair, ...] = PAIRS
+    farms: tuple[tuple[str, int, float, str], ...] = FARMS
+
+    def job(self, name: str, *words: str) -> list[str]:
+        """Return the command of a job."""
+        if not self.pretend:
+            return [sys.executable, "-m", "benchmarks.jobs", name, *words]
+        latency = ["--latency", "0.4"] if name == "infer" else []
+        return [sys.executable, "-m", "gpushare.sim.job", "--need", str(PRETENDED[name]), "--every", "0.02", *latency]
+
+    def metric(self, name: str) -> str | None:
+        """Return what a job's rate is read from; None: its lines per second."""
+        return None if name == "infer" and not self.pretend else RATE
+
+    def gpushare(self, *words: str) -> dict[str, Any]:
+        """Run a command of gpushare and return its data; its stderr is shown."""
+        argv = [sys.executable, "-m", "gpushare", "--host", self.host.spec, "-o", "json", *words]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, check=False)
+        document = json.loads(done.stdout or "{}")
+        if document.get("data") is None:
+            errors = "; ".join(error["message"] for error in document.get("errors", ()))
+            raise SystemExit(f"{' '.join(argv)}: {errors or f'exit code {done.returncode}'}")
+        return dict(document["data"])
+
+
+def alone_rate(bench: Bench, name: str) -> float:
+    """Return a job's mean rate alone, over five windows."""
+    seen = Progress(Metric(pattern=bench.metric(name)))
+    with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
+        several.start(name, bench.job(name), MpsLimits(), listen=seen.listen)
+        several.wait(180.0, lambda: seen.count(0.0, float("inf")) > 0)
+        several.wait(1.0)
+        rates = []
+        for _ in range(REPEATS):
+            several.look()
+            started = time.monotonic()
+            several.wait(bench.window)
+            rate = seen.window(started, time.monotonic()).rate
+            rates += [] if rate is None else [rate]
+    if not rates:
+        raise SystemExit(f"{name} printed no rate alone")
+    return sum(rates) / len(rates)
+
+
+Keep = Callable[[], None]
+
+
+def now() -> str:
+    """Return the time, as the results keep it."""
+    return f"{dt.datetime.now().astimezone():%Y-%m-%d %H:%M}"
