@@ -90,7 +90,8 @@ def bench_notes(data: Mapping[str, Any]) -> list[str]:
         f"{cell['way']}, {cell['copies']} copies: {failure}" for cell in data["cells"] for failure in cell["failures"]
     ]
     if data["others"]:
-        pids = ", ".join(map(str, data["others"][:6]))
+        names = data.get("other_names", {})
+        pids = ", ".join(f"{pid} {names.get(str(pid), '')}".rstrip() for pid in data["others"][:6])
         notes.append(f"other processes were on the GPU while it was measured ({pids}): the figures may be theirs too")
     if data["repeat"] == 1:
         notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")

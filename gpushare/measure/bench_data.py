@@ -65,6 +65,7 @@ def bench_data(header: Header, measurement: Measurement) -> dict[str, Any]:
         "best": _pick(overall(measurement, found)),
         "left_out": [{"way": one.way, "copies": one.copies, "reason": one.reason} for one in measurement.left_out],
         "others": sorted({pid for run in measurement.runs for pid in run.usage.others}),
+        "other_names": {str(pid): name for run in measurement.runs for pid, name in run.usage.other_names.items()},
         "notes": list(header.notes),
         "runs": [_run(one) for one in measurement.runs],
     }

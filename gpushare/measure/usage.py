@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError
@@ -29,6 +29,7 @@ class Usage:
     energy_joules: float | None
     memory_peak_bytes: int | None
     others: tuple[int, ...]
+    other_names: Mapping[int, str] = field(default_factory=dict)
     # Processes of the run that were not where they should be: outside MPS.
     outside: tuple[int, ...] = ()
 
@@ -60,7 +61,7 @@ class UsageMeter:
         self._outside: set[int] = set()
         self._suspects: set[int] = set()
         self._mine: set[int] = set()
-        self._others: set[int] = set()
+        self._others: dict[int, str] = {}
         self._peak: int | None = None
         self._pids_are_ours = host.processes.namespace_is_host() is not False
         self._before = None if self._pids_are_ours else self._used()
@@ -111,6 +112,7 @@ class UsageMeter:
             energy_joules=energy,
             memory_peak_bytes=self._peak,
             others=tuple(sorted(self._others)),
+            other_names=dict(self._others),
             outside=tuple(sorted(self._outside)),
         )
 
@@ -130,7 +132,7 @@ class UsageMeter:
 
     def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Tell who is of the run; who descends from whom is asked for only when a new PID is seen."""
-        new = {process.pid for process in processes if self._in_device(process)} - self._mine - self._others
+        new = {process.pid for process in processes if self._in_device(process)} - self._mine - set(self._others)
         if not new:
             return
         for program in programs:
@@ -139,7 +141,7 @@ class UsageMeter:
             info = self._host.processes.describe(pid)
             # It may have ended since; and the MPS server only serves.
             if info is not None and info.name is not None and not MPS_SERVER.startswith(info.name[:15]):
-                self._others.add(pid)
+                self._others[pid] = info.name
 
     def _in_device(self, process: GpuProcess) -> bool:
         mig = self._device.mig

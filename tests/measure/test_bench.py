@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.cli.bench_run import bench_notes
 from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
 from gpushare.measure.bench_compare import check_comparable, compared
@@ -203,14 +204,17 @@ def test_single_runs_are_not_called_certain() -> None:
 def test_a_cell_that_failed_is_not_chosen_and_its_copies_are_kept() -> None:
     found = measured("timeslice,mps", (2,), {("alone", 1): [100.0, 99.0], ("timeslice", 2): [50.0, 51.0]})
     failed = CopiesResult(copies=(copy(0, 98.0), copy(1, None, failure="exit code 3")), seconds=1.0)
-    usage = Usage(seconds=1.0, energy_joules=None, memory_peak_bytes=None, others=(77,))
+    usage = Usage(seconds=1.0, energy_joules=None, memory_peak_bytes=None, others=(77,), other_names={77: "python3"})
     found.runs.append(RunResult(round=1, way="mps", copies=2, result=failed, throughput=None, usage=usage))
     data = bench_data(HEADER, found)
     cell = next(cell for cell in data["cells"] if cell["way"] == "mps")
     assert cell["throughput"] is None
     assert cell["failures"] == ["round 1: copy 1 (process 101): exit code 3"]
     assert cell["others"] == [77]
-    assert data["others"] == [77]
+    assert (data["others"], data["other_names"]) == ([77], {"77": "python3"})
+    assert any("(77 python3)" in note for note in bench_notes(data))
+    # A document of before has no names.
+    assert any("(77)" in note for note in bench_notes({**data, "other_names": {}}))
     assert data["picks"] == []
     assert [one["value"] for one in data["runs"][-1]["results"]] == [98.0, None]
 
@@ -230,6 +234,7 @@ def test_the_document_is_pinned(tmp_path: Path) -> None:
             "best",
             "left_out",
             "others",
+            "other_names",
             "notes",
             "runs",
         ),

@@ -83,6 +83,7 @@ def test_who_is_not_of_the_run_is_named(clock: Clock) -> None:
     meter = UsageMeter(host, device(host), clock=clock)
     meter.look([mine])
     assert meter.usage().others == (other,)
+    assert meter.usage().other_names == {other: "python3"}
     assert meter.usage().memory_peak_bytes == GIB
 
 
