@@ -8,8 +8,8 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
 
-The figures go to benchmarks/results-GPU-DATE.json; what is run again replaces itself in ``--into FILE``. On a host with
-two GPUs two runs can share the work and the file: the one with ``-g 0 --pairs infer+big``, the other with ``-g 1 ...``.
+The figures go to benchmarks/results-GPU-DATE.json; what is run again replaces itself in ``--into FILE``. Several GPUs of
+one host (``-g 0,1``) share the work: each takes the next pair, farm or pause.
 ``--pretend`` rehearses all of it on a simulated H200 with jobs whose need is known.
 """
 
@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from benchmarks.pairs import FARMS, PAIRS, Pair
 from benchmarks.sharing_bench import RATE, REPEATS, Bench, Keep, alone_rate, now
+from benchmarks.sharing_gpus import on_all, pieces
 from benchmarks.sharing_pause import pause
 from benchmarks.sharing_table import table
 from gpushare import __version__
@@ -41,7 +42,8 @@ from gpushare.measure.pair import TuneOptions
 from gpushare.measure.tune import TrialReport, TuneReporter, compare
 from gpushare.selection import select_one
 
-PARTS: Final = ("pairs", "ways", "farm", "pause")
+PARTS: Final = ("pairs", "ways", "pause", "farm")
+PRETENDED_HOST: Final = "sim:2xh200"
 
 
 class Lines(TuneReporter):
@@ -183,33 +185,53 @@ def add_to(path: Path, results: Mapping[str, Any]) -> None:
         file.write(json.dumps(kept, indent=2) + "\n")
 
 
+def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Return the words of a list, in the order of what is known; all where none is given."""
+    words = list(known) if text is None else text.replace(" ", "").split(",")
+    if unknown := sorted(set(words) - set(known)):
+        parser.error(f"{option} knows no {', '.join(unknown)}; it knows {', '.join(known)}")
+    return [one for one in known if one in words]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print the table, and keep the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--pairs", default=None, help="only these of the pairs: infer+big,mid+big")
     parser.add_argument("--farms", default=None, help="only these of the farms: tiny,mid")
-    parser.add_argument("-g", "--gpu", default="0")
+    parser.add_argument("-g", "--gpu", default="0", help="a GPU; or several, 0,1, that share the work")
     parser.add_argument("--into", type=Path, default=None, help="results of an earlier run to add to")
     parser.add_argument("--window", type=float, default=None, help="seconds of one window of measuring")
     parser.add_argument("--pretend", action="store_true", help="rehearse on a simulated H200")
     given = parser.parse_args(arguments)
-    wanted = given.parts.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    wanted = _chosen(parser, "--parts", given.parts, PARTS)
+    names = _chosen(parser, "--pairs", given.pairs, [pair.name.replace(" ", "") for pair in PAIRS])
+    farms = _chosen(parser, "--farms", given.farms, [one[0] for one in FARMS])
     if given.pretend:
         os.environ.setdefault("GPUSHARE_SIM_DIR", tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    host = connect("sim:h200" if given.pretend else "local")
-    device = select_one(given.gpu, host.nvml.sweep())
-    names = None if given.pairs is None else given.pairs.replace(" ", "").split(",")
-    chosen = tuple(pair for pair in PAIRS if names is None or pair.name.replace(" ", "") in names)
-    farms = tuple(one for one in FARMS if given.farms is None or one[0] in given.farms.split(","))
-    bench = Bench(host, device, given.pretend, given.window or (0.3 if given.pretend else 1.5), chosen, farms)
+    gpus = given.gpu.split(",")
+    host = connect(PRETENDED_HOST if given.pretend else "local")
+    device = select_one(gpus[0], host.nvml.sweep())
+    bench = Bench(
+        host,
+        device,
+        given.pretend,
+        given.window or (0.3 if given.pretend else 1.5),
+        tuple(pair for pair in PAIRS if pair.name.replace(" ", "") in names),
+        tuple(one for one in FARMS if one[0] in farms),
+    )
     name = (device.gpu.name or "gpu").lower().replace(" ", "-")
     path = given.into or Path(__file__).with_name(f"results-{name}-{now()[:10].replace('-', '')}.json")
     written = not given.pretend or given.into is not None
     if written and given.into is None:
         path.unlink(missing_ok=True)
+    if len(gpus) > 1:
+        if not written:
+            parser.error("several GPUs need --into FILE")
+        words = [*(["--pretend"] if given.pretend else []), "--window", str(bench.window), "--into", str(path)]
+        failed = on_all(gpus, words, pieces(bench, wanted))
+        sys.stdout.write(table(json.loads(path.read_text())))
+        return min(failed, 1)
     results: dict[str, Any] = {
         "date": now(),
         "gpu": device.gpu.name,
