@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gpushare.measure.tune import TrialReport, TuneResult
     from gpushare.selection import Device
 
+# Standard deviation of production's windows alone: from here on a few of them say little.
+_MUCH_SPREAD: Final = 0.05
+
 
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found and return it as the command's result; nothing is kept of a search that was ended early."""
@@ -24,7 +27,7 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
 
     tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
     data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
-    notes = [] if result.warning is None else [result.warning]
+    notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result)]
     if tuned is not None:
         data["file"] = str(keep_tuned(host, tuned))
         notes.append(f"apply it: gpushare run --opportunistic --for {name} -- {options.opportunistic[0]} ...")
@@ -37,6 +40,24 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     elif result.outcome.best is None:
         notes.append("nothing is kept; pause the opportunistic job instead: gpushare run --opportunistic --pause")
     return tune_result(data, notes)
+
+
+def _uncertain(result: TuneResult) -> list[str]:
+    """Return how far the figures can be trusted, where that is not far."""
+    best, spread = result.outcome.best, result.production_spread
+    more = "longer windows tell more: --window 5s"
+    notes = []
+    if best is not None and not best.safe:
+        notes.append(f"the goal is met by less than the figures scatter ({best.kept:.2f} ±{best.error:.2f}); {more}")
+    elif best is not None:
+        lucky = [one for one in result.outcome.curve if one.meets and not one.safe]
+        larger = [one.setting.title for one in lucky if (one.opportunistic or 0.0) > (best.opportunistic or 0.0)]
+        if larger:
+            notes.append(f"{larger[0]} met the goal too, but by less than its figures scatter; {more}")
+    if not notes and spread is not None and spread > _MUCH_SPREAD:
+        moved = f"production alone moved by {100 * spread:.0f} % from window to window"
+        notes.append(f"{moved}, by its own work or the machine's CPU; {more}")
+    return notes
 
 
 def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
@@ -101,6 +122,7 @@ def _data(options: TuneOptions, result: TuneResult, tuned: Tuned | None) -> dict
         "stable": found.stable,
         "low_priority_helps": found.low_priority_helps,
         "production_alone": result.production_alone,
+        "production_spread": None if result.production_spread is None else round(result.production_spread, 4),
         "production_p99": result.production_p99,
         "opportunistic_alone": result.opportunistic_alone,
         "production_memory_bytes": result.production_memory_bytes,
@@ -121,11 +143,13 @@ def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
         "low_priority": one.setting.low,
         "production_threads_percent": one.setting.production_threads,
         "kept": round(one.kept, 4),
+        "kept_error": round(one.error, 4),
         "p99": None if one.p99 is None else round(one.p99, 4),
         "opportunistic_rate": one.opportunistic,
         "opportunistic_share": _share(one, result),
         "trials": one.trials,
         "meets": one.meets,
+        "safe": one.safe,
         "chosen": best is not None and one.setting == best.setting,
     }
 

@@ -56,13 +56,15 @@ class Goal:
 class Trial:
     """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
 
-    ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured.
+    ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured; ``p99_error``
+    that of ``p99``, from how many latencies it was read off.
     """
 
     setting: Setting
     kept: float
     error: float = 0.0
     p99: float | None = None
+    p99_error: float = 0.0
     opportunistic: float | None = None
 
 
@@ -70,12 +72,14 @@ class Trial:
 class Judged:
     """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails.
 
-    ``safe_margin`` is the same when ``kept`` is one standard error less than it was measured.
+    ``error`` is the standard error of ``kept``; ``safe_margin`` is the margin when ``kept`` and ``p99`` are by their errors
+    worse than measured.
     """
 
     setting: Setting
     trials: int
     kept: float
+    error: float
     p99: float | None
     opportunistic: float | None
     margin: float
@@ -117,17 +121,21 @@ class Outcome:
 
 def next_setting(search: Search, trials: Sequence[Trial]) -> Setting | None:
     """Return the setting to run next, or None when the answer stands (or the most runs were made)."""
-    if len(trials) >= search.most:
-        return None
+    return None if len(trials) >= search.most else _wanted(search, trials)
+
+
+def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
+    """Return what is open, however many runs were made; None when the answer stands."""
     if not trials:
         return search.start
     judged = judge(search.goal, trials)
     wanted = _on_the_grid(search, judged) or _other_priority(search, judged) or _beside_a_cap(search, judged)
     if wanted is not None:
         return wanted
-    best = best_of(judged)
-    if best is not None and best.trials < min(search.confirmed, MOST_TRIALS):
-        return best.setting
+    # One that met the goal only by luck so far, and would be better, may turn out to be safe.
+    for best in (_most_of([one for one in judged if one.meets]), best_of(judged)):
+        if best is not None and best.trials < min(search.confirmed, MOST_TRIALS):
+            return best.setting
     return None
 
 
@@ -140,10 +148,13 @@ def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
         judged,
         key=lambda one: (one.setting.production_threads is not None, -one.setting.threads, not one.setting.low),
     )
-    stable = bool(judged) and next_setting(search, trials) is None
-    if best is not None:
-        stable = stable and best.trials >= min(search.confirmed, MOST_TRIALS)
-    return Outcome(best=best, nearest=nearest, curve=tuple(order), stable=stable, low_priority_helps=_low_helps(judged))
+    return Outcome(
+        best=best,
+        nearest=nearest,
+        curve=tuple(order),
+        stable=_wanted(search, trials) is None,
+        low_priority_helps=_low_helps(judged),
+    )
 
 
 def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
@@ -153,19 +164,21 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
         runs = [trial for trial in trials if trial.setting == setting]
         kept = _mean([run.kept for run in runs])
         p99 = _mean_known([run.p99 for run in runs])
-        error = math.sqrt(math.fsum(run.error**2 for run in runs)) / len(runs)
-        tail = math.inf
+        error = _pooled([run.error for run in runs])
+        tail = safe_tail = math.inf
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
             tail = goal.p99_factor / p99
+            safe_tail = goal.p99_factor / (p99 + _pooled([run.p99_error for run in runs if run.p99 is not None]))
         found.append(
             Judged(
                 setting=setting,
                 trials=len(runs),
                 kept=kept,
+                error=error,
                 p99=p99,
                 opportunistic=_mean_known([run.opportunistic for run in runs]),
                 margin=min(kept / goal.keep, tail),
-                safe_margin=min((kept - error) / goal.keep, tail),
+                safe_margin=min((kept - error) / goal.keep, safe_tail),
             )
         )
     return found
@@ -174,17 +187,23 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
 def best_of(judged: Sequence[Judged]) -> Judged | None:
     """Return the setting that meets the goal and lets the opportunistic job do most; None when none meets it.
 
-    Its own rate decides where it is known and stands out, else the cap; of equals the one with low priority, which
-    spares production more. One that meets it only by the luck of its windows is taken where there is no other.
+    Its own rate decides where it stands out, else the cap; of equals the one with low priority, which spares production
+    more. A job of which nothing was heard beside production has no rate: a setting in which it has one is better. One
+    that meets the goal only by the luck of its windows is taken where there is no other.
     """
-    meeting = [one for one in judged if one.safe] or [one for one in judged if one.meets]
-    if not meeting:
-        return None
-    best = max(meeting, key=lambda one: (one.setting.production_threads is None, one.setting.threads, one.setting.low))
-    for one in meeting:
-        if one.opportunistic is not None and one.opportunistic > _FASTER * (best.opportunistic or math.inf):
-            best = one
-    return best
+    return _most_of([one for one in judged if one.safe] or [one for one in judged if one.meets])
+
+
+def _most_of(meeting: Sequence[Judged]) -> Judged | None:
+    """Return the one of them that lets the opportunistic job do most, as `best_of` says."""
+    most = max((one.opportunistic for one in meeting if one.opportunistic is not None), default=None)
+    if most is not None:
+        meeting = [one for one in meeting if one.opportunistic is not None and most <= _FASTER * one.opportunistic]
+    return max(
+        meeting,
+        key=lambda one: (one.setting.production_threads is None, one.setting.threads, one.setting.low),
+        default=None,
+    )
 
 
 def memory_warning(dram_alone: float | None, dram_production: float | None) -> str | None:
@@ -223,15 +242,17 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
         return None
     line = _grid(search, low=not search.start.low)
     known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
-    if best.setting.threads not in known:
-        return line[best.setting.threads]
-    wanted = _on_a_line(search, line, judged, confirm=False)
-    # A lower cap gives less than the ones above it gave.
-    most = None if wanted is None else min((one for one in known if one >= wanted.threads), default=None)
-    rate, beaten = None if most is None else known[most].opportunistic, best_of(judged)
-    if rate is None or beaten is None or beaten.opportunistic is None or rate <= _FASTER * beaten.opportunistic:
+    compared = best.setting.threads in known
+    wanted = _on_a_line(search, line, judged, confirm=False) if compared else line[best.setting.threads]
+    if wanted is None:
         return None
-    return wanted
+    above = min((one for one in known if one >= wanted.threads), default=None)
+    if above is None:
+        return None if compared else wanted
+    # A lower cap gives less than the ones above it gave.
+    rate, beaten = known[above].opportunistic, best_of(judged)
+    gains = rate is not None and beaten is not None and rate > _FASTER * (beaten.opportunistic or 0.0)
+    return wanted if gains else None
 
 
 def _grid(search: Search, *, low: bool) -> dict[float, Setting]:
@@ -261,15 +282,18 @@ def _on_a_line(
     meeting = [threads for threads in known if known[threads].meets]
     if meeting:
         low = max(meeting)
-        high = min((threads for threads in known if threads > low), default=math.inf)
-        open_ = [threads for threads in line if low < threads < high]
-        if open_:
+        if open_ := _above(low, line, known):
             return line[open_[(len(open_) - 1) // 2]]
         if confirm and known[low].trials < min(search.confirmed, MOST_TRIALS):
             return line[low]
         # The one above failed so narrowly that it gets another chance.
-        above = known.get(high)
-        return above.setting if above is not None and _narrow(above, search) else None
+        above = known.get(min((threads for threads in known if threads > low), default=math.inf))
+        if above is not None and _narrow(above, search):
+            return above.setting
+        # It meets the goal only by luck, and a smaller one is safe: the largest safe one lies between them.
+        safe = max((threads for threads in known if known[threads].safe), default=low)
+        open_ = _above(safe, line, known) if safe < low else []
+        return line[open_[(len(open_) - 1) // 2]] if open_ else None
     open_ = [threads for threads in line if threads < min(known)]
     if not open_:
         best = max(known.values(), key=lambda one: one.margin)
@@ -278,6 +302,12 @@ def _on_a_line(
         # The first step down is a small one; after that the rest is halved.
         return line[max((threads for threads in open_ if threads <= min(known) - _STEP), default=open_[0])]
     return line[open_[(len(open_) - 1) // 2]]
+
+
+def _above(low: float, line: Mapping[float, Setting], known: Mapping[float, Judged]) -> list[float]:
+    """Return the caps above a known one, up to the next known one."""
+    high = min((threads for threads in known if threads > low), default=math.inf)
+    return [threads for threads in line if low < threads < high]
 
 
 def _narrow(one: Judged, search: Search) -> bool:
@@ -290,7 +320,7 @@ def _low_helps(judged: Sequence[Judged]) -> bool | None:
     for (threads, production, low), one in found.items():
         other = found.get((threads, production, False))
         if low and other is not None:
-            better = one.kept > other.kept + 0.01
+            better = one.kept > other.kept + max(0.01, math.hypot(one.error, other.error))
             calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99
             return better or calmer
     return None
@@ -298,6 +328,11 @@ def _low_helps(judged: Sequence[Judged]) -> bool | None:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _pooled(errors: Sequence[float]) -> float:
+    """Return the standard error of the mean of several."""
+    return math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:

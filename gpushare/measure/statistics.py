@@ -123,6 +123,27 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
     return Ratio(value=value, low=max(0.0, value - half), high=value + half, error=error)
 
 
+def product(one: Ratio, other: Ratio) -> Ratio:
+    """Return the product of two ratios that were measured apart: their relative errors add up as squares."""
+    value = one.value * other.value
+
+    def both(error: float | None, more: float | None) -> float | None:
+        return None if error is None or more is None else math.hypot(error * other.value, one.value * more)
+
+    below = both(_apart(one.value, one.low), _apart(other.value, other.low))
+    above = both(_apart(one.value, one.high), _apart(other.value, other.high))
+    return Ratio(
+        value=value,
+        low=None if below is None else max(0.0, value - below),
+        high=None if above is None else value + above,
+        error=both(one.error, other.error),
+    )
+
+
+def _apart(value: float, bound: float | None) -> float | None:
+    return None if bound is None else abs(value - bound)
+
+
 def deviation(values: Sequence[float]) -> float:
     """Return the standard deviation of a sample (n - 1)."""
     mean = math.fsum(values) / len(values)

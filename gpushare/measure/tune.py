@@ -27,7 +27,7 @@ from gpushare.measure.controller import (
 )
 from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, p99, p99_interval
-from gpushare.measure.statistics import Ratio, paired_ratio
+from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio
 from gpushare.model import Priority
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _GRACE_SECONDS: Final = 5.0
 # The queue of a program that is paused has drained already; this is only to be sure.
 _DRAINED_SECONDS: Final = 0.25
+# Neighbouring pairs share a window alone: what scatters at random is by so much more than they tell (simulated).
+_SHARED: Final = 1.2
 # Two p99s of a few hundred requests differ by this much on their own.
 _P99_SURE: Final = 0.08
 
@@ -66,6 +68,8 @@ class TuneResult:
     outcome: Outcome
     trials: tuple[TrialReport, ...]
     production_alone: float | None
+    # The standard deviation of its windows alone, as a share of their mean.
+    production_spread: float | None
     production_p99: float | None
     opportunistic_alone: float | None
     production_memory_bytes: int | None
@@ -161,6 +165,7 @@ class Tuning:
             outcome=outcome(self._options.search, [one.trial for one in reports]),
             trials=tuple(reports),
             production_alone=_mean(rates) if rates else None,
+            production_spread=deviation(rates) / _mean(rates) if len(rates) > 1 else None,
             production_p99=p99(self._alone),
             opportunistic_alone=self._other_alone,
             production_memory_bytes=self._pair.memory,
@@ -209,15 +214,15 @@ class Tuning:
         self._reporter.measured(report)
         return report
 
-    def _with_production_cap(self, cap: float | None) -> float:
+    def _with_production_cap(self, cap: float | None) -> Ratio:
         """Let production run under a cap; return what its rate alone under it is of its rate alone without."""
+        same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
         if cap != self._pair.production_cap:
             self._pair.start_production(cap)
         if cap is None:
-            return 1.0
+            return same
         capped = _rates([self._pair.alone_window() for _ in range(self._options.rounds)])
-        before = _rates(self._alone)
-        return _mean(capped) / _mean(before) if capped and before else 1.0
+        return ratio(capped, _rates(self._alone)) or same
 
     def _judged(
         self,
@@ -225,24 +230,28 @@ class Tuning:
         alone: Sequence[Window],
         together: Sequence[Window],
         other: Sequence[float],
-        factor: float,
+        factor: Ratio,
     ) -> TrialReport | None:
         pairs = _pairs(alone, together)
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        kept = Ratio(
-            value=kept.value * factor,
-            low=_times(kept.low, factor),
-            high=_times(kept.high, factor),
-            error=_times(kept.error, factor),
-        )
-        # Of all windows alone of this process: a p99 needs many requests.
-        quiet = [*self._alone, *alone] if setting.production_threads is None else alone
+        kept = product(_widened(kept, _SHARED), factor)
+        # Of all windows alone, as a p99 needs many requests; a cap on production is no part of alone.
+        quiet = [*self._alone, *alone] if setting.production_threads is None else self._alone or alone
         before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
         speed = _mean(other) if other else None
-        trial = Trial(setting=setting, kept=kept.value, error=kept.error or 0.0, p99=slower, opportunistic=speed)
+        between = _p99_ratio(quiet, together)
+        trial = Trial(
+            setting=setting,
+            kept=kept.value,
+            error=kept.error or 0.0,
+            p99=slower,
+            # Four standard errors lie between the ends of 95 percent.
+            p99_error=0.0 if between is None else (between[1] - between[0]) / 4,
+            opportunistic=speed,
+        )
         return TrialReport(
             trial=trial,
             kept=kept,
@@ -252,7 +261,7 @@ class Tuning:
             alone_p99=before,
             together_p99=now,
             opportunistic_share=None if speed is None or not self._other_alone else speed / self._other_alone,
-            p99_interval=_p99_ratio(quiet, together),
+            p99_interval=between,
         )
 
     @property
@@ -312,8 +321,13 @@ def _pairs(alone: Sequence[Window], together: Sequence[Window]) -> list[tuple[fl
     return found
 
 
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _widened(one: Ratio, factor: float) -> Ratio:
+    return Ratio(
+        value=one.value,
+        low=None if one.low is None else max(0.0, one.value - factor * (one.value - one.low)),
+        high=None if one.high is None else one.value + factor * (one.high - one.value),
+        error=None if one.error is None else factor * one.error,
+    )
 
 
 def _rates(windows: Sequence[Window]) -> list[float]:

@@ -51,11 +51,13 @@ def rate(value: Any) -> str:
 COLUMNS = (
     Column(key="setting", title="setting", least=12),
     Column(key="kept", title="production", right=True, format=share),
+    Column(key="kept_error", title="±", right=True, rank=2, format=share),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),
     Column(key="opportunistic_share", title="opportunistic", right=True, format=share),
     Column(key="opportunistic_rate", title="its rate", right=True, rank=2, format=rate),
     Column(key="trials", title="runs", right=True, rank=3),
     Column(key="meets", title="meets", rank=1),
+    Column(key="safe", title="safely", rank=2),
     Column(key="chosen", title="chosen", rank=1),
 )
 
@@ -70,9 +72,13 @@ def _text(data: Mapping[str, Any]) -> str:
         sure = "" if data["stable"] else " (not confirmed)"
         lines.append(f"found: {best['setting']}{sure}: {_numbers(best)}")
     elif nearest is not None:
-        lines.append(f"no setting meets the goal; nearest: {nearest['setting']}: {_numbers(nearest)}")
+        tried = "" if data["stable"] else " (not all were tried)"
+        lines.append(f"no setting meets the goal{tried}; nearest: {nearest['setting']}: {_numbers(nearest)}")
     if data["low_priority_helps"] is not None:
-        lines.append("low priority helps" if data["low_priority_helps"] else "low priority makes no difference")
+        helps = "low priority spares production"
+        if best is not None and not best["low_priority"]:
+            helps += ", and leaves the other less than a lower cap without it"
+        lines.append(helps if data["low_priority_helps"] else "low priority makes no difference")
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  "))
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpushare.cli.common import Ended
+from gpushare.cli.tune_result import _uncertain
 from gpushare.errors import OperationFailed
 from gpushare.host.tuned import find_tuned
+from gpushare.measure.controller import Goal, Search, Setting, Trial, outcome
 from gpushare.measure.tune import Tuning
 from gpushare.sim import admin
 from tests.cli.drive import H200, Answer, World
@@ -83,3 +87,33 @@ def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World
     admin.set_mig(world.spec, "0", ["1g.18gb"])
     lines = refused("tune", *PAIR, code="mig_mode", exit_code=3, host=H200)
     assert "gpushare run --mig" in lines
+
+
+@pytest.mark.parametrize(
+    ("kept", "error", "spread", "said"),
+    [
+        (1.0, 0.01, 0.01, None),
+        (0.98, 0.02, 0.01, "met by less than the figures scatter (0.98 ±0.02)"),
+        (1.0, 0.01, 0.12, "production alone moved by 12 % from window to window"),
+        (1.0, 0.01, None, None),
+    ],
+)
+def test_figures_that_scatter_are_said_to(kept: float, error: float, spread: float | None, said: str | None) -> None:
+    search = Search(goal=Goal(keep=0.97))
+    found = outcome(search, [Trial(setting=Setting(threads=60.0), kept=kept, error=error)])
+    result: Any = SimpleNamespace(outcome=found, production_spread=spread)
+    notes = _uncertain(result)
+    assert len(notes) == (said is not None)
+    assert all(said in note and "--window 5s" in note for note in notes if said)
+
+
+def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:
+    search = Search(goal=Goal(keep=0.97))
+    trials = [
+        Trial(setting=Setting(threads=80.0), kept=0.98, error=0.02, opportunistic=80.0),
+        Trial(setting=Setting(threads=60.0), kept=1.0, error=0.01, opportunistic=60.0),
+        Trial(setting=Setting(threads=40.0), kept=0.98, error=0.02, opportunistic=40.0),
+    ]
+    result: Any = SimpleNamespace(outcome=outcome(search, trials), production_spread=0.2)
+    (note,) = _uncertain(result)
+    assert note.startswith("cap 80 %, low priority met the goal too, but by less than its figures scatter")

@@ -192,6 +192,28 @@ def test_lower_caps_with_normal_priority_are_left_out_where_they_cannot_give_mor
     assert [one.setting.threads for one in trials if not one.setting.low] == [60.0]
 
 
+@pytest.mark.parametrize("nothing", [0.0, None])
+def test_where_low_priority_starves_the_other_job_lower_caps_with_normal_priority_are_tried(
+    nothing: float | None,
+) -> None:
+    def pair(setting: Setting) -> Trial:
+        kept = 1.0 if setting.threads <= (60 if setting.low else 40) else 0.5
+        return Trial(setting=setting, kept=kept, opportunistic=nothing if setting.low else setting.threads)
+
+    found, _ = searched(SEARCH, pair)
+    assert found.best is not None
+    assert (found.best.setting, found.best.trials) == (Setting(threads=40.0, low=False), 2)
+
+
+def test_the_other_priority_is_not_compared_again_where_it_cannot_give_more() -> None:
+    """70 fell back to 65 after its comparison: what 70 gave with normal priority is no more than 65 gives with low."""
+    grid = [ran(60.0, 1.0, opportunistic=60.0), ran(80.0, 0.5), ran(70.0, 0.98, opportunistic=70.0), ran(75.0, 0.5)]
+    compared = [*grid, ran(70.0, 0.98, opportunistic=70.0), ran(70.0, 0.5, low=False, opportunistic=60.0)]
+    # Another run of 70 fails, and so 65 is the knee.
+    compared += [ran(70.0, 0.5), ran(65.0, 1.0, opportunistic=65.0), ran(65.0, 1.0, opportunistic=65.0)]
+    assert next_after(*compared) is None
+
+
 def test_without_rates_of_the_other_job_the_larger_cap_is_better() -> None:
     goal = Goal()
     trials = [Trial(setting=Setting(threads=threads), kept=1.0) for threads in (60.0, 80.0, 70.0)]
@@ -295,6 +317,15 @@ def test_no_more_runs_are_made_than_allowed() -> None:
     assert not found.stable
 
 
+def test_a_search_that_ran_out_of_runs_has_no_answer_that_stands() -> None:
+    """Whether something met the goal until then or not: caps below and above were open."""
+    fails, _ = searched(Search(goal=Goal(keep=0.97), most=2), knee(20.0))
+    assert (fails.best, fails.stable) == (None, False)
+    meets, trials = searched(Search(goal=Goal(keep=0.97), most=5), knee(80.0))
+    assert meets.best is not None
+    assert (meets.best.trials, len(trials), meets.stable) == (2, 5, False)
+
+
 def test_an_answer_stands_only_when_there_is_nothing_left_to_run() -> None:
     assert not outcome(SEARCH, []).stable
     assert not outcome(SEARCH, [ran(60.0, 1.0)]).stable
@@ -361,6 +392,33 @@ def test_where_no_cap_is_safe_the_one_that_meets_the_goal_is_taken() -> None:
     assert found.best.setting.threads == 60.0
 
 
+def test_between_a_safe_cap_and_one_that_meets_the_goal_by_luck_the_largest_safe_one_is_searched() -> None:
+    """60 is safe and 80 met the goal by luck twice: the answer is not 60 before anybody has looked between them."""
+
+    def pair(setting: Setting) -> Trial:
+        kept = 0.3 if setting.threads > 80 else 0.98 if setting.threads > 75 else 1.0
+        return Trial(setting=setting, kept=kept, error=0.02, opportunistic=setting.threads)
+
+    found, trials = searched(SEARCH, pair)
+    assert found.best is not None
+    assert (found.best.setting.threads, found.best.trials, found.stable) == (75.0, 2, True)
+    assert len(trials) <= 10
+
+
+def test_one_that_meets_the_goal_by_luck_and_gives_far_more_gets_a_second_run() -> None:
+    """Normal priority lets the other do three times as much: one wide run of it is no reason to leave it."""
+
+    def pair(setting: Setting) -> Trial:
+        kept = 0.985 if setting.threads <= 60 else 0.5
+        error = 0.001 if setting.low else 0.02
+        return Trial(setting=setting, kept=kept, error=error, opportunistic=setting.threads * (1 if setting.low else 3))
+
+    found, _ = searched(SEARCH, pair)
+    assert found.best is not None
+    # Two runs of 0.02 are one of 0.014.
+    assert (found.best.setting, found.best.trials) == (Setting(threads=60.0, low=False), 2)
+
+
 def test_errors_of_several_runs_count_together() -> None:
     (one,) = judge(Goal(keep=0.5), [ran(60.0, 0.5, error=0.03), ran(60.0, 0.6, error=0.04)])
     assert one.margin == pytest.approx(1.1)
@@ -370,6 +428,18 @@ def test_errors_of_several_runs_count_together() -> None:
     assert late.safe_margin == pytest.approx(1.2)
     (slow,) = judge(Goal(keep=0.5, p99_factor=1.2), [ran(60.0, 0.9, error=0.01, p99=2.0)])
     assert (slow.meets, slow.safe) == (False, False)
+
+
+def test_a_p99_that_may_as_well_be_too_long_is_not_safe() -> None:
+    goal = Goal(keep=0.5, p99_factor=1.2)
+    (one,) = judge(
+        goal, [ran(60.0, 1.0, p99=1.1, p99_error=0.3), ran(60.0, 1.0, p99=1.1, p99_error=0.4), ran(60.0, 1.0)]
+    )
+    # 0.25 is the error of the mean of the two that have one.
+    assert (one.meets, one.safe) == (True, False)
+    assert one.safe_margin == pytest.approx(1.2 / 1.35)
+    (sure,) = judge(goal, [ran(60.0, 1.0, p99=1.1, p99_error=0.05)])
+    assert sure.safe
 
 
 def test_caps_on_production_that_leave_nothing_are_not_tried() -> None:
@@ -394,6 +464,25 @@ def test_another_way_wins_only_by_a_rate_that_stands_out(rate: float, wins: bool
     assert best.setting.threads == (50.0 if wins else 60.0)
 
 
+@pytest.mark.parametrize("nothing", [0.0, None])
+def test_a_setting_in_which_the_other_job_gets_nothing_is_no_match_for_one_in_which_it_works(
+    nothing: float | None,
+) -> None:
+    """None: not a word of it was heard. Low priority may starve a job beside one that fills the GPU."""
+    trials = [ran(60.0, 1.0, opportunistic=nothing), ran(60.0, 1.0, low=False, opportunistic=5.0)]
+    best = best_of(judge(Goal(), trials))
+    assert best is not None
+    assert best.setting == Setting(threads=60.0, low=False)
+
+
+@given(st.permutations([(100.0, 1.0), (60.0, 1.035), (80.0, 1.06)]))
+def test_which_is_best_does_not_depend_on_what_was_tried_first(runs: list[tuple[float, float]]) -> None:
+    best = best_of(judge(Goal(), [ran(threads, 1.0, opportunistic=rate) for threads, rate in runs]))
+    assert best is not None
+    # The larger cap of the two that stand out, and it gives more, too.
+    assert best.setting.threads == 80.0
+
+
 @pytest.mark.parametrize(
     ("low", "normal", "helps"),
     [
@@ -413,6 +502,13 @@ def test_low_priority_helps_by_the_rate_or_by_the_tail(
     trials = [ran(60.0, **low)] + ([] if normal is None else [ran(60.0, low=False, **normal)])
     # Another cap's run tells nothing of it.
     assert outcome(SEARCH, [*trials, ran(50.0, 0.1, low=False)]).low_priority_helps is helps
+
+
+def test_low_priority_does_not_help_by_less_than_the_figures_scatter() -> None:
+    noisy = [ran(60.0, 0.99, error=0.015), ran(60.0, 0.97, low=False, error=0.02)]
+    assert outcome(SEARCH, noisy).low_priority_helps is False
+    clear = [ran(60.0, 0.99, error=0.005), ran(60.0, 0.97, low=False, error=0.005)]
+    assert outcome(SEARCH, clear).low_priority_helps is True
 
 
 def test_runs_of_one_setting_count_together_and_unknown_ones_do_not() -> None:

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpushare.measure.statistics import Summary, differ, paired_ratio, percentile, ratio, summarize, t_quantile
+from gpushare.measure.statistics import (
+    Ratio,
+    Summary,
+    differ,
+    paired_ratio,
+    percentile,
+    product,
+    ratio,
+    summarize,
+    t_quantile,
+)
 
 VALUES = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=40)
 SEVERAL = st.lists(st.floats(0.001, 1e6), min_size=2, max_size=20)
@@ -193,6 +203,22 @@ def test_pairs_of_which_there_are_none_or_that_are_no_pairs_have_no_ratio() -> N
     wide = paired_ratio([0.0, 1.0], [1.0, 1.0])
     assert wide is not None
     assert wide.low == 0.0
+
+
+def test_a_product_is_as_uncertain_as_both_of_its_factors() -> None:
+    found = product(
+        Ratio(value=0.9, low=0.84, high=1.02, error=0.03), Ratio(value=0.5, low=0.46, high=0.53, error=0.04)
+    )
+    assert found.value == pytest.approx(0.45)
+    assert found.error == pytest.approx(math.hypot(0.03 * 0.5, 0.04 * 0.9))
+    assert found.low == pytest.approx(0.45 - math.hypot(0.06 * 0.5, 0.04 * 0.9))
+    assert found.high == pytest.approx(0.45 + math.hypot(0.12 * 0.5, 0.03 * 0.9))
+    same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
+    assert product(Ratio(value=0.5, low=0.25, high=0.75, error=0.25), same) == Ratio(
+        value=0.5, low=0.25, high=0.75, error=0.25
+    )
+    alone = product(Ratio(value=0.5, low=None, high=None), same)
+    assert (alone.value, alone.low, alone.high, alone.error) == (0.5, None, None, None)
 
 
 def test_two_measurements_have_a_spread_and_an_interval() -> None:

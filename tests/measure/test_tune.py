@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.actions.plain_share import PlainShare
+from gpushare.actions.several import Several
 from gpushare.errors import NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
@@ -15,7 +16,8 @@ from gpushare.measure.controller import Goal, Search, Setting
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
 from gpushare.measure.progress import Window
-from gpushare.measure.tune import TrialReport, TuneReporter, _pairs, compare, tune
+from gpushare.measure.statistics import Ratio
+from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, _pairs, _widened, compare, tune
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from tests.measure.told_jobs import tell
@@ -120,6 +122,46 @@ def test_windows_in_which_nothing_was_printed() -> None:
         (60.0, 100.0),
     ]
     assert _pairs(windows(None, None), windows(90.0)) == []
+
+
+@pytest.mark.usefixtures("told")
+def test_a_cap_on_production_counts_as_a_loss_of_its_rate(host: Host) -> None:
+    given = options(job(80), job(95), goal=Goal(keep=0.7), grid=(60.0,), production_caps=(60.0,))
+    result = tune(host, device_of(host), given, TuneReporter())
+    (capped,) = (one for one in result.trials if one.trial.setting.production_threads is not None)
+    # 60 of the 80 that it needs; beside the 40 of the other nothing more is lost.
+    assert capped.kept.value == pytest.approx(0.75, abs=0.005)
+
+
+def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(host: Host) -> None:
+    tuning = Tuning(
+        host,
+        device_of(host),
+        options(job(30), job(95)),
+        TuneReporter(),
+        Several(host, PlainShare(host, device_of(host))),
+    )
+    tuning._alone = [Window(rate=100.0, latencies=(1.0,) * 50)]
+    slow = [Window(rate=80.0, latencies=(1.5,) * 50)] * 3
+    capped = Setting(threads=50.0, production_threads=50.0)
+    report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=0.8, low=0.7, high=0.9, error=0.05))
+    assert report is not None
+    assert report.trial.p99 == pytest.approx(1.5)
+    # The windows do not scatter, but what the cap costs is uncertain.
+    assert (report.trial.kept, report.trial.error) == (pytest.approx(0.8), pytest.approx(0.05))
+    # Where nothing was measured without a cap, there is only the p99 under it.
+    tuning._alone = []
+    report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
+    assert report is not None
+    assert report.trial.p99 == pytest.approx(1.0)
+
+
+def test_an_interval_is_widened_around_its_value() -> None:
+    assert _widened(Ratio(value=1.0, low=0.9, high=1.1, error=0.05), 2.0) == Ratio(
+        value=1.0, low=pytest.approx(0.8), high=pytest.approx(1.2), error=0.1
+    )
+    assert _widened(Ratio(value=0.1, low=0.0, high=0.4), 2.0) == Ratio(value=0.1, low=0.0, high=pytest.approx(0.7))
+    assert _widened(Ratio(value=1.0, low=None, high=None), 2.0) == Ratio(value=1.0, low=None, high=None)
 
 
 def test_real_processes_are_measured_and_ended(host: Host) -> None:

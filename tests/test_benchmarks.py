@@ -1,0 +1,96 @@
+"""The benchmark of sharing, as far as it needs no GPU: its pieces, its file of results, its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.pairs import FARMS, PAIRS
+from benchmarks.sharing import PARTS, add_to, main
+from benchmarks.sharing_bench import Bench
+from benchmarks.sharing_gpus import pieces
+from benchmarks.sharing_table import table
+from gpushare.host.connect import connect
+from gpushare.selection import select_one
+
+RESULTS = sorted(Path(__file__).parents[1].joinpath("benchmarks").glob("results-*.json"))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Return all of it, on a simulated GPU."""
+    host = connect("sim:h200")
+    return Bench(host, select_one("0", host.nvml.sweep()), pretend=True, window=0.1)
+
+
+def test_the_pieces_are_all_of_the_work(bench: Bench) -> None:
+    found = pieces(bench, PARTS)
+    assert len(found) == len(PAIRS) + sum(pair.compared for pair in PAIRS) + 1 + len(FARMS)
+    assert len({tuple(one) for one in found}) == len(found)
+    # What counts latencies comes first, and what loads the CPU last.
+    assert found[0] == ["--parts", "pairs", "--pairs", "infer+big"]
+    assert [one[1] for one in found[-len(FARMS) :]] == ["farm"] * len(FARMS)
+
+
+def test_two_runs_add_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    add_to(path, {"gpu": "H200", "pairs": {"a": 1}})
+    add_to(path, {"gpu": "H200", "pairs": {"b": 2}, "farm": {}})
+    add_to(path, {"pairs": {"a": 3}})
+    assert json.loads(path.read_text()) == {"gpu": "H200", "pairs": {"a": 3, "b": 2}, "farm": {}}
+
+
+@pytest.mark.parametrize(
+    "words", [("--parts", "pears"), ("--pairs", "mid+bug"), ("--farms", "huge"), ("--pretend", "-g", "0,1")]
+)
+def test_what_it_does_not_know_is_an_error(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_readme_shows_what_is_kept(path: Path) -> None:
+    """Each pair and farm of the results stands in the README with its numbers."""
+    results: dict[str, Any] = json.loads(path.read_text())
+    readme = [line for line in Path(__file__).parents[1].joinpath("README.md").read_text().splitlines() if "|" in line]
+
+    def row(name: str, *numbers: str) -> bool:
+        plain = [line.replace("`", "") for line in readme]
+        return any(line.startswith(f"| {name} ") and all(number in line for number in numbers) for line in plain)
+
+    for name, one in results["pairs"].items():
+        low, high = one["kept_interval"]
+        assert row(name, f"{one['kept']:.2f} ({low:.2f}-{high:.2f})", f"{one['opportunistic']:.2f}", one["setting"])
+        assert one["p99"] is None or row(name, f"{one['p99']:.2f}x")
+    for name, one in results["farm"].items():
+        assert row(name, f"{one['gain']:.2f}x", *(f"{one['means'][way]:.0f}" for way in ("timeslice", "mps")))
+    one = results["pause"]
+    assert row(one["pair"], f"{one['kept']:.2f}", f"{one['opportunistic']:.2f}")
+
+
+def test_the_table_judges_by_the_goals() -> None:
+    pair = {"setting": "s", "kept": 0.98, "kept_interval": [0.9, 1.0], "p99": 1.2, "opportunistic": 0.8}
+    goal = {"rate": 0.97, "p99": 1.1, "opportunistic": 0.75}
+    results = {
+        **dict.fromkeys(("gpu", "driver", "gpushare", "date"), "x"),
+        "pairs": {
+            "slow": {**pair, "goal": goal},
+            "good": {**pair, "goal": {**goal, "p99": 1.3}},
+            "lost": {**pair, "goal": {**goal, "p99": None, "rate": 0.99}},
+        },
+        "farm": {
+            "8 x a": {"pick": "mps", "gain": 4.6, "of_best": 0.98, "goal": 4.5},
+            "8 x b": {"pick": "mps", "gain": 4.6, "of_best": 0.96, "goal": 4.5},
+            "8 x c": {"pick": None, "gain": None, "of_best": None, "goal": 4.5},
+        },
+    }
+    verdicts = {
+        line.split(" | ")[0].lstrip("| "): line.rstrip(" |").rsplit("| ", 1)[1]
+        for line in table(results).splitlines()[4:]
+    }
+    assert verdicts == {"slow": "no", "good": "yes", "lost": "no", "8 x a": "yes", "8 x b": "no", "8 x c": "no"}
