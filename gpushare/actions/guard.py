@@ -19,6 +19,7 @@ def main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     programs: dict[int, float | None] = {}
+    booted = _boot_time()
     for line in sys.stdin:
         words = line.split()
         if words[:1] == ["program"]:
@@ -31,7 +32,23 @@ def main() -> None:
             # The program has ended: its MIG instances were given back, and may be another's by now.
             _clean_up(sys.argv[1:8], {})
             return
-    _clean_up(sys.argv[1:], programs)
+    _clean_up(sys.argv[1:], _moved(programs, booted))
+
+
+def _moved(programs: dict[int, float | None], booted: float | None) -> dict[int, float | None]:
+    """Return programs with their start times as they are told now: the clock may have been set, which moves them all."""
+    now = _boot_time()
+    moved = 0.0 if now is None or booted is None else now - booted
+    return {pid: None if started is None else started + moved for pid, started in programs.items()}
+
+
+def _boot_time() -> float | None:
+    """Return when the system was started (``btime`` of ``/proc/stat``), which start times are counted from."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            return next((float(line.split()[1]) for line in file if line.startswith("btime ")), None)
+    except (OSError, ValueError):
+        return None
 
 
 def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:

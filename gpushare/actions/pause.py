@@ -1,23 +1,15 @@
-"""An opportunistic job that stands still while a production job works: where a thread cap cannot serve.
-
-Outside MPS it is locked by the driver (cuCheckpointProcessLock: 1 to 10 ms, new CUDA calls wait, submitted work is
-drained), and stopped (SIGSTOP) where the driver knows no locks or the job has several CUDA processes, which might wait
-for each other. Inside MPS it is stopped: the driver refuses the lock there. Never both: a stopped process hangs the lock.
-"""
+"""An opportunistic job that stands still while a production job works: where a thread cap cannot serve."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
+import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.actions.pacing import Pacer
+from gpushare.actions.pauser import Pauser
 from gpushare.actions.production_activity import Activity
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported
-from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.pauses import Pauses, forget_pauses, note_pauses
 
 if TYPE_CHECKING:
@@ -25,114 +17,12 @@ if TYPE_CHECKING:
 
     from gpushare.actions.share import Share, Watch
     from gpushare.host.activity import ActivityMeter
+    from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
 TICK_SECONDS: Final = 0.01
-LOCK_SECONDS: Final = 0.5
 _ALIVE_SECONDS: Final = 1.0
-_CUDA_NODE: Final = "/dev/nvidia-uvm"
-
-
-class Pauser:
-    """Lets a program's processes stand still and go on, by the driver's lock or by SIGSTOP."""
-
-    def __init__(self, host: Host, device: Device, pid: int, checkpoint: Checkpoint | None) -> None:
-        self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
-        self._on_gpu: list[int] = []
-        self._locked: list[int] = []
-        self._stopped: list[int] = []
-
-    @property
-    def paused(self) -> bool:
-        """Return whether it stands still."""
-        return bool(self._locked or self._stopped)
-
-    @property
-    def by(self) -> str:
-        """Return how it is paused: ``lock`` or ``stop``."""
-        return "stop" if self._checkpoint is None else "lock"
-
-    def look(self) -> None:
-        """Find out who would have to be locked; a pause that knows it already takes effect at once."""
-        if self._checkpoint is not None and not self.paused:
-            self._on_gpu = self._cuda_processes()
-
-    def pause(self) -> None:
-        """Let it stand still; a queue that does not drain in time is tried again at the next look."""
-        if self.paused:
-            return
-        known = self._on_gpu
-        if len(known) == 1:
-            self._lock(known[0])
-        if self._checkpoint is None:
-            if not self._stopped:
-                self._stop()
-            return
-        # Production is spared by now; whether that was all of the program is found out behind it.
-        self._on_gpu = self._cuda_processes()
-        if self._on_gpu and (len(known) != 1 or self._on_gpu != known):
-            self.resume()
-            if not self._locked:
-                self._pause_anew()
-
-    def _pause_anew(self) -> None:
-        if len(self._on_gpu) > 1:
-            # Locked one after the other, they may wait for each other (NCCL).
-            self._checkpoint = None
-            self._stop()
-        else:
-            self._lock(self._on_gpu[0])
-
-    def resume(self) -> None:
-        """Let it go on; what went wrong in that is tried again at the next call."""
-        for pid in list(self._locked):
-            with contextlib.suppress(GpushareError):
-                if self._checkpoint is not None and self._host.processes.alive(pid):
-                    self._checkpoint.unlock(pid)
-                self._locked.remove(pid)
-        for pid in list(self._stopped):
-            self._stopped.remove(pid)
-            with contextlib.suppress(NotFound, NoPermission):
-                self._host.processes.send(pid, signal.SIGCONT)
-
-    def _lock(self, pid: int) -> None:
-        checkpoint = self._checkpoint
-        info = self._host.processes.describe(pid)
-        if checkpoint is None or info is None or info.stopped:
-            # A stopped process hangs the lock; and it stands still already.
-            return
-        # Noted before it is done: what happens in between must not leave it locked.
-        self._locked.append(pid)
-        try:
-            checkpoint.lock(pid, LOCK_SECONDS)
-        except NotSupported:
-            self._locked.remove(pid)
-            self._checkpoint = None
-            self._stop()
-        except GpushareError:
-            # It may have been locked in the end: unlocking one that is not does no harm.
-            self.resume()
-
-    def _stop(self) -> None:
-        for pid in self._host.processes.descendants(self._pid):
-            info = self._host.processes.describe(pid)
-            if info is None or info.stopped:
-                continue
-            self._stopped.append(pid)
-            with contextlib.suppress(NotFound, NoPermission):
-                self._host.processes.send(pid, signal.SIGSTOP)
-
-    def _cuda_processes(self) -> list[int]:
-        family = set(self._host.processes.descendants(self._pid))
-        if self._host.processes.namespace_is_host() is False:
-            # NVML's PIDs are not those that we know; every CUDA context has this node open.
-            return sorted(family & set(self._host.processes.open_files(_CUDA_NODE).by_pid))
-        try:
-            found = self._host.nvml.processes(self._device.gpu.index) or ()
-        except GpushareError:
-            return []
-        return sorted({one.pid for one in found if one.pid in family and (one.compute or one.mps)})
 
 
 @dataclass
@@ -209,9 +99,10 @@ class PausingWatch:
             return
         if self.pacer.may_run(at, active=active):
             self.pauser.resume()
-        elif not self.pauser.paused:
-            self.pauser.pause()
-            self.pauses += self.pauser.paused
+            return
+        before = self.pauser.paused
+        self.pauser.pause()
+        self.pauses += self.pauser.paused and not before
 
     def release(self) -> None:
         """Let the program go on for good: it is to end, and must be able to."""
@@ -220,6 +111,8 @@ class PausingWatch:
 
     def settle(self) -> None:
         """Find out what can still be found out of a program that has ended."""
+        # What it leaves behind (a worker in a session of its own) must not be held by a gpushare that ends.
+        self.release()
         self.inner.settle()
         self._say(None)
 
@@ -259,16 +152,30 @@ class PausingShare:
 
     def watch(self, pid: int) -> Watch:
         """Return the watch over the program."""
-        started = self.production_started_at
         watch = PausingWatch(
             self.inner.watch(pid),
             Pauser(self.host, self.device, pid, self.checkpoint),
             Activity(self.host, self.device, self.production_pid),
-            lambda: self.host.processes.alive(self.production_pid, started),
+            self._production_lives(),
             tell=self._teller(pid),
         )
         # Its facts are the inner watch's, and only read here.
         return cast("Watch", watch)
+
+    def _production_lives(self) -> Callable[[], bool]:
+        """Return what tells whether production lives; the clock may be set, which moves all start times, ours too."""
+        processes, started, ours_before = self.host.processes, self.production_started_at, self._own_start()
+
+        def lives() -> bool:
+            ours = self._own_start()
+            moved = 0.0 if ours is None or ours_before is None else ours - ours_before
+            return processes.alive(self.production_pid, None if started is None else started + moved)
+
+        return lives
+
+    def _own_start(self) -> float | None:
+        info = self.host.processes.describe(os.getpid())
+        return None if info is None else info.started_at
 
     def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
         """Return what notes the pauses of a program for the metrics."""
@@ -288,23 +195,3 @@ class PausingShare:
     def close(self, *, program_lives: bool = False) -> bool:
         """Give the share back."""
         return self.inner.close(program_lives=program_lives)
-
-
-def checkpoint_of(host: Host) -> Checkpoint | None:
-    """Return the driver's lock, or None where there is none: before driver 570, and on a simulated host."""
-    driver = host.nvml.driver_version() or ""
-    major = driver.partition(".")[0]
-    return Checkpoint() if not host.is_simulated and major.isdecimal() and int(major) >= 570 else None
-
-
-def resume_all(host: Host, pids: Sequence[int], *, mps: bool, checkpoint: Any = None) -> None:
-    """Let programs of a gpushare that died go on, so that they can end: unlocked, and no longer stopped."""
-    lock = None if mps else checkpoint or checkpoint_of(host)
-    for pid in pids:
-        for member in host.processes.descendants(pid):
-            # First out of the stop: a stopped process hangs the driver's calls.
-            with contextlib.suppress(NotFound, NoPermission):
-                host.processes.send(member, signal.SIGCONT)
-            with contextlib.suppress(GpushareError):
-                if lock is not None and lock.is_locked(member):
-                    lock.unlock(member)

@@ -112,8 +112,11 @@ class _Session:
             # At once, and then with what guards against a reused PID: describing it takes a while.
             _tell(guard, f"program {child.pid} -")
             info = self._host.processes.describe(child.pid)
-            _tell(guard, f"program {child.pid} {'-' if info is None or info.started_at is None else info.started_at}")
+            _tell_program(guard, child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
+            if isinstance(watch, PausingWatch):
+                # Its program may be gone before the guard acts, and a worker in a session of its own be held for ever.
+                watch.pauser.tell = lambda pid, started: _tell_program(guard, pid, started)
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
             watch.settle()
@@ -245,6 +248,10 @@ def _tell(pipe: IO[bytes], word: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         pipe.write(word.encode() + b"\n")
         pipe.flush()
+
+
+def _tell_program(pipe: IO[bytes], pid: int, started: float | None) -> None:
+    _tell(pipe, f"program {pid} {'-' if started is None else started}")
 
 
 def _pass_on(pid: int, number: int) -> None:

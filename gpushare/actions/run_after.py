@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mps_stop import clients_of, end_daemon
-from gpushare.actions.pause import resume_all
+from gpushare.actions.pauser import resume_all
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.errors import GpushareError
 from gpushare.host.activity import ActivityMeter

@@ -78,7 +78,8 @@ def _demand_one(host: Host, device: Device) -> None:
 def _paused(
     host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles, process: SparedProcess
 ) -> Any:
-    from gpushare.actions.pause import PausingShare, checkpoint_of
+    from gpushare.actions.pause import PausingShare
+    from gpushare.actions.pauser import checkpoint_of
     from gpushare.actions.plain_share import PlainShare
     from gpushare.actions.run import run_in
     from gpushare.actions.run_environment import check_program

@@ -39,6 +39,8 @@ class Checkpoint:
 
     def __init__(self, library: Any = None) -> None:
         self._library = library
+        # By process: the call that did not come back.
+        self._hanging: dict[int, threading.Thread] = {}
 
     def lock(self, pid: int, seconds: float) -> None:
         """Block a process's CUDA calls and wait until its work has drained, at most so long.
@@ -81,17 +83,19 @@ class Checkpoint:
     def _call(self, name: str, pid: int, argument: Any, *, seconds: float) -> int:
         """Call in a thread of its own: what hangs in the driver must not hang gpushare."""
         function = self._function(name)
+        before = self._hanging.get(pid)
+        if before is not None and before.is_alive():
+            # A lock that hangs still locks when its process goes on: an unlock that overtook it would be in vain.
+            raise _hangs(name, pid)
         answers: list[int] = []
         # The argument is kept alive by the thread's own reference to it.
         thread = threading.Thread(target=lambda: answers.append(int(function(pid, argument))), daemon=True)
         thread.start()
         thread.join(seconds)
         if not answers:
-            raise TimedOut(
-                f"the driver did not answer {name} for process {pid} in {seconds:g} s",
-                "see: sudo dmesg | tail",
-                code="driver_hangs",
-            )
+            self._hanging[pid] = thread
+            raise _hangs(name, pid)
+        self._hanging.pop(pid, None)
         return answers[0]
 
     def _function(self, name: str) -> Any:
@@ -108,6 +112,14 @@ class Checkpoint:
             raise NotSupported(
                 f"this driver has no {name}", "driver 570 or later is needed", code="driver_too_old"
             ) from None
+
+
+def _hangs(name: str, pid: int) -> TimedOut:
+    return TimedOut(
+        f"the driver does not answer for process {pid} ({name})",
+        "see: sudo dmesg | tail",
+        code="driver_hangs",
+    )
 
 
 def _demand(code: int, what: str, pid: int) -> None:

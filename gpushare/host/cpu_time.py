@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,15 +24,8 @@ class CpuTime:
     exact: bool
 
 
-def cpu_time(pids: Iterable[int]) -> CpuTime | None:
-    """Return the CPU time of processes, all their threads together; None when none of them could be read."""
-    found = [one for pid in pids if (one := _of(pid)) is not None]
-    if not found:
-        return None
-    return CpuTime(sum(one.seconds for one in found), all(one.exact for one in found))
-
-
-def _of(pid: int) -> CpuTime | None:
+def cpu_time(pid: int) -> CpuTime | None:
+    """Return the CPU time of a process, all its threads together; None when it is gone, or cannot be read."""
     try:
         return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
     except (OSError, OverflowError):

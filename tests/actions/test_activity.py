@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpushare.actions import production_activity as module
-from gpushare.actions.pause import checkpoint_of
+from gpushare.actions.pauser import checkpoint_of
 from gpushare.actions.production_activity import Activity
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.cpu_time import CpuTime
@@ -25,6 +26,10 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 10.0
         self.cpu: float | None = 0.0
+        # What others of the family have used.
+        self.others: dict[int, float | None] = {}
+        self.wall_ahead = 0.0
+        self.families: dict[int, list[int]] = {}
         self.exact = True
         self.family = [PID]
         # Samples of the GPU: when, and of whom.
@@ -35,21 +40,26 @@ class Told:
         device: Any = SimpleNamespace(gpu=SimpleNamespace(index=3))
         monkeypatch.setattr(module, "cpu_time", self._cpu_time)
         monkeypatch.setattr(module, "busy_since", self._busy_since)
-        self.activity = Activity(host, device, PID, clock=lambda: self.at, wall=lambda: EPOCH + self.at)
+        self.activity = Activity(
+            host, device, PID, clock=lambda: self.at, wall=lambda: EPOCH + self.wall_ahead + self.at
+        )
 
     def _descendants(self, pid: int) -> list[int]:
+        if pid in self.families:
+            return self.families[pid]
         assert pid == PID
         self.asked_family += 1
         return self.family
 
-    def _cpu_time(self, pids: Any) -> CpuTime | None:
-        assert list(pids) == self.family
-        return None if self.cpu is None else CpuTime(self.cpu, self.exact)
+    def _cpu_time(self, pid: int) -> CpuTime | None:
+        assert pid in self.family
+        used = self.cpu if pid == PID else self.others.get(pid)
+        return None if used is None else CpuTime(used, self.exact)
 
     def _busy_since(self, nvml: Any, index: int, since: float) -> set[int] | None:
         assert (nvml, index) == ("nvml", 3)
         self.asked_gpu += 1
-        return {pid for at, pid in self.samples if EPOCH + at >= since} if self.tells else None
+        return {pid for at, pid in self.samples if EPOCH + self.wall_ahead + at >= since} if self.tells else None
 
     def look(self, *, cpu: float | None = 0.0, after: float = LOOK, gpu: int | None = None) -> bool:
         """Look again after a while, in which so much CPU time was used (None: it cannot be read), and the GPU by whom."""
@@ -79,6 +89,26 @@ def test_work_is_seen_within_two_looks(job: Told) -> None:
     assert job.look(cpu=LOOK)
 
 
+def test_a_service_with_short_requests_works_too(job: Told) -> None:
+    """Requests of 0.4 ms every 10 ms: a burst of work they are not, and under MPS there is no other sign."""
+    seen = [job.look(cpu=0.0004) for _ in range(200)]
+    assert seen.index(True) <= 52
+    assert all(seen[52:])
+    # Half a second without any, or a whole one by when it began.
+    assert [job.look() for _ in range(110)][-1] is False
+
+
+def test_an_idle_program_that_wakes_up_is_idle(job: Told) -> None:
+    assert not any(job.look(cpu=0.0002) for _ in range(300))
+
+
+def test_after_a_burst_its_own_time_is_no_light_work(job: Told) -> None:
+    for _ in range(30):
+        job.look(cpu=LOOK)
+    # The last 20 to 30 ms still tell of it.
+    assert not any([job.look() for _ in range(200)][3:])
+
+
 def test_in_ticks_one_alone_may_be_a_timers(job: Told) -> None:
     job.exact = False
     job.look()
@@ -102,9 +132,50 @@ def test_a_quarter_of_a_processor_is_work_and_less_is_not(job: Told, exact: bool
 
 
 def test_a_child_that_ends_takes_its_time_with_it_and_that_is_no_work(job: Told) -> None:
-    job.cpu = 9.0
+    job.family, job.others = [PID, CHILD], {CHILD: 4.0}
     job.look()
-    assert not job.look(cpu=-4.0)
+    job.others = {}
+    assert not job.look()
+    assert not job.look()
+
+
+def test_children_that_end_do_not_hide_the_work_of_the_others(job: Told) -> None:
+    job.family = [PID, *range(300, 310)]
+    job.others = dict.fromkeys(range(300, 310), 4.0)
+    job.look(cpu=LOOK)
+    job.look(cpu=LOOK)
+    for pid in range(300, 310):
+        del job.others[pid]
+        assert job.look(cpu=LOOK)
+
+
+def test_what_a_child_has_used_before_it_was_found_is_no_work_now(job: Told) -> None:
+    job.look()
+    job.family, job.others = [PID, CHILD], {CHILD: 0.5}
+    assert not job.look(after=1.1)
+    assert not any(job.look() for _ in range(3))
+    job.others = {CHILD: 0.51}
+    assert job.look()
+
+
+def test_a_gpushare_that_production_has_started_is_not_production(job: Told) -> None:
+    """Else the paused job's own work would pause it."""
+    own, program = os.getpid(), 250
+    job.family, job.families = [PID, CHILD, own, program], {own: [own, program]}
+    job.others = {CHILD: 0.0, own: 0.0, program: 0.0}
+    job.look()
+    job.others = {CHILD: 0.0, own: 1.0, program: 1.0}
+    assert not job.look(gpu=program)
+    job.others = {CHILD: 1.0, own: 1.0, program: 1.0}
+    assert job.look()
+
+
+def test_a_clock_that_is_set_back_hides_no_work(job: Told) -> None:
+    job.look()
+    assert job.look(cpu=LOOK)
+    job.wall_ahead = -3600.0
+    job.look(after=3.0)
+    assert job.look(after=0.2, gpu=PID)
 
 
 def test_children_are_looked_for_once_a_second(job: Told) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpushare.actions import production_activity as module
-from gpushare.actions.pause import Pauser, PausingShare, PausingWatch, resume_all
+from gpushare.actions.pause import PausingShare, PausingWatch
+from gpushare.actions.pauser import Pauser, resume_all
 from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.production_activity import Activity
 from gpushare.errors import NotSupported, TimedOut
@@ -297,9 +298,9 @@ def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
     host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activity = Activity(host, device, start(_IDLE))
-    monkeypatch.setattr(module, "cpu_time", lambda _family: None)
+    monkeypatch.setattr(module, "cpu_time", lambda _pid: None)
     for working in (True, False):
-        monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda working=working: working)
+        monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda _at, working=working: working)
         activity._nvml_due = 0.0
         assert activity.active() is working
 
@@ -331,3 +332,28 @@ def test_a_pause_is_noted_with_the_start_of_its_program(
     assert info is not None
     assert noted.started_at == info.started_at is not None
     watch.settle()
+
+
+def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_it_has_ended(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    """The worker is in a session of its own: no kernel continues it when the program dies."""
+    pid = start("import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)")
+    assert until(lambda: len(host.processes.descendants(pid)) == 2)
+    (worker,) = set(host.processes.descendants(pid)) - {pid}
+    activity = Scripted()
+    inner: Any = PlainShare(host, device).watch(pid)
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity, lambda: True)  # type: ignore[arg-type]
+    activity.now = True
+    try:
+        watch.look()
+        assert until(lambda: stopped(host, pid) and stopped(host, worker))
+        for number in (pid, worker):
+            host.processes.send(number, signal.SIGCONT)
+        assert until(lambda: (watch.look(), stopped(host, pid) and stopped(host, worker))[1])
+        host.processes.send(pid, signal.SIGKILL)
+        assert until(lambda: not host.processes.alive(pid))
+        watch.settle()
+        assert until(lambda: not stopped(host, worker))
+    finally:
+        host.processes.send(worker, signal.SIGKILL)

@@ -2,82 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpushare.actions import pause as module
-from gpushare.actions.pacing import Pacer
-from gpushare.actions.pause import LOCK_SECONDS, TICK_SECONDS, Pauser, PausingShare, PausingWatch, resume_all
+from gpushare.actions import pauser as pauser_module
+from gpushare.actions.pause import TICK_SECONDS
+from gpushare.actions.pauser import resume_all
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.model import GpuProcess
-
-PID, CHILD, GRANDCHILD, OTHER = 10, 11, 12, 99
-STOP, CONT = signal.SIGSTOP, signal.SIGCONT
-
-
-class Told:
-    """A host and a driver's lock that do what a test says, and note in order what is done to whom."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, int]] = []
-        self.family = {PID: [PID, CHILD]}
-        self.on_gpu: list[GpuProcess] | GpushareError | None = [GpuProcess(pid=PID, compute=True)]
-        self.stopped: set[int] = set()
-        self.dead: set[int] = set()
-        self.locked: set[int] = set()
-        self.fails: dict[tuple[str, int], GpushareError] = {}
-        self.host: Any = SimpleNamespace(
-            processes=SimpleNamespace(
-                descendants=lambda pid: self.family.get(pid, []),
-                describe=self._describe,
-                alive=lambda pid: pid not in self.dead,
-                send=lambda pid, number: self._do(signal.Signals(number).name, pid),
-                namespace_is_host=lambda: True,
-            ),
-            nvml=SimpleNamespace(processes=self._processes),
-        )
-        self.device: Any = SimpleNamespace(gpu=SimpleNamespace(index=1, uuid="GPU-a"))
-
-    def _describe(self, pid: int) -> Any:
-        return None if pid in self.dead else SimpleNamespace(stopped=pid in self.stopped, started_at=5.0)
-
-    def _processes(self, index: int) -> list[GpuProcess] | None:
-        assert index == 1
-        if isinstance(self.on_gpu, GpushareError):
-            raise self.on_gpu
-        return self.on_gpu
-
-    def _do(self, what: str, pid: int) -> None:
-        self.done.append((what, pid))
-        if (what, pid) in self.fails:
-            raise self.fails[what, pid]
-
-    # -- the driver's lock -----------------------------------------------------------------------------
-
-    def lock(self, pid: int, seconds: float) -> None:
-        assert seconds == LOCK_SECONDS
-        self._do("lock", pid)
-        self.locked.add(pid)
-
-    def unlock(self, pid: int) -> None:
-        self._do("unlock", pid)
-        self.locked.discard(pid)
-
-    def is_locked(self, pid: int) -> bool:
-        return pid in self.locked
-
-    def pauser(self, *, lock: bool = True) -> Pauser:
-        """Return what pauses the program."""
-        return Pauser(self.host, self.device, PID, self if lock else None)  # type: ignore[arg-type]
-
-    def since(self) -> list[tuple[str, int]]:
-        """Return what was done since the last call."""
-        done, self.done = self.done, []
-        return done
+from tests.actions.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
 
 
 @pytest.fixture
@@ -245,6 +180,141 @@ def test_who_is_on_the_gpu_is_not_asked_while_it_stands_still_nor_where_nobody_i
     told.pauser(lock=False).look()
 
 
+@pytest.mark.parametrize("lock", [True, False])
+def test_who_is_held_is_told_before_it_is_and_once(told: Told, lock: bool) -> None:
+    pauser = told.pauser(lock=lock)
+    pauser.tell = lambda pid, started: told.done.append((f"told {started:g}", pid))
+    for _ in range(2):
+        pauser.pause()
+        pauser.resume()
+    done = [what for what, pid in told.since() if pid == PID]
+    assert done == ["told 5", *(["lock", "unlock"] if lock else ["SIGSTOP", "SIGCONT"]) * 2]
+
+
+# -- as long as it is paused -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the clock: its one element is the time."""
+    at = [100.0]
+    monkeypatch.setattr(pauser_module, "time", SimpleNamespace(monotonic=lambda: at[0]))
+    return at
+
+
+def test_who_follows_a_locked_process_that_has_ended_is_locked_too(told: Told, clock: list[float]) -> None:
+    """A shell that starts one CUDA program after the other: else the second would run as long as production works."""
+    pauser = told.pauser()
+    told.on_gpu = [GpuProcess(pid=CHILD, compute=True)]
+    pauser.pause()
+    told.dead, told.family[PID] = {CHILD}, [PID, GRANDCHILD]
+    told.on_gpu = []
+    clock[0] += 1
+    pauser.pause()
+    assert not pauser.paused
+    told.on_gpu = [GpuProcess(pid=GRANDCHILD, compute=True)]
+    clock[0] += 1
+    pauser.pause()
+    assert pauser.paused
+    assert told.since() == [("lock", CHILD), ("lock", GRANDCHILD)]
+
+
+def test_who_takes_over_at_once_is_locked_too(told: Told, clock: list[float]) -> None:
+    pauser = told.pauser()
+    pauser.pause()
+    told.dead, told.on_gpu = {PID}, [GpuProcess(pid=CHILD, compute=True)]
+    clock[0] += 1
+    pauser.pause()
+    assert told.since() == [("lock", PID), ("lock", CHILD)]
+
+
+def test_a_second_context_that_comes_while_the_first_is_locked_is_stopped_with_it(
+    told: Told, clock: list[float]
+) -> None:
+    pauser = told.pauser()
+    pauser.pause()
+    told.on_gpu = [GpuProcess(pid=pid, compute=True) for pid in (PID, CHILD)]
+    clock[0] += 1
+    pauser.pause()
+    assert told.since() == [("lock", PID), ("unlock", PID), ("SIGSTOP", PID), ("SIGSTOP", CHILD)]
+
+
+def test_a_gpu_that_does_not_answer_changes_nothing_in_a_pause(told: Told, clock: list[float]) -> None:
+    pauser = told.pauser()
+    pauser.pause()
+    told.on_gpu = OperationFailed("no", "see")
+    clock[0] += 1
+    pauser.pause()
+    assert told.since() == [("lock", PID)]
+    assert pauser.paused
+
+
+def test_who_was_continued_by_others_is_stopped_again(told: Told, clock: list[float]) -> None:
+    pauser = told.pauser(lock=False)
+    pauser.pause()
+    told.stopped = {CHILD}
+    told.since()
+    clock[0] += 1
+    pauser.pause()
+    assert told.since() == [("SIGSTOP", PID)]
+    pauser.resume()
+    assert told.since() == [("SIGCONT", PID), ("SIGCONT", CHILD)]
+
+
+def test_who_was_started_between_the_list_and_the_stop_is_stopped_too(told: Told) -> None:
+    lists = iter([[PID], [PID, CHILD], [PID, CHILD]])
+    told.host.processes.descendants = lambda _pid: next(lists)
+    pauser = told.pauser(lock=False)
+    pauser.pause()
+    assert told.since() == [("SIGSTOP", PID), ("SIGSTOP", CHILD)]
+
+
+def test_a_program_that_cannot_be_stopped_and_starts_ever_more_does_not_hold_gpushare_up(told: Told) -> None:
+    family: list[int] = [PID]
+    told.host.processes.descendants = lambda _pid: family.append(PID + len(family)) or list(family)  # type: ignore[func-returns-value]
+    told.pauser(lock=False).pause()
+    assert len(family) < 10
+
+
+def test_who_is_there_is_not_asked_at_every_look(told: Told, clock: list[float]) -> None:
+    """Neither while it stands still, nor while nobody of it is on the GPU yet: gpushare would take production's processor."""
+    for on_gpu in ([], [GpuProcess(pid=PID, compute=True)]):
+        asked: list[int] = []
+        told.host.nvml.processes = lambda index, asked=asked, on_gpu=on_gpu: asked.append(index) or on_gpu
+        pauser = told.pauser()
+        for _ in range(100):
+            clock[0] += TICK_SECONDS
+            pauser.pause()
+        assert 2 <= len(asked) <= 6
+
+
+def test_after_a_resume_the_next_pause_does_not_wait(told: Told, clock: list[float]) -> None:
+    pauser = told.pauser(lock=False)
+    for _ in range(3):
+        clock[0] += TICK_SECONDS
+        pauser.pause()
+        assert pauser.paused
+        pauser.resume()
+        assert not pauser.paused
+
+
+def test_one_that_lost_its_context_is_not_held_for_locked_for_ever(told: Told) -> None:
+    """A program that has become another (exec) while it was locked: the driver refuses the unlock for ever."""
+    pauser = told.pauser()
+    pauser.pause()
+    told.locked, told.fails = set(), {("unlock", PID): OperationFailed("CUDA error 1", "see")}
+    pauser.resume()
+    assert not pauser.paused
+
+
+def test_one_that_is_locked_and_cannot_be_unlocked_is_tried_again(told: Told) -> None:
+    pauser = told.pauser()
+    pauser.pause()
+    told.fails = {("unlock", PID): OperationFailed("CUDA error 999", "see")}
+    pauser.resume()
+    assert pauser.paused
+
+
 # -- what a gpushare that died left ----------------------------------------------------------------
 
 
@@ -254,10 +324,10 @@ def test_all_that_was_left_goes_on_out_of_the_stop_first(told: Told) -> None:
     resume_all(told.host, [PID, OTHER], mps=False, checkpoint=told)
     assert told.since() == [
         ("SIGCONT", PID),
-        ("unlock", PID),
-        # Not locked: there is nothing to undo.
         ("SIGCONT", CHILD),
         ("SIGCONT", OTHER),
+        ("unlock", PID),
+        # The child was not locked: there is nothing to undo.
         ("unlock", OTHER),
     ]
 
@@ -272,151 +342,16 @@ def test_one_that_cannot_go_on_does_not_keep_the_others(told: Told) -> None:
     told.locked = {PID, CHILD}
     told.fails = {("SIGCONT", PID): NotFound("gone", "see"), ("unlock", PID): OperationFailed("no", "see")}
     resume_all(told.host, [PID], mps=False, checkpoint=told)
-    assert told.since() == [("SIGCONT", PID), ("unlock", PID), ("SIGCONT", CHILD), ("unlock", CHILD)]
+    assert told.since() == [("SIGCONT", PID), ("SIGCONT", CHILD), ("unlock", PID), ("unlock", CHILD)]
 
 
-# -- the watch -------------------------------------------------------------------------------------
+def test_a_driver_that_cannot_be_asked_any_more_keeps_nobody_stopped(told: Told) -> None:
+    """NVML of another version than the kernel's part, after an update: no lock then, but what was stopped goes on."""
 
+    def fails() -> str:
+        raise OperationFailed("driver/library version mismatch", "restart")
 
-class Inner:
-    """The watch below, which notes when it is asked."""
-
-    program_pid, attached, outside, pending, daemon_gone = PID, {PID}, {CHILD}, {GRANDCHILD}, True
-
-    def __init__(self) -> None:
-        self.looks: list[str] = []
-
-    def look(self) -> None:
-        self.looks.append("look")
-
-    def settle(self) -> None:
-        self.looks.append("settle")
-
-    def wait(self) -> float:
-        return 1.0
-
-    def clients(self) -> set[int]:
-        return {OTHER}
-
-
-class Watched:
-    """A watch with a clock, a production job and a pause that a test sets."""
-
-    def __init__(self, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.at, self.active, self.alive = 100.0, False, True
-        self.inner, self.said = Inner(), []
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
-        activity: Any = SimpleNamespace(active=lambda: self.active)
-        inner: Any = self.inner
-        self.watch = PausingWatch(
-            inner, told.pauser(), activity, lambda: self.alive, Pacer(quiet_seconds=0.3), tell=self.said.append
-        )
-
-    def look(self, *, after: float = 0.0, active: bool = False) -> bool:
-        """Look after a while; return whether the program stands still."""
-        self.at += after
-        self.active = active
-        self.watch.look()
-        return self.watch.pauser.paused
-
-
-@pytest.fixture
-def watched(told: Told, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Return a watch over the program."""
-    return Watched(told, monkeypatch)
-
-
-def test_it_waits_until_production_has_been_quiet_for_a_while(watched: Watched) -> None:
-    steps: Sequence[tuple[float, bool, bool]] = (
-        (0.0, False, False),
-        (0.02, True, True),
-        (0.02, False, True),
-        (0.2, False, True),
-        (0.02, True, True),
-        (0.2, False, True),
-        (0.2, False, False),
-        (0.02, True, True),
-    )
-    assert [watched.look(after=after, active=active) for after, active, _ in steps] == [still for *_, still in steps]
-    assert watched.watch.pauses == 2
-    # Told only what is new.
-    assert watched.said == [(0, False), (1, True), (1, False), (2, True)]
-
-
-def test_what_could_not_be_paused_is_not_counted_as_a_pause(watched: Watched, told: Told) -> None:
-    told.fails = {("lock", PID): TimedOut("long", "wait")}
-    assert not watched.look(active=True)
-    assert watched.watch.pauses == 0
-    told.fails = {}
-    assert watched.look(active=True)
-    assert watched.watch.pauses == 1
-
-
-def test_when_production_has_ended_nobody_waits_any_longer(watched: Watched) -> None:
-    assert watched.look(active=True)
-    watched.alive = False
-    # Its samples still tell of it: it may be alive.
-    assert watched.look(active=True)
-    assert not watched.look()
-
-
-def test_who_has_got_the_pid_of_production_since_is_not_production(watched: Watched) -> None:
-    assert watched.look(active=True)
-    watched.alive = False
-    assert watched.look(active=True, after=0.9)
-    assert not watched.look(active=True, after=1.1)
-    assert not watched.look(active=True, after=0.02)
-
-
-def test_a_program_that_is_to_end_is_never_paused_again(watched: Watched, told: Told) -> None:
-    assert watched.look(active=True)
-    watched.watch.release()
-    assert not watched.look(active=True)
-    assert told.since() == [("lock", PID), ("unlock", PID)]
-
-
-def test_the_watch_below_looks_in_its_own_time(watched: Watched) -> None:
-    watched.watch.pauser.look = lambda: watched.inner.looks.append("who")  # type: ignore[method-assign]
-    for _ in range(5):
-        watched.look(after=0.2)
-    assert watched.inner.looks == ["look", "who"]
-    watched.look(after=0.2)
-    assert watched.inner.looks == ["look", "who"] * 2
-    assert watched.watch.wait() == TICK_SECONDS
-    watched.watch.settle()
-    assert watched.inner.looks == [*["look", "who"] * 2, "settle"]
-    assert watched.said[-1] is None
-
-
-def test_its_facts_are_those_of_the_watch_below(watched: Watched) -> None:
-    watch = watched.watch
-    assert (watch.program_pid, watch.attached, watch.outside) == (PID, {PID}, {CHILD})
-    assert (watch.pending, watch.daemon_gone, watch.clients()) == ({GRANDCHILD}, True, {OTHER})
-
-
-def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
-    closed: list[bool] = []
-    inner: Any = SimpleNamespace(
-        device=told.device,
-        guarded=("a", "b"),
-        meter="meter",
-        environment=lambda base: {**base, "X": "1"},
-        watch=lambda _pid: Inner(),
-        close=lambda *, program_lives: closed.append(program_lives) or True,
-    )
-    share = PausingShare(inner, told.host, OTHER, 7.0, None)
-    assert (share.device, share.guarded, share.meter) == (told.device, ("a", "b"), "meter")
-    assert share.environment({"A": "0"}) == {"A": "0", "X": "1"}
-    assert share.close(program_lives=True) is True
-    assert share.close() is True
-    assert closed == [True, False]
-
-
-def test_production_is_asked_for_by_its_pid_and_its_start(told: Told) -> None:
-    """A PID that was given to somebody else is not production."""
-    asked: list[tuple[int, float | None]] = []
-    told.host.processes.alive = lambda pid, started: asked.append((pid, started))
-    inner: Any = SimpleNamespace(device=told.device, watch=lambda _pid: Inner())
-    watch: Any = PausingShare(inner, told.host, OTHER, 7.0, None).watch(PID)
-    assert not watch.production_alive()
-    assert asked == [(OTHER, 7.0)]
+    told.host.nvml.driver_version = fails
+    told.host.is_simulated = False
+    resume_all(told.host, [PID], mps=False)
+    assert told.since() == [("SIGCONT", PID), ("SIGCONT", CHILD)]

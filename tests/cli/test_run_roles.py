@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -183,12 +184,14 @@ def program_of(world: World) -> int | None:
     return None
 
 
-def paused(real: Callable[..., Started], world: World, production: int) -> tuple[Started, int]:
+LOOP = "import time\nwhile True: time.sleep(0.01)"
+
+
+def paused(real: Callable[..., Started], world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
     """Start an opportunistic program beside a process that works; return both once it stands still."""
     assert world.host.nvml.count() == 1
-    loop = "import time\nwhile True: time.sleep(0.01)"
     words = ("run", "--opportunistic", "--pause", "--for", str(production), "--grace", "1")
-    started = real(*words, "--", sys.executable, "-c", loop)
+    started = real(*words, "--", sys.executable, "-c", program)
     return started, until(lambda: program_of(world), "the opportunistic program stands still")
 
 
@@ -214,3 +217,16 @@ def test_no_program_stays_paused_when_gpushare_dies(real: Callable[..., Started]
     started, pid = paused(real, world, busy)
     started.signal(signal.SIGKILL)
     until(lambda: not alive(pid), "the guard ends it")
+
+
+def test_nor_does_a_worker_in_a_session_of_its_own(
+    real: Callable[..., Started], world: World, busy: int, tmp_path: Path
+) -> None:
+    """The kernel ends the program (SIGHUP to an orphaned group that is stopped) before the guard can look for workers."""
+    written = tmp_path / "worker"
+    start = "import subprocess\nworker = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
+    started, pid = paused(real, world, busy, f"{start}open({str(written)!r}, 'w').write(f'{{worker}}.')\n{LOOP}")
+    worker = int(until(lambda: written.exists() and written.read_text().partition(".")[0], "the worker"))
+    until(lambda: (info := world.host.processes.describe(worker)) and info.stopped, "it is stopped")
+    started.signal(signal.SIGKILL)
+    until(lambda: not alive(pid) and not alive(worker), "the guard ends both")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -112,6 +114,59 @@ def test_a_driver_that_hangs_does_not_hang_gpushare(monkeypatch: pytest.MonkeyPa
         Checkpoint(Hanging()).unlock(42)
     assert caught.value.code == "driver_hangs"
     release.set()
+
+
+def test_an_unlock_does_not_overtake_a_lock_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that somebody has stopped hangs its lock, which takes effect when it goes on: after the unlock, for ever."""
+    monkeypatch.setattr(module, "CALL_SECONDS", 0.05)
+    goes_on, done = threading.Event(), threading.Event()
+
+    class Hanging(Driver):
+        def cuCheckpointProcessLock(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's name
+            goes_on.wait(120)
+            code = super().cuCheckpointProcessLock(pid, argument)
+            done.set()
+            return code
+
+    driver = Hanging()
+    lock = Checkpoint(driver)
+    with pytest.raises(TimedOut):
+        lock.lock(42, 0.01)
+    for _ in range(3):
+        with pytest.raises(TimedOut) as caught:
+            lock.unlock(42)
+        assert caught.value.code == "driver_hangs"
+    # Others are not held up by it.
+    lock.unlock(43)
+    goes_on.set()
+    assert done.wait(120)
+    for _ in range(3000):
+        with contextlib.suppress(TimedOut):
+            lock.unlock(42)
+            break
+        time.sleep(0.01)
+    assert not driver.locked
+
+
+def test_a_driver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each look would leave another thread behind, and keep Ctrl-C waiting for five seconds."""
+    monkeypatch.setattr(module, "CALL_SECONDS", 0.01)
+    goes_on = threading.Event()
+    asked: list[int] = []
+
+    class Hanging(Driver):
+        def cuCheckpointProcessUnlock(self, pid: int, argument: Any) -> int:  # noqa: N802 - the driver's name
+            asked.append(pid)
+            goes_on.wait(120)
+            return 0
+
+    lock = Checkpoint(Hanging())
+    for _ in range(5):
+        with pytest.raises(TimedOut):
+            lock.unlock(42)
+    assert not lock.is_locked(42)
+    goes_on.set()
+    assert asked == [42]
 
 
 # -- what a wrong answer would do ------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""Letting a program's processes stand still and go on.
+
+Outside MPS they are locked by the driver (cuCheckpointProcessLock: 1 to 10 ms, new CUDA calls wait, submitted work is
+drained), and stopped (SIGSTOP) where the driver knows no locks or the job has several CUDA processes, which might wait
+for each other. Inside MPS they are stopped: the driver refuses the lock there. Never both: a stopped process hangs the
+lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+LOCK_SECONDS: Final = 0.5
+# How often it is seen whether all of a paused program stands still.
+_KEEP_SECONDS: Final = 0.5
+# So often a program may start another process between the list of its processes and their stop.
+_STOP_ROUNDS: Final = 3
+_CUDA_NODE: Final = "/dev/nvidia-uvm"
+
+
+class Pauser:
+    """Lets a program's processes stand still and go on, by the driver's lock or by SIGSTOP."""
+
+    def __init__(self, host: Host, device: Device, pid: int, checkpoint: Checkpoint | None) -> None:
+        self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
+        self._on_gpu: list[int] = []
+        self._locked: list[int] = []
+        self._stopped: list[int] = []
+        self._due = 0.0
+        self._told: set[tuple[int, float | None]] = set()
+        # Who must know whom a pause holds, before it does: PID and start time, each once.
+        self.tell: Callable[[int, float | None], None] = lambda _pid, _started: None
+
+    @property
+    def paused(self) -> bool:
+        """Return whether it stands still."""
+        return bool(self._locked or self._stopped)
+
+    @property
+    def by(self) -> str:
+        """Return how it is paused: ``lock`` or ``stop``."""
+        return "stop" if self._checkpoint is None else "lock"
+
+    def look(self) -> None:
+        """Find out who would have to be locked; a pause that knows it already takes effect at once."""
+        if self._checkpoint is not None and not self.paused:
+            self._on_gpu = self._cuda_processes()
+
+    def pause(self) -> None:
+        """Let all of it stand still; to be called again as long as it is to.
+
+        A queue that does not drain in time is tried again. From time to time it is seen who has come since, and who was
+        continued by others (a SIGCONT of the shell, which gpushare passes on).
+        """
+        known = self._on_gpu
+        tried = self._checkpoint is not None and not self.paused and len(known) == 1
+        if tried:
+            self._lock(known[0])
+        elif time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _KEEP_SECONDS
+        if self._checkpoint is None:
+            self._stop()
+            return
+        # Production is spared by now; whether that was all of the program is found out behind it.
+        self._on_gpu = self._cuda_processes()
+        # Whoever has died stands still no longer for those that come after it.
+        self._locked = [pid for pid in self._locked if self._host.processes.alive(pid)]
+        if self._on_gpu and self._on_gpu != (known if tried else self._locked):
+            self.resume()
+            if not self._locked:
+                self._pause_anew()
+
+    def _pause_anew(self) -> None:
+        if len(self._on_gpu) > 1:
+            # Locked one after the other, they may wait for each other (NCCL).
+            self._checkpoint = None
+        else:
+            self._lock(self._on_gpu[0])
+        if self._checkpoint is None:
+            self._stop()
+
+    def resume(self) -> None:
+        """Let it go on; what went wrong in that is tried again at the next call."""
+        self._due = 0.0
+        for pid in list(self._locked):
+            with contextlib.suppress(GpushareError):
+                if self._host.processes.alive(pid):
+                    self._unlock(pid)
+                self._locked.remove(pid)
+        for pid in list(self._stopped):
+            self._stopped.remove(pid)
+            with contextlib.suppress(NotFound, NoPermission):
+                self._host.processes.send(pid, signal.SIGCONT)
+
+    def _unlock(self, pid: int) -> None:
+        if self._checkpoint is None:
+            return
+        try:
+            self._checkpoint.unlock(pid)
+        except OperationFailed:
+            # One without a context any more (it has become another program) is refused for ever, and is not locked.
+            if self._checkpoint.is_locked(pid):
+                raise
+
+    def _lock(self, pid: int) -> None:
+        checkpoint = self._checkpoint
+        info = self._host.processes.describe(pid)
+        if checkpoint is None or info is None or info.stopped:
+            # A stopped process hangs the lock; and it stands still already.
+            return
+        # Noted before it is done: what happens in between must not leave it locked.
+        self._tell_once(pid, info.started_at)
+        self._locked.append(pid)
+        try:
+            checkpoint.lock(pid, LOCK_SECONDS)
+        except NotSupported:
+            self._locked.remove(pid)
+            self._checkpoint = None
+        except GpushareError:
+            # It may have been locked in the end: unlocking one that is not does no harm.
+            self.resume()
+
+    def _stop(self) -> None:
+        seen: set[int] = set()
+        for _ in range(_STOP_ROUNDS):
+            new = [pid for pid in self._host.processes.descendants(self._pid) if pid not in seen]
+            seen.update(new)
+            sent = [self._stop_one(pid) for pid in new]
+            # Where all stood still already, none can have started another.
+            if not any(sent):
+                return
+
+    def _stop_one(self, pid: int) -> bool:
+        info = self._host.processes.describe(pid)
+        if info is None or info.stopped:
+            return False
+        self._tell_once(pid, info.started_at)
+        if pid not in self._stopped:
+            self._stopped.append(pid)
+        with contextlib.suppress(NotFound, NoPermission):
+            self._host.processes.send(pid, signal.SIGSTOP)
+        return True
+
+    def _tell_once(self, pid: int, started: float | None) -> None:
+        if (pid, started) not in self._told:
+            self._told.add((pid, started))
+            self.tell(pid, started)
+
+    def _cuda_processes(self) -> list[int]:
+        family = set(self._host.processes.descendants(self._pid))
+        if self._host.processes.namespace_is_host() is False:
+            # NVML's PIDs are not those that we know; every CUDA context has this node open.
+            return sorted(family & set(self._host.processes.open_files(_CUDA_NODE).by_pid))
+        try:
+            found = self._host.nvml.processes(self._device.gpu.index) or ()
+        except GpushareError:
+            return []
+        return sorted({one.pid for one in found if one.pid in family and (one.compute or one.mps)})
+
+
+def checkpoint_of(host: Host) -> Checkpoint | None:
+    """Return the driver's lock, or None where there is none: before driver 570, and on a simulated host."""
+    driver = host.nvml.driver_version() or ""
+    major = driver.partition(".")[0]
+    return Checkpoint() if not host.is_simulated and major.isdecimal() and int(major) >= 570 else None
+
+
+def resume_all(host: Host, pids: Sequence[int], *, mps: bool, checkpoint: Any = None) -> None:
+    """Let programs of a gpushare that died go on, so that they can end: unlocked, and no longer stopped."""
+    members = [member for pid in pids for member in host.processes.descendants(pid)]
+    # First out of the stop: a stopped process hangs the driver's calls, and the driver may not be there any more.
+    for member in members:
+        with contextlib.suppress(NotFound, NoPermission):
+            host.processes.send(member, signal.SIGCONT)
+    lock = None
+    with contextlib.suppress(GpushareError):
+        lock = None if mps else checkpoint or checkpoint_of(host)
+    if lock is not None:
+        for member in members:
+            with contextlib.suppress(GpushareError):
+                if lock.is_locked(member):
+                    lock.unlock(member)
