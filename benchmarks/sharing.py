@@ -2,6 +2,7 @@
 
 All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set by hand. Parts:
 
+- ``jobs``: what each job does alone, and what it draws of the GPU.
 - ``pairs``: for each pair of a production and an opportunistic job, what ``gpushare tune`` finds, and then that setting
   measured anew: five times together and alone in turn beside one production process.
 - ``ways``: the pairs that published systems are compared by, under time-slicing, MPS, and MPS with low priority.
@@ -29,6 +30,7 @@ from typing import Any, Final
 from benchmarks.pairs import FARMS, PAIRS, Pair
 from benchmarks.sharing_bench import RATE, REPEATS, Bench, Keep, alone_rate, now
 from benchmarks.sharing_gpus import on_all, pieces
+from benchmarks.sharing_jobs import jobs
 from benchmarks.sharing_pause import pause
 from benchmarks.sharing_table import table
 from gpushare import __version__
@@ -42,7 +44,7 @@ from gpushare.measure.pair import TuneOptions
 from gpushare.measure.tune import TrialReport, TuneReporter, compare
 from gpushare.selection import select_one
 
-PARTS: Final = ("pairs", "ways", "pause", "farm")
+PARTS: Final = ("jobs", "pairs", "ways", "pause", "farm")
 PRETENDED_HOST: Final = "sim:2xh200"
 
 
@@ -90,8 +92,11 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
         share = open_mps_share(bench.host, bench.device, sys.executable, MpsLimits())
         reports = compare(bench.host, share, options_of(bench, pair, REPEATS), [*uncapped, setting], Lines())
+        # Right after it: what tune saw minutes ago may have been another state of the machine's CPU.
+        alone = alone_rate(bench, pair.opportunistic)
         found[pair.name] = {
-            **figures(reports[-1], tuned["opportunistic_alone"]),
+            **figures(reports[-1], alone),
+            "opportunistic_alone_first": tuned["opportunistic_alone"],
             "measured": now(),
             "window_seconds": bench.window,
             "met_by_tune": tuned["best"] is not None,
@@ -247,7 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for part in wanted:
         started = time.monotonic()
-        {"pairs": pairs, "ways": ways, "farm": farm, "pause": pause}[part](bench, results.setdefault(part, {}), keep)
+        {"jobs": jobs, "pairs": pairs, "ways": ways, "farm": farm, "pause": pause}[part](
+            bench, results.setdefault(part, {}), keep
+        )
         results.setdefault("seconds", {})[f"{part} on GPU {device.gpu.index}"] = round(time.monotonic() - started, 1)
         keep()
     sys.stdout.write(table(json.loads(path.read_text()) if written else results))

@@ -17,7 +17,7 @@ def pieces(bench: Bench, parts: Sequence[str]) -> list[list[str]]:
     for part in parts:
         if part == "farm":
             found += [["--parts", part, "--farms", name] for name, *_ in bench.farms]
-        elif part == "pause":
+        elif part in {"jobs", "pause"}:
             found.append(["--parts", part])
         else:
             chosen = [pair for pair in bench.pairs if part == "pairs" or pair.compared]

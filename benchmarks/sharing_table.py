@@ -32,7 +32,24 @@ def table(results: Mapping[str, Any]) -> str:
         lines.append(
             f"| {one['pair']} | pause | {_kept(one)} | - | {_two(one['opportunistic'])} | {_goal(one['goal'])} | {_met(one)} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_jobs(results.get("jobs", {}))]) + "\n"
+
+
+def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if not jobs:
+        return []
+    lines = [
+        "",
+        "| job alone | per second (spread) | p99 | SM % | occupancy % | tensor % | DRAM % | W |",
+        "|" + "---|" * 8,
+    ]
+    for name, one in jobs.items():
+        spread = "" if one["spread"] is None else f" ({100 * one['spread']:.1f} %)"
+        tail = "-" if one["p99"] is None else f"{one['p99']:.2f} ms"
+        drawn = [one[key] for key in ("sm_percent", "occupancy_percent", "tensor_percent", "dram_percent", "watts")]
+        numbers = " | ".join("-" if value is None else f"{value:.3g}" for value in drawn)
+        lines.append(f"| {name} | {one['rate']:.1f}{spread} | {tail} | {numbers} |")
+    return lines
 
 
 def _kept(one: Mapping[str, Any]) -> str:

@@ -28,10 +28,10 @@ def bench() -> Bench:
 
 def test_the_pieces_are_all_of_the_work(bench: Bench) -> None:
     found = pieces(bench, PARTS)
-    assert len(found) == len(PAIRS) + sum(pair.compared for pair in PAIRS) + 1 + len(FARMS)
+    assert len(found) == 1 + len(PAIRS) + sum(pair.compared for pair in PAIRS) + 1 + len(FARMS)
     assert len({tuple(one) for one in found}) == len(found)
     # What counts latencies comes first, and what loads the CPU last.
-    assert found[0] == ["--parts", "pairs", "--pairs", "infer+big"]
+    assert found[:2] == [["--parts", "jobs"], ["--parts", "pairs", "--pairs", "infer+big"]]
     assert [one[1] for one in found[-len(FARMS) :]] == ["farm"] * len(FARMS)
 
 
@@ -89,6 +89,10 @@ def test_the_table_judges_by_the_goals() -> None:
             "8 x c": {"pick": None, "gain": None, "of_best": None, "goal": 4.5},
         },
     }
+    alone = {"rate": 100.0, "spread": 0.01, "p99": 0.5, "sm_percent": 17.5, "occupancy_percent": 3.0}
+    results["jobs"] = {"mid": {**alone, "tensor_percent": None, "dram_percent": 5.0, "watts": 195.4}}
+    assert table(results).endswith("| mid | 100.0 (1.0 %) | 0.50 ms | 17.5 | 3 | - | 5 | 195 |\n")
+    del results["jobs"]
     verdicts = {
         line.split(" | ")[0].lstrip("| "): line.rstrip(" |").rsplit("| ", 1)[1]
         for line in table(results).splitlines()[4:]

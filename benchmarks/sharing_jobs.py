@@ -1,0 +1,75 @@
+"""What each job does alone: its rate, and what it draws of the GPU; jobs compare only where these do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from benchmarks.jobs import JOBS
+from benchmarks.sharing_bench import Bench, Keep, now
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.plain_share import PlainShare
+from gpushare.actions.several import Several
+from gpushare.host.activity import ActivityRecorder
+from gpushare.measure.metric import Metric
+from gpushare.measure.progress import Progress, Window, p99
+from gpushare.measure.statistics import deviation
+
+WINDOWS: Final = 4
+METRICS: Final = {
+    "sm_percent": "NVML_GPM_METRIC_SM_UTIL",
+    "occupancy_percent": "NVML_GPM_METRIC_SM_OCCUPANCY",
+    "tensor_percent": "NVML_GPM_METRIC_ANY_TENSOR_UTIL",
+    "dram_percent": "NVML_GPM_METRIC_DRAM_BW_UTIL",
+}
+
+
+class Recorder(ActivityRecorder):
+    """Reads one metric of GPM since the last reading."""
+
+    def __init__(self, bench: Bench, metric: str) -> None:
+        super().__init__(bench.host.nvml, bench.device.gpu.index)
+        self._metric = metric
+
+
+def jobs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
+    """Measure every job alone: windows of its rate, with GPM and energy over all of them."""
+    for name in JOBS:
+        seen = Progress(Metric(pattern=bench.metric(name)))
+        with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
+            several.start(name, bench.job(name), MpsLimits(), listen=seen.listen)
+            several.wait(180.0, lambda seen=seen: seen.count(0.0, float("inf")) > 0)  # type: ignore[misc]
+            several.wait(1.0)
+            recorders = {key: Recorder(bench, metric) for key, metric in METRICS.items()}
+            for recorder in recorders.values():
+                recorder.since_last()
+            joules, began = _joules(bench), time.monotonic()
+            windows = [_window(bench, several, seen) for _ in range(WINDOWS)]
+            used, seconds = _joules(bench), time.monotonic() - began
+            drawn = {key: recorder.since_last() for key, recorder in recorders.items()}
+            for recorder in recorders.values():
+                recorder.close()
+        rates = [window.rate for window in windows if window.rate is not None]
+        if not rates:
+            raise SystemExit(f"{name} printed no rate alone")
+        mean = sum(rates) / len(rates)
+        found[name] = {
+            "rate": mean,
+            "spread": deviation(rates) / mean if len(rates) > 1 else None,
+            "p99": p99(windows),
+            **drawn,
+            "watts": None if joules is None or used is None else (used - joules) / seconds,
+            "measured": now(),
+        }
+        keep()
+
+
+def _window(bench: Bench, several: Several, seen: Progress) -> Window:
+    several.look()
+    started = time.monotonic()
+    several.wait(bench.window)
+    return seen.window(started, time.monotonic())
+
+
+def _joules(bench: Bench) -> float | None:
+    return bench.host.nvml.energy_joules(bench.device.gpu.index)
