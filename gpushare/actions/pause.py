@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.actions.pacing import Pacer
 from gpushare.actions.pauser import Pauser
-from gpushare.actions.production_activity import Activity
 from gpushare.host.pauses import Pauses, forget_pauses, note_pauses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from gpushare.actions.production_job import ProductionJob
     from gpushare.actions.share import Share, Watch
     from gpushare.host.activity import ActivityMeter
     from gpushare.host.checkpoint import Checkpoint
@@ -31,8 +30,7 @@ class PausingWatch:
 
     inner: Watch
     pauser: Pauser
-    activity: Activity
-    production_alive: Callable[[], bool]
+    production: ProductionJob
     pacer: Pacer = field(default_factory=Pacer)
     pauses: int = 0
     # Who wants to know how often it was paused and whether it is now, whenever that changes; None: it has ended.
@@ -90,11 +88,11 @@ class PausingWatch:
 
     def _pace(self) -> None:
         at = time.monotonic()
-        if self._alive and at >= self._alive_due:
-            # Its PID may be somebody else's by now, who works.
-            self._alive, self._alive_due = self.production_alive(), at + _ALIVE_SECONDS
-        active = self._alive and self.activity.active()
-        if not active and self.pauser.paused and not self.production_alive():
+        if at >= self._alive_due:
+            # Its PID may be somebody else's by now, who works; and it may have been started again.
+            self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
+        active = self._alive and self.production.active()
+        if not active and self.pauser.paused and not self.production.lives():
             self.pauser.resume()
             return
         if self.pacer.may_run(at, active=active):
@@ -127,8 +125,7 @@ class PausingShare:
 
     inner: Share
     host: Host
-    production_pid: int
-    production_started_at: float | None
+    production: ProductionJob
     checkpoint: Checkpoint | None
 
     @property
@@ -155,27 +152,11 @@ class PausingShare:
         watch = PausingWatch(
             self.inner.watch(pid),
             Pauser(self.host, self.device, pid, self.checkpoint),
-            Activity(self.host, self.device, self.production_pid),
-            self._production_lives(),
+            self.production,
             tell=self._teller(pid),
         )
         # Its facts are the inner watch's, and only read here.
         return cast("Watch", watch)
-
-    def _production_lives(self) -> Callable[[], bool]:
-        """Return what tells whether production lives; the clock may be set, which moves all start times, ours too."""
-        processes, started, ours_before = self.host.processes, self.production_started_at, self._own_start()
-
-        def lives() -> bool:
-            ours = self._own_start()
-            moved = 0.0 if ours is None or ours_before is None else ours - ours_before
-            return processes.alive(self.production_pid, None if started is None else started + moved)
-
-        return lives
-
-    def _own_start(self) -> float | None:
-        info = self.host.processes.describe(os.getpid())
-        return None if info is None else info.started_at
 
     def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
         """Return what notes the pauses of a program for the metrics."""

@@ -130,6 +130,8 @@ class SparedProcess:
     started_at: float | None
     title: str
     under_mps: bool
+    # None: it was given by its PID.
+    name: str | None = None
 
 
 def spared_process(host: Host, device: Device, beside: str | None) -> SparedProcess | None:
@@ -142,13 +144,14 @@ def spared_process(host: Host, device: Device, beside: str | None) -> SparedProc
         info = host.processes.describe(int(beside))
         if info is None or not host.processes.alive(int(beside)):
             raise NotFound(f"there is no process {beside}", "see who is there: gpushare status", code="no_process")
-        pid, started, title = info.pid, info.started_at, f"process {beside}"
+        pid, started, title, name = info.pid, info.started_at, f"process {beside}", None
     else:
         production = find_spared(host, device, beside)
         if production is None or not lives(host, production):
             return None
-        pid, started, title = production.pid, production.started_at, f"'{production.name}'"
-    return SparedProcess(pid=pid, started_at=started, title=title, under_mps=_under_mps(host, device, pid))
+        name = production.name
+        pid, started, title = production.pid, production.started_at, f"'{name}'"
+    return SparedProcess(pid=pid, started_at=started, title=title, name=name, under_mps=_under_mps(host, device, pid))
 
 
 def _under_mps(host: Host, device: Device, pid: int) -> bool:

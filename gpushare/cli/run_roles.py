@@ -81,6 +81,7 @@ def _paused(
     from gpushare.actions.pause import PausingShare
     from gpushare.actions.pauser import checkpoint_of
     from gpushare.actions.plain_share import PlainShare
+    from gpushare.actions.production_job import ProductionJob
     from gpushare.actions.run import run_in
     from gpushare.actions.run_environment import check_program
     from gpushare.actions.run_report import RunReport
@@ -108,7 +109,8 @@ def _paused(
     if settings.dry_run:
         return _planned_pause(host, device, command, process.title)
     inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
-    share = PausingShare(inner, host, process.pid, process.started_at, checkpoint)
+    production = ProductionJob(host, device, process.pid, process.started_at, process.name)
+    share = PausingShare(inner, host, production, checkpoint)
     report: Any = RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
     if not process.under_mps:
         from gpushare.actions.mig_report import InstanceReport

@@ -18,6 +18,7 @@ from gpushare.actions.pause import PausingShare, PausingWatch
 from gpushare.actions.pauser import Pauser, resume_all
 from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.production_activity import Activity
+from gpushare.actions.production_job import ProductionJob
 from gpushare.errors import NotSupported, TimedOut
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
@@ -219,10 +220,13 @@ def test_a_stopped_or_ended_production_job_does_not_work(
 
 
 class Scripted:
-    """An activity that does as it is told."""
+    """A production job that does as it is told."""
 
     def __init__(self) -> None:
-        self.now = False
+        self.now, self.alive = False, True
+
+    def lives(self) -> bool:
+        return self.alive
 
     def active(self) -> bool:
         return self.now
@@ -232,16 +236,15 @@ def test_it_stands_still_while_production_works_and_goes_on_when_that_has_ended(
     host: Host, device: Device, start: Callable[[str], int]
 ) -> None:
     pid, activity = start(_IDLE), Scripted()
-    alive = [True]
     inner: Any = PlainShare(host, device).watch(pid)
-    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity, lambda: alive[0])  # type: ignore[arg-type]
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
     watch.look()
     assert not watch.pauser.paused
     activity.now = True
     watch.look()
     assert watch.pauser.paused
     # Production is gone: nobody is to be spared any more.
-    activity.now, alive[0] = False, False
+    activity.now, activity.alive = False, False
     watch.look()
     assert not watch.pauser.paused
     assert watch.pauses == 1
@@ -249,11 +252,11 @@ def test_it_stands_still_while_production_works_and_goes_on_when_that_has_ended(
 
 def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid = start(_IDLE)
-    share: Any = PausingShare(PlainShare(host, device), host, os.getpid(), None, None)
+    share: Any = PausingShare(PlainShare(host, device), host, ProductionJob(host, device, os.getpid(), None), None)
     watch = share.watch(pid)
-    watch.activity = Scripted()
+    watch.production = Scripted()
     for now, expected in ((False, (0, False)), (True, (1, True)), (True, (1, True))):
-        watch.activity.now = now
+        watch.production.now = now
         watch.look()
         (noted,) = noted_pauses(host)
         assert (noted.pid, noted.gpu_uuid) == (pid, device.gpu.uuid)
@@ -276,7 +279,7 @@ def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> Non
 def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid, activity = start(_IDLE), Scripted()
     inner: Any = PlainShare(host, device).watch(pid)
-    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity, lambda: True)  # type: ignore[arg-type]
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
     activity.now = True
     watch.look()
     watch.release()
@@ -323,9 +326,9 @@ def test_a_pause_is_noted_with_the_start_of_its_program(
 ) -> None:
     """Else a PID that another program has got would count as paused."""
     pid = start(_IDLE)
-    share: Any = PausingShare(PlainShare(host, device), host, os.getpid(), None, None)
+    share: Any = PausingShare(PlainShare(host, device), host, ProductionJob(host, device, os.getpid(), None), None)
     watch = share.watch(pid)
-    watch.activity = Scripted()
+    watch.production = Scripted()
     watch.look()
     (noted,) = noted_pauses(host)
     info = host.processes.describe(pid)
@@ -343,7 +346,7 @@ def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_i
     (worker,) = set(host.processes.descendants(pid)) - {pid}
     activity = Scripted()
     inner: Any = PlainShare(host, device).watch(pid)
-    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity, lambda: True)  # type: ignore[arg-type]
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
     activity.now = True
     try:
         watch.look()

@@ -12,6 +12,7 @@ from gpushare.actions import pause as module
 from gpushare.actions import pauser as pauser_module
 from gpushare.actions.pacing import Pacer
 from gpushare.actions.pause import TICK_SECONDS, PausingShare, PausingWatch
+from gpushare.actions.production_job import ProductionJob
 from gpushare.errors import TimedOut
 from gpushare.model import GpuProcess
 from tests.actions.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
@@ -52,11 +53,9 @@ class Watched:
         self.inner, self.said = Inner(), []
         for one in (module, pauser_module):
             monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: self.at))
-        activity: Any = SimpleNamespace(active=lambda: self.active)
+        production: Any = SimpleNamespace(active=lambda: self.active, lives=lambda: self.alive)
         inner: Any = self.inner
-        self.watch = PausingWatch(
-            inner, told.pauser(), activity, lambda: self.alive, Pacer(quiet_seconds=0.3), tell=self.said.append
-        )
+        self.watch = PausingWatch(inner, told.pauser(), production, Pacer(quiet_seconds=0.3), tell=self.said.append)
 
     def look(self, *, after: float = 0.0, active: bool = False) -> bool:
         """Look after a while; return whether the program stands still."""
@@ -114,6 +113,15 @@ def test_who_has_got_the_pid_of_production_since_is_not_production(watched: Watc
     assert not watched.look(active=True, after=0.02)
 
 
+def test_a_production_job_that_is_started_again_is_spared_again(watched: Watched) -> None:
+    assert watched.look(active=True)
+    watched.alive = False
+    assert not watched.look(after=1.1)
+    assert not watched.look(after=1.1, active=True)
+    watched.alive = True
+    assert watched.look(after=1.1, active=True)
+
+
 def test_a_program_that_is_to_end_is_never_paused_again(watched: Watched, told: Told) -> None:
     assert watched.look(active=True)
     watched.watch.release()
@@ -161,6 +169,11 @@ def test_its_facts_are_those_of_the_watch_below(watched: Watched) -> None:
     assert (watch.pending, watch.daemon_gone, watch.clients()) == ({GRANDCHILD}, True, {OTHER})
 
 
+def job_of(told: Told) -> ProductionJob:
+    """Return a production job of a PID."""
+    return ProductionJob(told.host, told.device, OTHER, 7.0)
+
+
 def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
     closed: list[bool] = []
     inner: Any = SimpleNamespace(
@@ -171,34 +184,9 @@ def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
         watch=lambda _pid: Inner(),
         close=lambda *, program_lives: closed.append(program_lives) or True,
     )
-    share = PausingShare(inner, told.host, OTHER, 7.0, None)
+    share = PausingShare(inner, told.host, job_of(told), None)
     assert (share.device, share.guarded, share.meter) == (told.device, ("a", "b"), "meter")
     assert share.environment({"A": "0"}) == {"A": "0", "X": "1"}
     assert share.close(program_lives=True) is True
     assert share.close() is True
     assert closed == [True, False]
-
-
-def test_production_is_asked_for_by_its_pid_and_its_start(told: Told) -> None:
-    """A PID that was given to somebody else is not production."""
-    asked: list[tuple[int, float | None]] = []
-    told.host.processes.alive = lambda pid, started: asked.append((pid, started))
-    inner: Any = SimpleNamespace(device=told.device, watch=lambda _pid: Inner())
-    watch: Any = PausingShare(inner, told.host, OTHER, 7.0, None).watch(PID)
-    assert not watch.production_alive()
-    assert asked == [(OTHER, 7.0)]
-
-
-def test_a_clock_that_is_set_does_not_make_production_a_stranger(told: Told) -> None:
-    """The kernel adds its ticks to the boot time, which moves with the clock: every start time does, our own too."""
-    moved = [0.0]
-    told.host.processes.describe = lambda _pid: SimpleNamespace(stopped=False, started_at=5.0 + moved[0])
-    asked: list[tuple[int, float | None]] = []
-    told.host.processes.alive = lambda pid, started: asked.append((pid, started))
-    inner: Any = SimpleNamespace(device=told.device, watch=lambda _pid: Inner())
-    for started in (7.0, None):
-        moved[0] = 0.0
-        watch: Any = PausingShare(inner, told.host, OTHER, started, None).watch(PID)
-        moved[0] = -3600.0
-        watch.production_alive()
-    assert asked == [(OTHER, -3593.0), (OTHER, None)]

@@ -1,0 +1,50 @@
+"""The production job beside which a program is paused: a process, or whoever bears its name now."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from gpushare.actions.production_activity import Activity
+from gpushare.host.production import find_production, lives
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+
+class ProductionJob:
+    """A production job by PID and start time; with a name also those that follow it under this name."""
+
+    def __init__(self, host: Host, device: Device, pid: int, started_at: float | None, name: str | None = None) -> None:
+        self._host, self._device, self._name = host, device, name
+        self._is(pid, started_at)
+
+    def _is(self, pid: int, started_at: float | None) -> None:
+        self.pid, self._started_at, self._own_start_then = pid, started_at, self._own_start()
+        self._activity = Activity(self._host, self._device, pid)
+
+    def active(self) -> bool:
+        """Return whether it works now; see `Activity`."""
+        return self._activity.active()
+
+    def lives(self) -> bool:
+        """Return whether it runs. One that has ended may have been started again under its name: then it is that one."""
+        return self._process_lives() or (self._name is not None and self._follow(self._name))
+
+    def _process_lives(self) -> bool:
+        ours, started = self._own_start(), self._started_at
+        # The clock may be set, which moves all start times, ours too.
+        moved = 0.0 if ours is None or self._own_start_then is None else ours - self._own_start_then
+        return self._host.processes.alive(self.pid, None if started is None else started + moved)
+
+    def _follow(self, name: str) -> bool:
+        found = find_production(self._host, name)
+        if found is None or found.device_uuid != self._device.uuid or not lives(self._host, found):
+            return False
+        self._is(found.pid, found.started_at)
+        return True
+
+    def _own_start(self) -> float | None:
+        info = self._host.processes.describe(os.getpid())
+        return None if info is None else info.started_at
