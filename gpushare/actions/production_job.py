@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from gpushare.actions.production_activity import Activity
@@ -21,7 +20,7 @@ class ProductionJob:
         self._is(pid, started_at)
 
     def _is(self, pid: int, started_at: float | None) -> None:
-        self.pid, self._started_at, self._own_start_then = pid, started_at, self._own_start()
+        self.pid, self._started_at = pid, started_at
         self._activity = Activity(self._host, self._device, pid)
 
     def active(self) -> bool:
@@ -30,13 +29,8 @@ class ProductionJob:
 
     def lives(self) -> bool:
         """Return whether it runs. One that has ended may have been started again under its name: then it is that one."""
-        return self._process_lives() or (self._name is not None and self._follow(self._name))
-
-    def _process_lives(self) -> bool:
-        ours, started = self._own_start(), self._started_at
-        # The clock may be set, which moves all start times, ours too.
-        moved = 0.0 if ours is None or self._own_start_then is None else ours - self._own_start_then
-        return self._host.processes.alive(self.pid, None if started is None else started + moved)
+        here = self._host.processes.alive(self.pid, self._started_at)
+        return here or (self._name is not None and self._follow(self._name))
 
     def _follow(self, name: str) -> bool:
         found = find_production(self._host, name)
@@ -44,7 +38,3 @@ class ProductionJob:
             return False
         self._is(found.pid, found.started_at)
         return True
-
-    def _own_start(self) -> float | None:
-        info = self._host.processes.describe(os.getpid())
-        return None if info is None else info.started_at

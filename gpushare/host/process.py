@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal as signals
@@ -24,6 +25,7 @@ T = TypeVar("T")
 SAME_START_SECONDS = 3.0
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ class LocalProcesses:
                     name=_allowed(process.name),
                     # A program that renames itself leaves empty words behind its name.
                     command_line=tuple(shortened(command_line or ())) or None,
-                    started_at=_allowed(process.create_time),
+                    started_at=_started_at(pid),
                     container=container_of(_read(f"/proc/{pid}/cgroup") or ""),
                     stopped=_allowed(process.status) == psutil.STATUS_STOPPED,
                 )
@@ -318,6 +320,20 @@ def _read(path: str) -> str | None:
             return file.read()
     except OSError:
         return None
+
+
+@functools.cache
+def _booted_at() -> float:
+    """Return when the system was started, as told first: it moves with the clock, and start times must stay comparable."""
+    import psutil
+
+    return float(psutil.boot_time())
+
+
+def _started_at(pid: int) -> float | None:
+    """Return when a process was started (field 22 of ``/proc/PID/stat``, in ticks since the system was)."""
+    stat = _read(f"/proc/{pid}/stat")
+    return None if stat is None else _booted_at() + int(stat.rpartition(")")[2].split()[19]) / _TICKS
 
 
 def _effective_uid(process: psutil.Process) -> int | None:

@@ -119,17 +119,3 @@ def test_production_is_asked_for_by_its_pid_and_its_start() -> None:
     told.host.processes.alive = lambda pid, started: asked.append((pid, started))
     assert not ProductionJob(told.host, told.device, OTHER, 7.0).lives()
     assert asked == [(OTHER, 7.0)]
-
-
-def test_a_clock_that_is_set_does_not_make_production_a_stranger() -> None:
-    """The kernel adds its ticks to the boot time, which moves with the clock: every start time does, our own too."""
-    told, moved = Told(), [0.0]
-    told.host.processes.describe = lambda _pid: SimpleNamespace(stopped=False, started_at=5.0 + moved[0])
-    asked: list[tuple[int, float | None]] = []
-    told.host.processes.alive = lambda pid, started: asked.append((pid, started))
-    for started in (7.0, None):
-        moved[0] = 0.0
-        job = ProductionJob(told.host, told.device, OTHER, started)
-        moved[0] = -3600.0
-        job.lives()
-    assert asked == [(OTHER, -3593.0), (OTHER, None)]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
@@ -232,3 +233,17 @@ def test_empty_words_at_the_end_of_a_command_line_are_no_part_of_it() -> None:
     assert shortened(["nvidia-cuda-mps-server", "", ""]) == ["nvidia-cuda-mps-server"]
     assert shortened(["sh", "", "x"]) == ["sh", "", "x"]
     assert shortened([""]) == []
+
+
+def test_a_clock_that_is_set_makes_nobody_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts start times from the boot time, which moves with the clock."""
+    own = os.getpid()
+    before = LOCAL.describe(own)
+    assert before is not None
+    assert before.started_at == pytest.approx(psutil.Process(own).create_time(), abs=2)
+    booted = psutil.boot_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: booted + 3600)
+    after = LOCAL.describe(own)
+    assert after is not None
+    assert after.started_at == before.started_at
+    assert LOCAL.alive(own, before.started_at)
