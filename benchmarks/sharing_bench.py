@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.several import Several
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress
+from gpushare.measure.progress import Progress, Window
 from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"
@@ -59,23 +60,37 @@ class Bench:
         return dict(document["data"])
 
 
-def alone_rate(bench: Bench, name: str) -> float:
-    """Return a job's mean rate alone, over five windows."""
+@contextlib.contextmanager
+def alone(bench: Bench, name: str) -> Iterator[Callable[[], Window]]:
+    """Run a job alone; what is yielded measures a window of it."""
     seen = Progress(Metric(pattern=bench.metric(name)))
     with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
         several.start(name, bench.job(name), MpsLimits(), listen=seen.listen)
         several.wait(180.0, lambda: seen.count(0.0, float("inf")) > 0)
         several.wait(1.0)
-        rates = []
-        for _ in range(REPEATS):
+
+        def window() -> Window:
             several.look()
             started = time.monotonic()
             several.wait(bench.window)
-            rate = seen.window(started, time.monotonic()).rate
-            rates += [] if rate is None else [rate]
-    if not rates:
+            return seen.window(started, time.monotonic())
+
+        yield window
+
+
+def rates(name: str, windows: Sequence[Window]) -> list[float]:
+    """Return the rates of windows in which something was printed; there must be one."""
+    found = [window.rate for window in windows if window.rate is not None]
+    if not found:
         raise SystemExit(f"{name} printed no rate alone")
-    return sum(rates) / len(rates)
+    return found
+
+
+def alone_rate(bench: Bench, name: str) -> float:
+    """Return a job's mean rate alone, over five windows."""
+    with alone(bench, name) as window:
+        found = rates(name, [window() for _ in range(REPEATS)])
+    return sum(found) / len(found)
 
 
 Keep = Callable[[], None]

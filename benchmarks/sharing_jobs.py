@@ -6,13 +6,9 @@ import time
 from typing import Any, Final
 
 from benchmarks.jobs import JOBS
-from benchmarks.sharing_bench import Bench, Keep, now
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.plain_share import PlainShare
-from gpushare.actions.several import Several
+from benchmarks.sharing_bench import Bench, Keep, alone, now, rates
 from gpushare.host.activity import ActivityRecorder
-from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress, Window, p99
+from gpushare.measure.progress import p99
 from gpushare.measure.statistics import deviation
 
 WINDOWS: Final = 4
@@ -35,40 +31,27 @@ class Recorder(ActivityRecorder):
 def jobs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Measure every job alone: windows of its rate, with GPM and energy over all of them."""
     for name in JOBS:
-        seen = Progress(Metric(pattern=bench.metric(name)))
-        with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
-            several.start(name, bench.job(name), MpsLimits(), listen=seen.listen)
-            several.wait(180.0, lambda seen=seen: seen.count(0.0, float("inf")) > 0)  # type: ignore[misc]
-            several.wait(1.0)
-            recorders = {key: Recorder(bench, metric) for key, metric in METRICS.items()}
+        recorders = {key: Recorder(bench, metric) for key, metric in METRICS.items()}
+        with alone(bench, name) as window:
             for recorder in recorders.values():
                 recorder.since_last()
             joules, began = _joules(bench), time.monotonic()
-            windows = [_window(bench, several, seen) for _ in range(WINDOWS)]
+            windows = [window() for _ in range(WINDOWS)]
             used, seconds = _joules(bench), time.monotonic() - began
             drawn = {key: recorder.since_last() for key, recorder in recorders.items()}
-            for recorder in recorders.values():
-                recorder.close()
-        rates = [window.rate for window in windows if window.rate is not None]
-        if not rates:
-            raise SystemExit(f"{name} printed no rate alone")
-        mean = sum(rates) / len(rates)
+        for recorder in recorders.values():
+            recorder.close()
+        told = rates(name, windows)
+        mean = sum(told) / len(told)
         found[name] = {
             "rate": mean,
-            "spread": deviation(rates) / mean if len(rates) > 1 else None,
+            "spread": deviation(told) / mean if len(told) > 1 else None,
             "p99": p99(windows),
             **drawn,
             "watts": None if joules is None or used is None else (used - joules) / seconds,
             "measured": now(),
         }
         keep()
-
-
-def _window(bench: Bench, several: Several, seen: Progress) -> Window:
-    several.look()
-    started = time.monotonic()
-    several.wait(bench.window)
-    return seen.window(started, time.monotonic())
 
 
 def _joules(bench: Bench) -> float | None:
