@@ -20,25 +20,12 @@ from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.production_activity import Activity
 from gpushare.actions.production_job import ProductionJob
 from gpushare.errors import NotSupported, TimedOut
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.pauses import Pauses, note_pauses, noted_pauses
-from gpushare.selection import Device, select_one
+from gpushare.selection import Device
 
 _IDLE = "import time; time.sleep(600)"
-
-
-@pytest.fixture
-def host() -> Host:
-    """Return a simulated H200."""
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    """Return its GPU."""
-    return select_one(None, host.nvml.sweep())
 
 
 @pytest.fixture

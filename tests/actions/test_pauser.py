@@ -15,12 +15,6 @@ from gpushare.model import GpuProcess
 from tests.actions.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
 
 
-@pytest.fixture
-def told() -> Told:
-    """Return a program with a child; only the program itself is on the GPU."""
-    return Told()
-
-
 def test_all_of_a_program_are_stopped_and_each_goes_on(told: Told) -> None:
     pauser = told.pauser(lock=False)
     pauser.pause()

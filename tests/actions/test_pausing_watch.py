@@ -18,12 +18,6 @@ from gpushare.model import GpuProcess
 from tests.actions.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
 
 
-@pytest.fixture
-def told() -> Told:
-    """Return a program with a child; only the program itself is on the GPU."""
-    return Told()
-
-
 class Inner:
     """The watch below, which notes when it is asked."""
 

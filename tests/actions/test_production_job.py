@@ -15,23 +15,10 @@ import pytest
 
 from gpushare.actions import production_job as module
 from gpushare.actions.production_job import ProductionJob
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.production import Production, write_production
-from gpushare.selection import Device, select_one
+from gpushare.selection import Device
 from tests.actions.told_program import OTHER, Told
-
-
-@pytest.fixture
-def host() -> Host:
-    """Return a simulated H200."""
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    """Return its GPU."""
-    return select_one(None, host.nvml.sweep())
 
 
 @pytest.fixture
