@@ -1,4 +1,4 @@
-"""How well gpushare shares one GPU: ``python -m benchmarks.sharing [--parts pairs,ways,farm,pause] [-g GPU]``.
+"""How well gpushare shares one GPU: ``python -m benchmarks.sharing [--parts jobs,pairs,ways,pause,farm] [-g GPU]``.
 
 All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set by hand. Parts:
 
