@@ -13,7 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
-from gpushare.host.activity import busy_since
+from gpushare.host.activity import samples_since
 from gpushare.host.cpu_time import CpuTime, cpu_time
 
 if TYPE_CHECKING:
@@ -118,5 +118,5 @@ class Activity:
     def _busy_on_the_gpu(self, at: float) -> bool:
         # A sample from right after work that the CPU showed still tells of it.
         told = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
-        busy = busy_since(self._host.nvml, self._device.gpu.index, self._wall() - told) if told > 0 else None
-        return not (busy or set()).isdisjoint(self._family)
+        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - told) if told > 0 else None
+        return any(percent > 0 and pid in self._family for pid, percent in samples or ())

@@ -143,18 +143,18 @@ class BandwidthRecorder(ActivityRecorder):
     _metric = "NVML_GPM_METRIC_DRAM_BW_UTIL"
 
 
-def busy_since(nvml: NvmlReader, index: int, since: float) -> set[int] | None:
-    """Return the PIDs of which the driver's samples since then (seconds of the epoch) tell that they used the SMs.
+def samples_since(nvml: NvmlReader, index: int, since: float) -> list[tuple[int, int]] | None:
+    """Return PID and SM % of every sample since then (seconds of the epoch; nvmlDeviceGetProcessUtilization).
 
-    nvmlDeviceGetProcessUtilization: a sample tells of the time before it, and idle processes have none. None where the
-    driver does not tell (MIG, old GPUs), and of a lost GPU. Under MPS all work is booked on the server's PID.
+    A sample tells of the time before it, and idle processes have none. None where the driver does not tell (MIG, old
+    GPUs), and of a lost GPU. Under MPS all work is booked on the server's PID.
     """
     try:
         handle = nvml.handle(index)
         rows = nvml.ask(lambda api: read_utilization(api, handle, int(since * 1e6)), str(index))
     except GpushareError as error:
-        return set() if isinstance(error, NotFound) and not isinstance(error, GpuLost) else None
-    return None if rows is None else {pid for pid, _, percent in rows if percent > 0}
+        return [] if isinstance(error, NotFound) and not isinstance(error, GpuLost) else None
+    return None if rows is None else [(pid, percent) for pid, _, percent in rows]
 
 
 def _percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | None:

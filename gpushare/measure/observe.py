@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpushare.errors import GpushareError, NotFound, OperationFailed
-from gpushare.host.activity import ActivityRecorder
+from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
-from gpushare.host.nvml_lists import read_utilization
 from gpushare.host.process import SAME_START_SECONDS
 from gpushare.host.snapshot import BLIND
 from gpushare.measure.recording import MPS_SERVER, RecordingFile
@@ -165,18 +164,11 @@ class Sampler:
 
     def _utilization(self, index: int, since: float) -> dict[int, float] | None:
         """Return the mean SM % by PID since then; None is unknown (MIG, old GPUs)."""
-        nvml = self.host.nvml
-        try:
-            handle = nvml.handle(index)
-            rows = nvml.ask(lambda api: read_utilization(api, handle, int(since * 1e6)), str(index))
-        except NotFound:
-            return {}
-        except GpushareError:
-            return None
+        rows = samples_since(self.host.nvml, index, since)
         if rows is None:
             return None
         of_pid: dict[int, list[int]] = {}
-        for pid, _, percent in rows:
+        for pid, percent in rows:
             of_pid.setdefault(pid, []).append(percent)
         return {pid: round(sum(values) / len(values), 2) for pid, values in of_pid.items()}
 

@@ -39,7 +39,7 @@ class Told:
         host: Any = SimpleNamespace(processes=SimpleNamespace(descendants=self._descendants), nvml="nvml")
         device: Any = SimpleNamespace(gpu=SimpleNamespace(index=3))
         monkeypatch.setattr(module, "cpu_time", self._cpu_time)
-        monkeypatch.setattr(module, "busy_since", self._busy_since)
+        monkeypatch.setattr(module, "samples_since", self._samples_since)
         self.activity = Activity(
             host, device, PID, clock=lambda: self.at, wall=lambda: EPOCH + self.wall_ahead + self.at
         )
@@ -56,10 +56,12 @@ class Told:
         used = self.cpu if pid == PID else self.others.get(pid)
         return None if used is None else CpuTime(used, self.exact)
 
-    def _busy_since(self, nvml: Any, index: int, since: float) -> set[int] | None:
+    def _samples_since(self, nvml: Any, index: int, since: float) -> list[tuple[int, int]] | None:
         assert (nvml, index) == ("nvml", 3)
         self.asked_gpu += 1
-        return {pid for at, pid in self.samples if EPOCH + self.wall_ahead + at >= since} if self.tells else None
+        # That of a process which has done nothing is no sign of work.
+        found = [(pid, 1) for at, pid in self.samples if EPOCH + self.wall_ahead + at >= since]
+        return [*found, (PID, 0)] if self.tells else None
 
     def look(self, *, cpu: float | None = 0.0, after: float = LOOK, gpu: int | None = None) -> bool:
         """Look again after a while, in which so much CPU time was used (None: it cannot be read), and the GPU by whom."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpushare.host import activity
-from gpushare.host.activity import Activity, ActivityMeter, busy_since
+from gpushare.host.activity import Activity, ActivityMeter, samples_since
 from gpushare.host.connect import connect
 from gpushare.host.nvml import NvmlReader
 from gpushare.sim import admin
@@ -112,12 +112,12 @@ def test_a_failed_second_sample_frees_the_first() -> None:
 
 def test_who_has_used_the_gpu_since_then() -> None:
     host = connect("sim:t4")
-    assert busy_since(host.nvml, 0, time.time() - 1) == set()
+    assert samples_since(host.nvml, 0, time.time() - 1) == []
     pid = admin.add_process("sim:t4", sm_percent=40)
     admin.add_process("sim:t4", sm_percent=0)
-    assert busy_since(host.nvml, 0, time.time() - 1) == {pid}
+    assert samples_since(host.nvml, 0, time.time() - 1) == [(pid, 40)]
     # Nothing has happened since a time to come.
-    assert busy_since(host.nvml, 0, time.time() + 60) == set()
+    assert samples_since(host.nvml, 0, time.time() + 60) == []
 
 
 @pytest.mark.parametrize("fault", [("not-supported", "nvmlDeviceGetProcessUtilization"), ("lost", None)])
@@ -126,4 +126,4 @@ def test_where_nobody_tells_who_was_busy_it_is_unknown(fault: tuple[str, str | N
     host = connect("sim:t4")
     host.nvml.sweep()
     admin.set_fault("sim:t4", fault[0], value=fault[1])
-    assert busy_since(host.nvml, 0, time.time() - 1) is None
+    assert samples_since(host.nvml, 0, time.time() - 1) is None
