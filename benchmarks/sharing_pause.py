@@ -104,7 +104,7 @@ def pause(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         several.wait(180.0, lambda: bool(production.values))
         with _beside(bench, program.pid) as beside:
             _wait(several, beside, lambda: bool(beside.seen.values), 180.0)
-            cycles = _cycles(several, beside, production, on, 2 * pairs)
+            cycles = _cycles(several, beside, production, off / 3, 2 * pairs)
     bursts: dict[bool, list[float]] = {True: [], False: []}
     lines: dict[bool, list[list[float]]] = {True: [], False: []}
     for together, start, end in cycles:
@@ -133,15 +133,15 @@ def pause(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
 
 
 def _cycles(
-    several: Several, beside: Beside, production: Progress, on: float, count: int
+    several: Several, beside: Beside, production: Progress, rest: float, count: int
 ) -> list[tuple[bool, float, float]]:
     """Return cycles, each from one rest of production to the next: whether the other ran, start, and end."""
     found: list[tuple[bool, float, float]] = []
     together = True
-    _until_rest(several, beside, production, on)
+    _until_rest(several, beside, production, rest)
     while len(found) < count:
         start = time.monotonic()
-        _until_rest(several, beside, production, on)
+        _until_rest(several, beside, production, rest)
         found.append((together, start, time.monotonic()))
         together = not together
         (beside.go_on if together else beside.stand_still)()
@@ -150,11 +150,11 @@ def _cycles(
     return found
 
 
-def _until_rest(several: Several, beside: Beside, production: Progress, on: float) -> None:
-    """Wait until production has worked once more and rests since half of a burst: then the other runs again."""
+def _until_rest(several: Several, beside: Beside, production: Progress, rest: float) -> None:
+    """Wait until production has worked once more and rests for so many seconds: then no sign of its work is left."""
     before = len(production.values)
     _wait(several, beside, lambda: len(production.values) > before, 60.0)
-    _wait(several, beside, lambda: time.monotonic() - production.values[-1][0] > on / 2, 60.0)
+    _wait(several, beside, lambda: time.monotonic() - production.values[-1][0] > rest, 60.0)
 
 
 def _wait(several: Several, beside: Beside, condition: Any, seconds: float) -> None:

@@ -32,6 +32,8 @@ _LEAST_TICKS_SECONDS: Final = 0.015
 # A request every 10 ms of which the CPU sees 0.4 ms is work too; idle programs stay below a hundredth of a core.
 _LIGHT_SHARE: Final = 0.03
 _LIGHT_SECONDS: Final = 0.5
+# Longer than that ago, nobody was looking (gpushare itself was stopped): work from meanwhile says nothing about now.
+_UNSEEN_SECONDS: Final = 1.5
 # A sample of NVML tells of up to a second before its stamp (a sixth of a second to a second, by the kind of GPU).
 _SAMPLE_SECONDS: Final = 1.0
 
@@ -108,6 +110,8 @@ class Activity:
     def _busy_lightly(self, at: float) -> bool:
         """Return whether there was a little work again and again; told anew each half a second."""
         since, before = self._light or (at, self._used_seconds)
+        if at - since >= _UNSEEN_SECONDS:
+            since, before = at, self._used_seconds
         if at - since < _LIGHT_SECONDS:
             self._light = since, before
             return self._lightly

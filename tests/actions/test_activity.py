@@ -111,6 +111,16 @@ def test_after_a_burst_its_own_time_is_no_light_work(job: Told) -> None:
     assert not any([job.look() for _ in range(200)][3:])
 
 
+def test_after_nobody_looked_for_a_while_light_work_is_told_anew(job: Told) -> None:
+    """gpushare was stopped while production worked for 2 of 10 s: that is over."""
+    for _ in range(60):
+        job.look()
+    assert not job.look(cpu=2.0, after=10.0)
+    assert not any(job.look() for _ in range(200))
+    # What a slow machine makes of half a second still counts.
+    assert [job.look(cpu=0.05, after=0.7) for _ in range(4)][-1] is True
+
+
 def test_in_ticks_one_alone_may_be_a_timers(job: Told) -> None:
     job.exact = False
     job.look()
