@@ -132,6 +132,7 @@ class Bench:
         self._host, self._device, self._grounds, self._settings = host, device, grounds, settings
         self._watcher, self._progress, self._clock = watcher, progress, clock
         self._took: dict[Cell, float] = {}
+        self._strangers: dict[int, float] = {}
         self.measurement = Measurement(settings=settings)
 
     def go(self) -> Measurement:
@@ -227,7 +228,10 @@ class Bench:
         settings, before = self._settings, self._clock()
         launches = self._launches(way, copies)
         clients = (lambda: self._grounds.clients(way)) if way.kind == MPS else None
-        usage = UsageMeter(self._host, self._device, clients=clients, gpu_instances=self._grounds.gpu_instances(way))
+        instances = self._grounds.gpu_instances(way)
+        usage = UsageMeter(
+            self._host, self._device, clients=clients, gpu_instances=instances, seen=self._strangers, clock=self._clock
+        )
         runner = Copies(
             self._host,
             settings.metric,

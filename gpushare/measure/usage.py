@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _INTERVAL_SECONDS: Final = 0.5
 _FIRST_INTERVAL_SECONDS: Final = 0.1
 _FIRST_LOOKS: Final = 10
+# A CUDA program that starts on another GPU is listed here for a moment (told by what was seen on two H200).
+_STAYS_SECONDS: Final = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +55,20 @@ class UsageMeter:
         *,
         clients: Callable[[], set[int] | None] | None = None,
         gpu_instances: Collection[int] | None = None,
+        seen: dict[int, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clients`` asks the MPS daemon where the copies must be its clients; ``gpu_instances`` are those of the run."""
+        """``clients`` asks the MPS daemon where the copies must be its clients; ``gpu_instances`` are those of the run.
+
+        ``seen`` keeps from run to run when somebody else was seen first.
+        """
         self._host, self._device, self._clock, self._clients = host, device, clock, clients
         self._gpu_instances = gpu_instances
         self._outside: set[int] = set()
         self._suspects: set[int] = set()
         self._mine: set[int] = set()
         self._others: dict[int, str] = {}
+        self._seen = {} if seen is None else seen
         self._peak: int | None = None
         self._pids_are_ours = host.processes.namespace_is_host() is not False
         self._before = None if self._pids_are_ours else self._used()
@@ -137,7 +144,10 @@ class UsageMeter:
             return
         for program in programs:
             self._mine |= set(self._host.processes.descendants(program))
+        at = self._clock()
         for pid in new - self._mine:
+            if at - self._seen.setdefault(pid, at) < _STAYS_SECONDS:
+                continue
             info = self._host.processes.describe(pid)
             # It may have ended since; and the MPS server only serves.
             if info is not None and info.name is not None and not MPS_SERVER.startswith(info.name[:15]):

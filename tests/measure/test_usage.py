@@ -82,9 +82,36 @@ def test_who_is_not_of_the_run_is_named(clock: Clock) -> None:
     mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
     meter = UsageMeter(host, device(host), clock=clock)
     meter.look([mine])
+    clock.now += 0.5
+    meter.look([mine])
     assert meter.usage().others == (other,)
     assert meter.usage().other_names == {other: "python3"}
     assert meter.usage().memory_peak_bytes == GIB
+
+
+def test_who_is_there_for_a_moment_only_is_not_named(clock: Clock) -> None:
+    """A CUDA program that starts on another GPU is."""
+    host = connect(SPEC)
+    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+    meter = UsageMeter(host, device(host), clock=clock)
+    for _ in range(3):
+        meter.look([mine])
+        clock.now += 0.1
+    admin.end_process(SPEC, other)
+    clock.now += 0.5
+    meter.look([mine])
+    assert meter.usage().others == ()
+
+
+def test_beside_short_runs_who_stays_is_named(clock: Clock) -> None:
+    host = connect(SPEC)
+    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+    seen: dict[int, float] = {}
+    for others in ((), (other,)):
+        meter = UsageMeter(host, device(host), seen=seen, clock=clock)
+        meter.look([mine])
+        assert meter.usage().others == others
+        clock.now += 0.5
 
 
 def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
@@ -98,6 +125,8 @@ def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
         ((first.gpu_instance_id, second.gpu_instance_id), (beside,)),
     ):
         meter = UsageMeter(host, device(host), gpu_instances=[one for one in instances if one is not None], clock=clock)
+        meter.look([mine])
+        clock.now += 1
         meter.look([mine])
         assert meter.usage().others == others
 
