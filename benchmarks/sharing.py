@@ -38,9 +38,10 @@ from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.share import Share, open_mps_share
 from gpushare.host.connect import connect
-from gpushare.measure.controller import Goal, Search, Setting
+from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
+from gpushare.measure.trials import Goal, Setting
 from gpushare.measure.tune import TrialReport, TuneReporter, compare
 from gpushare.selection import select_one
 

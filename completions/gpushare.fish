@@ -378,7 +378,7 @@ complete -c gpushare -n '__gpushare_at tune' -l p99 -x -d 'Its p99 latency stays
 complete -c gpushare -n '__gpushare_at tune' -l metric -x -d 'The rate that both print: \'rate=([0-9.]+)\'. [default: lines per second]'
 complete -c gpushare -n '__gpushare_at tune' -l opportunistic-metric -x -d 'The opportunistic job\'s, if it differs.'
 complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a request. [default: latency_ms=NUMBER]'
-complete -c gpushare -n '__gpushare_at tune' -l production-caps -x -d 'Caps on production to choose from too, each beside the rest: 70,60,50.'
+complete -c gpushare -n '__gpushare_at tune' -l production-caps -x -d 'Caps on production to choose from too, each beside the rest: 70,60,50; or none. [default: none; where memory bounds production, 99 to 80 beside the best cap]'
 complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10]'
 complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of one window of measuring.'
 complete -c gpushare -n '__gpushare_at tune' -l rounds -x -d 'Least windows together per trial.'

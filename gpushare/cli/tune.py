@@ -56,7 +56,7 @@ def tune(
         typer.Option(
             "--production-caps",
             metavar="LIST",
-            help="Caps on production to choose from too, each beside the rest: 70,60,50.",
+            help="Caps on production to choose from too, each beside the rest: 70,60,50; or none. [default: none; where memory bounds production, 99 to 80 beside the best cap]",
         ),
     ] = None,
     caps: Annotated[
@@ -114,7 +114,8 @@ def tune(
 
 
 def _search(keep: str, p99: str | None, caps: str | None, production_caps: str | None) -> Search:
-    from gpushare.measure.controller import GRID, Goal, Search, Setting
+    from gpushare.measure.controller import GRID, Search
+    from gpushare.measure.trials import Goal, Setting
 
     grid = _percentages("--caps", caps, "80,60,40") or GRID
     return Search(
@@ -136,8 +137,10 @@ def _percentages(option: str, text: str | None, example: str) -> tuple[float, ..
         raise BadUsage(f"{option} '{text}': {error.message}", f"give {option} {example}", code=error.code) from None
 
 
-def _production_caps(text: str | None) -> tuple[float, ...]:
+def _production_caps(text: str | None) -> tuple[float, ...] | None:
     option, example = "--production-caps", "60,50"
+    if text is None or text.strip() == "none":
+        return None if text is None else ()
     caps = _percentages(option, text, example)
     if any(cap >= 100 for cap in caps):
         raise BadUsage(

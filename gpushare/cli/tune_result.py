@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.host.tuned import Tuned
-    from gpushare.measure.controller import Judged
     from gpushare.measure.pair import TuneOptions
+    from gpushare.measure.trials import Judged
     from gpushare.measure.tune import TrialReport, TuneResult
     from gpushare.selection import Device
 

@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gpushare.measure.trials import Goal, Judged, Setting, Trial, judge
+
 GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
+# Caps on a production job that the memory's bandwidth bounds: half of the SMs draw all of it, and the other gets the rest.
+SPARED: Final = (99.0, 98.0, 96.0, 94.0, 92.0, 90.0, 85.0, 80.0)
 # Runs of one setting that are believed, and the most that are made of it.
 CONFIRMED: Final = 2
 MOST_TRIALS: Final = 3
@@ -24,88 +28,25 @@ _FASTER: Final = 1.03
 DRAM_FULL_PERCENT: Final = 85.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production."""
-
-    threads: float
-    low: bool = True
-    production_threads: float | None = None
-
-    @property
-    def title(self) -> str:
-        """Return it for people."""
-        words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
-        words += ["low priority"] if self.low else []
-        words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
-        return ", ".join(words)
-
-
 START: Final = Setting(threads=60.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What production must keep: a share of its rate alone, and its p99 within a factor (None: not asked for)."""
-
-    keep: float = 0.97
-    p99_factor: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
-
-    ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured; ``p99_error``
-    that of ``p99``, from how many latencies it was read off.
-    """
-
-    setting: Setting
-    kept: float
-    error: float = 0.0
-    p99: float | None = None
-    p99_error: float = 0.0
-    opportunistic: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails.
-
-    ``error`` is the standard error of ``kept``; ``safe_margin`` is the margin when ``kept`` and ``p99`` are by their errors
-    worse than measured.
-    """
-
-    setting: Setting
-    trials: int
-    kept: float
-    error: float
-    p99: float | None
-    opportunistic: float | None
-    margin: float
-    safe_margin: float
-
-    @property
-    def meets(self) -> bool:
-        """Return whether the goal is met."""
-        return self.margin >= 1
-
-    @property
-    def safe(self) -> bool:
-        """Return whether the goal is met, and not only because the windows happened to fall so."""
-        return self.meets and self.safe_margin >= 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Search:
-    """How to search. ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs."""
+    """How to search.
+
+    ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs; ``spared`` are such
+    that are tried beside the best cap of the other. `tune` gives those where nothing is said of ``production_caps`` (None)
+    and the memory's bandwidth bounds production.
+    """
 
     goal: Goal
     grid: Sequence[float] = GRID
     start: Setting = START
     confirmed: int = CONFIRMED
     most: int = 20
-    production_caps: Sequence[float] = ()
+    production_caps: Sequence[float] | None = None
+    spared: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +70,12 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
     if not trials:
         return search.start
     judged = judge(search.goal, trials)
-    wanted = _on_the_grid(search, judged) or _other_priority(search, judged) or _beside_a_cap(search, judged)
+    wanted = (
+        _on_the_grid(search, judged)
+        or _other_priority(search, judged)
+        or _beside_a_cap(search, _rest(search), judged)
+        or _beside_a_cap(search, _spared(search, judged), judged)
+    )
     if wanted is not None:
         return wanted
     # One that met the goal only by luck so far, and would be better, may turn out to be safe.
@@ -155,33 +101,6 @@ def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
         stable=_wanted(search, trials) is None,
         low_priority_helps=_low_helps(judged),
     )
-
-
-def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
-    """Return the runs by setting, in the order in which the settings were first tried."""
-    found = []
-    for setting in dict.fromkeys(trial.setting for trial in trials):
-        runs = [trial for trial in trials if trial.setting == setting]
-        kept = _mean([run.kept for run in runs])
-        p99 = _mean_known([run.p99 for run in runs])
-        error = _pooled([run.error for run in runs])
-        tail = safe_tail = math.inf
-        if goal.p99_factor is not None and p99 is not None and p99 > 0:
-            tail = goal.p99_factor / p99
-            safe_tail = goal.p99_factor / (p99 + _pooled([run.p99_error for run in runs if run.p99 is not None]))
-        found.append(
-            Judged(
-                setting=setting,
-                trials=len(runs),
-                kept=kept,
-                error=error,
-                p99=p99,
-                opportunistic=_mean_known([run.opportunistic for run in runs]),
-                margin=min(kept / goal.keep, tail),
-                safe_margin=min((kept - error) / goal.keep, safe_tail),
-            )
-        )
-    return found
 
 
 def best_of(judged: Sequence[Judged]) -> Judged | None:
@@ -235,9 +154,7 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
     Under the same cap the one with normal priority takes more, and so costs more: a lower cap with normal priority may
     be the better bargain (jobs that compete for the memory's bandwidth).
     """
-    best = best_of(
-        [one for one in judged if one.setting == _grid(search, low=search.start.low).get(one.setting.threads)]
-    )
+    best = _best_on_the_grid(search, judged)
     if best is None:
         return None
     line = _grid(search, low=not search.start.low)
@@ -259,13 +176,32 @@ def _grid(search: Search, *, low: bool) -> dict[float, Setting]:
     return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads})}
 
 
-def _beside_a_cap(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next setting in which production is capped too and the other has the rest; None: the knee is found."""
-    line = {
+def _best_on_the_grid(search: Search, judged: Sequence[Judged]) -> Judged | None:
+    line = _grid(search, low=search.start.low)
+    return best_of([one for one in judged if one.setting == line.get(one.setting.threads)])
+
+
+def _rest(search: Search) -> dict[float, Setting]:
+    """Return the settings in which production is capped too and the other has the rest, by what is left to it."""
+    return {
         100.0 - cap: Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
-        for cap in sorted(search.production_caps, reverse=True)
+        for cap in sorted(search.production_caps or (), reverse=True)
         if 0 < cap < 100
     }
+
+
+def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
+    """Return the settings in which production is capped too and the other keeps its best cap, by what is left to it."""
+    best = _best_on_the_grid(search, judged)
+    return {
+        100.0 - cap: Setting(threads=best.setting.threads, low=best.setting.low, production_threads=cap)
+        for cap in sorted(search.spared, reverse=True)
+        if best is not None and 0 < cap < 100
+    }
+
+
+def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
+    """Return the next setting of a line in which production is capped too; None: the knee is found."""
     if not line:
         return None
     # It is confirmed where it turns out to be the best of all: production starts anew for each.
@@ -278,7 +214,8 @@ def _on_a_line(
     search: Search, line: Mapping[float, Setting], judged: Sequence[Judged], *, confirm: bool
 ) -> Setting | None:
     """Return the next of settings in a line, from the smallest share to the largest, of which one is known."""
-    known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
+    by_setting = {one.setting: one for one in judged}
+    known = {share: by_setting[setting] for share, setting in line.items() if setting in by_setting}
     meeting = [threads for threads in known if known[threads].meets]
     if meeting:
         low = max(meeting)
@@ -324,17 +261,3 @@ def _low_helps(judged: Sequence[Judged]) -> bool | None:
             calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99
             return better or calmer
     return None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _pooled(errors: Sequence[float]) -> float:
-    """Return the standard error of the mean of several."""
-    return math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)
-
-
-def _mean_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return _mean(known) if known else None

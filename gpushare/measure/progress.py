@@ -116,3 +116,28 @@ def p99_interval(windows: Sequence[Window]) -> tuple[float, float] | None:
     if low < 1 or high > count:
         return None
     return latencies[low - 1], latencies[high - 1]
+
+
+def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float] | None:
+    """Return between what the p99 of windows together is, in those of windows alone; None: too few latencies to tell."""
+    before, now = p99_interval(alone), p99_interval(together)
+    return None if before is None or now is None else (now[0] / before[1], now[1] / before[0])
+
+
+def neighbours(alone: Sequence[Window], together: Sequence[Window]) -> list[tuple[float, float]]:
+    """Return the rate in each window together, and the mean of those alone right before and after it.
+
+    Between the first one alone and the first together the other job has started: that one counts where there is no other.
+    """
+    found = []
+    for place, window in enumerate(together):
+        near = alone[max(1, place) : place + 2]
+        if beside := rates(near) or rates(alone[:1]):
+            # A production job that stands still beside the other has a rate of nothing, not none.
+            found.append((window.rate or 0.0, math.fsum(beside) / len(beside)))
+    return found
+
+
+def rates(windows: Sequence[Window]) -> list[float]:
+    """Return the rates of the windows in which there was one."""
+    return [window.rate for window in windows if window.rate is not None and window.rate > 0]

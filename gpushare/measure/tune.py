@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mps_limits import MpsLimits
@@ -18,16 +18,18 @@ from gpushare.actions.several import Several
 from gpushare.actions.share import open_mps_share
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.measure.controller import (
+    DRAM_FULL_PERCENT,
+    SPARED,
     Outcome,
-    Setting,
-    Trial,
+    Search,
     memory_warning,
     next_setting,
     outcome,
 )
 from gpushare.measure.pair import Pair, TuneOptions
-from gpushare.measure.progress import Window, p99, p99_interval
+from gpushare.measure.progress import Window, neighbours, p99, p99_factor_interval, p99_interval, rates
 from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio
+from gpushare.measure.trials import Setting, Trial
 from gpushare.model import Priority
 
 if TYPE_CHECKING:
@@ -152,28 +154,37 @@ class Tuning:
         reports: list[TrialReport] = []
         stopped: KeyboardInterrupt | GpushareError | None = None
         try:
-            while (setting := next_setting(self._options.search, [one.trial for one in reports])) is not None:
+            while (setting := next_setting(self._search(), [one.trial for one in reports])) is not None:
                 self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
                 reports.append(self.trial(setting))
         except (KeyboardInterrupt, GpushareError) as error:
             if not reports:
                 raise
             stopped = error
-        rates = _rates(self._alone)
-        dram = _mean(self._pair.dram) if self._pair.dram else None
+        alone = rates(self._alone)
         return TuneResult(
-            outcome=outcome(self._options.search, [one.trial for one in reports]),
+            outcome=outcome(self._search(), [one.trial for one in reports]),
             trials=tuple(reports),
-            production_alone=_mean(rates) if rates else None,
-            production_spread=deviation(rates) / _mean(rates) if len(rates) > 1 else None,
+            production_alone=_mean(alone) if alone else None,
+            production_spread=deviation(alone) / _mean(alone) if len(alone) > 1 else None,
             production_p99=p99(self._alone),
             opportunistic_alone=self._other_alone,
             production_memory_bytes=self._pair.memory,
             opportunistic_memory_bytes=other_memory,
-            warning=memory_warning(other_dram, dram),
+            warning=memory_warning(other_dram, self._dram()),
             seconds=time.monotonic() - started,
             stopped=stopped,
         )
+
+    def _dram(self) -> float | None:
+        """Return what production alone draws of the DRAM's bandwidth in percent, as far as it is known."""
+        return _mean(self._pair.dram) if self._pair.dram else None
+
+    def _search(self) -> Search:
+        """Return how to search: where the memory bounds production, also what a cap on it leaves to the other."""
+        given, dram = self._options.search, self._dram()
+        bound = dram is not None and dram >= DRAM_FULL_PERCENT
+        return replace(given, spared=SPARED) if bound and given.production_caps is None else given
 
     # -- a trial -------------------------------------------------------------------------------------
 
@@ -221,8 +232,8 @@ class Tuning:
             self._pair.start_production(cap)
         if cap is None:
             return same
-        capped = _rates([self._pair.alone_window() for _ in range(self._options.rounds)])
-        return ratio(capped, _rates(self._alone)) or same
+        capped = rates([self._pair.alone_window() for _ in range(self._options.rounds)])
+        return ratio(capped, rates(self._alone)) or same
 
     def _judged(
         self,
@@ -232,17 +243,16 @@ class Tuning:
         other: Sequence[float],
         factor: Ratio,
     ) -> TrialReport | None:
-        pairs = _pairs(alone, together)
+        pairs = neighbours(alone, together)
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
         kept = product(_widened(kept, _SHARED), factor)
-        # Of all windows alone, as a p99 needs many requests; a cap on production is no part of alone.
-        quiet = [*self._alone, *alone] if setting.production_threads is None else self._alone or alone
+        quiet = self._quiet(setting, alone)
         before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
         speed = _mean(other) if other else None
-        between = _p99_ratio(quiet, together)
+        between = p99_factor_interval(quiet, together)
         trial = Trial(
             setting=setting,
             kept=kept.value,
@@ -256,13 +266,23 @@ class Tuning:
             trial=trial,
             kept=kept,
             rounds=len(together),
-            alone_rate=_mean(_rates(alone)),
+            alone_rate=_mean(rates(alone)),
             together_rate=_mean([rate for rate, _ in pairs]),
             alone_p99=before,
             together_p99=now,
             opportunistic_share=None if speed is None or not self._other_alone else speed / self._other_alone,
             p99_interval=between,
         )
+
+    def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
+        """Return the windows alone that a p99 is compared with: those of this trial, where they have enough requests.
+
+        A machine drifts from minute to minute (the same setting had 0.67 and 1.27 times the p99 of all windows until then).
+        """
+        if setting.production_threads is not None:
+            # A cap on production is no part of alone.
+            return self._alone or alone
+        return alone if p99_interval(alone) is not None else [*self._alone, *alone]
 
     @property
     def _asks_for_p99(self) -> bool:
@@ -302,25 +322,6 @@ class Tuning:
         return sure and abs(report.trial.p99 / goal.p99_factor - 1) > _P99_SURE
 
 
-def _p99_ratio(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float] | None:
-    before, now = p99_interval(alone), p99_interval(together)
-    return None if before is None or now is None else (now[0] / before[1], now[1] / before[0])
-
-
-def _pairs(alone: Sequence[Window], together: Sequence[Window]) -> list[tuple[float, float]]:
-    """Return the rate in each window together, and the mean of those alone right before and after it.
-
-    Between the first one alone and the first together the other job has started: that one counts where there is no other.
-    """
-    found = []
-    for number, window in enumerate(together):
-        near = alone[max(1, number) : number + 2]
-        if beside := _rates(near) or _rates(alone[:1]):
-            # A production job that stands still beside the other has a rate of nothing, not none.
-            found.append((window.rate or 0.0, _mean(beside)))
-    return found
-
-
 def _widened(one: Ratio, factor: float) -> Ratio:
     return Ratio(
         value=one.value,
@@ -328,10 +329,6 @@ def _widened(one: Ratio, factor: float) -> Ratio:
         high=None if one.high is None else one.value + factor * (one.high - one.value),
         error=None if one.error is None else factor * one.error,
     )
-
-
-def _rates(windows: Sequence[Window]) -> list[float]:
-    return [window.rate for window in windows if window.rate is not None and window.rate > 0]
 
 
 def _mean(values: Sequence[float]) -> float:

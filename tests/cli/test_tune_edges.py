@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from gpushare.cli.common import Ended
+from gpushare.cli.tune import _production_caps
 from gpushare.cli.tune_result import _uncertain
 from gpushare.errors import OperationFailed
 from gpushare.host.tuned import find_tuned
-from gpushare.measure.controller import Goal, Search, Setting, Trial, outcome
+from gpushare.measure.controller import Search, outcome
+from gpushare.measure.trials import Goal, Setting, Trial
 from gpushare.measure.tune import Tuning
 from gpushare.sim import admin
 from tests.cli.drive import H200, Answer, World
@@ -81,6 +83,13 @@ def test_a_hint_names_the_option_that_is_wrong(
     refused: Callable[..., str], words: tuple[str, ...], code: str, hint: str
 ) -> None:
     assert hint in refused("tune", *PAIR, *words, code=code, exit_code=2)
+
+
+@pytest.mark.parametrize(("text", "caps"), [(None, None), ("none", ()), ("60,50", (60.0, 50.0))])
+def test_none_is_no_cap_on_production_and_nothing_said_leaves_it_to_tune(
+    text: str | None, caps: tuple[float, ...] | None
+) -> None:
+    assert _production_caps(text) == caps
 
 
 def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:

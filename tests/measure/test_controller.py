@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,18 +13,16 @@ from hypothesis import strategies as st
 
 from gpushare.measure.controller import (
     GRID,
+    SPARED,
     START,
-    Goal,
     Outcome,
     Search,
-    Setting,
-    Trial,
     best_of,
-    judge,
     memory_warning,
     next_setting,
     outcome,
 )
+from gpushare.measure.trials import Goal, Setting, Trial, judge
 
 Pair = Callable[[Setting], Trial]
 
@@ -447,6 +446,34 @@ def test_caps_on_production_that_leave_nothing_are_not_tried() -> None:
     _, trials = searched(search, knee(60.0))
     capped = [one.setting for one in trials if one.setting.production_threads is not None]
     assert capped == [Setting(threads=70.0, production_threads=30.0)]
+
+
+@pytest.mark.parametrize("need", [*SPARED, 100.0])
+def test_beside_the_best_cap_the_smallest_cap_on_production_that_it_can_bear_is_found(need: float) -> None:
+    """As on an H200: jobs that compete for the memory; what production leaves of the SMs the other gets, and slows it."""
+
+    def pair(setting: Setting) -> Trial:
+        spared = 100.0 - (setting.production_threads or 100.0)
+        kept = 0.6 if setting.threads > 80 else 0.93 if 100.0 - spared >= need else 0.85
+        return Trial(
+            setting=setting, kept=kept, opportunistic=setting.threads / 4 + 2 * spared + 10 * (not setting.low)
+        )
+
+    search = Search(goal=Goal(keep=0.9), grid=(80.0, 90.0), confirmed=1, spared=SPARED)
+    found, trials = searched(search, lambda setting: pair(setting) if setting.low else replace(pair(setting), kept=0.5))
+    assert found.best is not None
+    expected = Setting(threads=80.0, production_threads=None if need == 100.0 else need)
+    assert (found.best.setting, found.stable) == (expected, True)
+    capped = [one.setting for one in trials if one.setting.production_threads is not None]
+    assert capped[0] == Setting(threads=80.0, production_threads=94.0)
+    assert len(capped) <= 5
+
+
+def test_where_no_cap_meets_the_goal_none_is_tried_on_production() -> None:
+    search = Search(goal=Goal(keep=0.99), grid=(60.0, 40.0), spared=SPARED)
+    found, trials = searched(search, lambda setting: Trial(setting=setting, kept=0.5))
+    assert found.best is None
+    assert all(one.setting.production_threads is None for one in trials)
 
 
 def test_of_equals_the_one_without_a_cap_on_production_and_with_low_priority_is_better() -> None:

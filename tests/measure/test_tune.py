@@ -12,12 +12,13 @@ from gpushare.actions.several import Several
 from gpushare.errors import NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.controller import Goal, Search, Setting
+from gpushare.measure.controller import SPARED, Search
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
-from gpushare.measure.progress import Window
+from gpushare.measure.progress import Window, neighbours
 from gpushare.measure.statistics import Ratio
-from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, _pairs, _widened, compare, tune
+from gpushare.measure.trials import Goal, Setting
+from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, _widened, compare, tune
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from tests.measure.told_jobs import tell
@@ -109,19 +110,19 @@ def windows(*rates: float | None) -> list[Window]:
 def test_each_window_together_is_compared_with_those_alone_beside_it() -> None:
     alone, together = windows(80.0, 100.0, 120.0, 100.0), windows(99.0, 110.0, 55.0)
     # The first one alone lies before the start of the other job.
-    assert _pairs(alone, together) == [(99.0, 100.0), (110.0, 110.0), (55.0, 110.0)]
+    assert neighbours(alone, together) == [(99.0, 100.0), (110.0, 110.0), (55.0, 110.0)]
 
 
 def test_windows_in_which_nothing_was_printed() -> None:
     # Together it stood still; alone nothing is known of that time.
-    assert _pairs(windows(100.0, 100.0, 100.0), windows(None, 50.0)) == [(0.0, 100.0), (50.0, 100.0)]
-    assert _pairs(windows(100.0, None, 120.0), windows(90.0, 60.0)) == [(90.0, 100.0), (60.0, 120.0)]
-    assert _pairs(windows(100.0, None, None, None), windows(90.0, 60.0, 60.0)) == [
+    assert neighbours(windows(100.0, 100.0, 100.0), windows(None, 50.0)) == [(0.0, 100.0), (50.0, 100.0)]
+    assert neighbours(windows(100.0, None, 120.0), windows(90.0, 60.0)) == [(90.0, 100.0), (60.0, 120.0)]
+    assert neighbours(windows(100.0, None, None, None), windows(90.0, 60.0, 60.0)) == [
         (90.0, 100.0),
         (60.0, 100.0),
         (60.0, 100.0),
     ]
-    assert _pairs(windows(None, None), windows(90.0)) == []
+    assert neighbours(windows(None, None), windows(90.0)) == []
 
 
 @pytest.mark.usefixtures("told")
@@ -131,6 +132,26 @@ def test_a_cap_on_production_counts_as_a_loss_of_its_rate(host: Host) -> None:
     (capped,) = (one for one in result.trials if one.trial.setting.production_threads is not None)
     # 60 of the 80 that it needs; beside the 40 of the other nothing more is lost.
     assert capped.kept.value == pytest.approx(0.75, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("dram", "caps", "spared"),
+    [
+        ([90.0, 84.0], None, True),
+        ([90.0, 70.0], None, False),
+        ([], None, False),
+        ([90.0], (), False),
+        ([90.0], (60.0,), False),
+    ],
+)
+def test_where_memory_bounds_production_caps_on_it_are_tried(
+    host: Host, dram: list[float], caps: tuple[float, ...] | None, spared: bool
+) -> None:
+    several = Several(host, PlainShare(host, device_of(host)))
+    given = options(job(30), job(95), production_caps=caps)
+    tuning = Tuning(host, device_of(host), given, TuneReporter(), several)
+    tuning._pair.dram = dram
+    assert tuning._search() == (replace(given.search, spared=SPARED) if spared else given.search)
 
 
 def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(host: Host) -> None:
@@ -154,6 +175,19 @@ def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(h
     report = tuning._judged(capped, slow, slow[:2], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
     assert report is not None
     assert report.trial.p99 == pytest.approx(1.0)
+
+
+def test_a_p99_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
+    several = Several(host, PlainShare(host, device_of(host)))
+    tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
+    tuning._alone = [Window(rate=100.0, latencies=(1.0,) * 5000)]
+    same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
+    for requests, factor in ((150, 1.0), (10, 2.0)):
+        slow = [Window(rate=100.0, latencies=(2.0,) * requests)] * 4
+        report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [], same)
+        assert report is not None
+        # Too few of them tell no p99: then all windows until now count.
+        assert report.trial.p99 == pytest.approx(factor)
 
 
 def test_an_interval_is_widened_around_its_value() -> None:
