@@ -4,7 +4,7 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 
 - ``jobs``: what each job does alone, and what it draws of the GPU.
 - ``pairs``: for each pair of a production and an opportunistic job, what ``gpushare tune`` finds, and then that setting
-  measured anew: five times together and alone in turn beside one production process.
+  measured anew: eight times together and alone in turn beside one production process.
 - ``ways``: the pairs that published systems are compared by, under time-slicing, MPS, and MPS with low priority.
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.pairs import FARMS, PAIRS, Pair
-from benchmarks.sharing_bench import RATE, REPEATS, Bench, Keep, alone_rate, now
+from benchmarks.sharing_bench import RATE, ROUNDS, Bench, Keep, alone_rate, now
 from benchmarks.sharing_gpus import on_all, pieces
 from benchmarks.sharing_jobs import jobs
 from benchmarks.sharing_pause import pause
@@ -92,7 +92,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"{pair.name}: {setting.title}, measured anew\n")
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
         share = open_mps_share(bench.host, bench.device, sys.executable, MpsLimits())
-        reports = compare(bench.host, share, options_of(bench, pair, REPEATS), [*uncapped, setting], Lines())
+        reports = compare(bench.host, share, options_of(bench, pair, ROUNDS), [*uncapped, setting], Lines())
         # Right after it: what tune saw minutes ago may have been another state of the machine's CPU.
         alone = alone_rate(bench, pair.opportunistic)
         found[pair.name] = {
@@ -122,7 +122,7 @@ def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         )
         for opener, settings in openers:
             sys.stderr.write(f"{pair.name}: {', '.join(settings)}\n")
-            reports = compare(bench.host, opener(), options_of(bench, pair, REPEATS), list(settings.values()), Lines())
+            reports = compare(bench.host, opener(), options_of(bench, pair, ROUNDS), list(settings.values()), Lines())
             for title, report in zip(settings, reports, strict=True):
                 found[f"{pair.name}: {title}"] = {
                     **figures(report, alone),
@@ -144,6 +144,8 @@ def figures(report: TrialReport, alone: float | None) -> dict[str, Any]:
         "opportunistic": None if rate is None or not alone else rate / alone,
         "repeats": report.rounds,
         "production_alone": report.alone_rate,
+        "production_windows_alone": report.alone_rates,
+        "production_windows_together": report.together_rates,
         "production_p99_alone": report.alone_p99,
         "opportunistic_alone": alone,
     }
@@ -243,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gpu": device.gpu.name,
         "driver": host.nvml.driver_version(),
         "gpushare": __version__,
-        "method": f"{REPEATS} windows together and alone in turn, one production process",
+        "method": f"{ROUNDS} windows together and alone in turn, one production process",
     }
 
     def keep() -> None:

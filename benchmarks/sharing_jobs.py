@@ -9,7 +9,7 @@ from benchmarks.jobs import JOBS
 from benchmarks.sharing_bench import Bench, Keep, alone, now, rates
 from gpushare.host.activity import ActivityRecorder
 from gpushare.measure.progress import p99
-from gpushare.measure.statistics import deviation
+from gpushare.measure.statistics import deviation, percentile
 
 WINDOWS: Final = 4
 METRICS: Final = {
@@ -43,9 +43,11 @@ def jobs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
             recorder.close()
         told = rates(name, windows)
         mean = sum(told) / len(told)
+        latencies = [latency for window in windows for latency in window.latencies]
         found[name] = {
             "rate": mean,
             "spread": deviation(told) / mean if len(told) > 1 else None,
+            "p50": percentile(latencies, 50) if latencies else None,
             "p99": p99(windows),
             **drawn,
             "watts": None if joules is None or used is None else (used - joules) / seconds,

@@ -40,12 +40,12 @@ def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        "| job alone | per second (spread) | p99 | SM % | occupancy % | tensor % | DRAM % | W |",
+        "| job alone | per second (spread) | p50, p99 | SM % | occupancy % | tensor % | DRAM % | W |",
         "|" + "---|" * 8,
     ]
     for name, one in jobs.items():
         spread = "" if one["spread"] is None else f" ({100 * one['spread']:.1f} %)"
-        tail = "-" if one["p99"] is None else f"{one['p99']:.2f} ms"
+        tail = "-" if one["p99"] is None else f"{_two(one['p50'])}, {one['p99']:.2f} ms"
         drawn = [one[key] for key in ("sm_percent", "occupancy_percent", "tensor_percent", "dram_percent", "watts")]
         numbers = " | ".join("-" if value is None else f"{value:.3g}" for value in drawn)
         lines.append(f"| {name} | {one['rate']:.1f}{spread} | {tail} | {numbers} |")

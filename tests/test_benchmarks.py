@@ -89,9 +89,9 @@ def test_the_table_judges_by_the_goals() -> None:
             "8 x c": {"pick": None, "gain": None, "of_best": None, "goal": 4.5},
         },
     }
-    alone = {"rate": 100.0, "spread": 0.01, "p99": 0.5, "sm_percent": 17.5, "occupancy_percent": 3.0}
+    alone = {"rate": 100.0, "spread": 0.01, "p50": 0.375, "p99": 0.5, "sm_percent": 17.5, "occupancy_percent": 3.0}
     results["jobs"] = {"mid": {**alone, "tensor_percent": None, "dram_percent": 5.0, "watts": 195.4}}
-    assert table(results).endswith("| mid | 100.0 (1.0 %) | 0.50 ms | 17.5 | 3 | - | 5 | 195 |\n")
+    assert table(results).endswith("| mid | 100.0 (1.0 %) | 0.38, 0.50 ms | 17.5 | 3 | - | 5 | 195 |\n")
     del results["jobs"]
     verdicts = {
         line.split(" | ")[0].lstrip("| "): line.rstrip(" |").rsplit("| ", 1)[1]

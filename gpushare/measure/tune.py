@@ -61,6 +61,9 @@ class TrialReport:
     opportunistic_share: float | None = None
     # Between what the factor of the p99 lies, 95 times in 100 for each of the two; None: too few latencies.
     p99_interval: tuple[float, float] | None = None
+    # Production's rate in each window, in the order of time: alone (the first before the other started), and together.
+    alone_rates: tuple[float | None, ...] = ()
+    together_rates: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +275,8 @@ class Tuning:
             together_p99=now,
             opportunistic_share=None if speed is None or not self._other_alone else speed / self._other_alone,
             p99_interval=between,
+            alone_rates=tuple(window.rate for window in alone),
+            together_rates=tuple(window.rate for window in together),
         )
 
     def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
