@@ -42,7 +42,8 @@ from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
 from gpushare.measure.trials import Goal, Setting
-from gpushare.measure.tune import TrialReport, TuneReporter, compare
+from gpushare.measure.tune import compare
+from gpushare.measure.tune_report import TrialReport, TuneReporter
 from gpushare.selection import select_one
 
 PARTS: Final = ("jobs", "pairs", "ways", "pause", "farm")

@@ -94,6 +94,8 @@ class Activity:
         self._used_seconds += sum(
             max(0.0, one.seconds - before_used[pid].seconds) for pid, one in used.items() if pid in before_used
         )
+        if self._looks and at - self._looks[-1][0] >= _UNSEEN_SECONDS:
+            self._looks, self._light, self._lightly = [], None, False
         self._looks.append((at, self._used_seconds))
         exact = all(one.exact for one in used.values())
         window, least = (_WINDOW_SECONDS, 0.0) if exact else (_TICKS_WINDOW_SECONDS, _LEAST_TICKS_SECONDS)
@@ -110,8 +112,6 @@ class Activity:
     def _busy_lightly(self, at: float) -> bool:
         """Return whether there was a little work again and again; told anew each half a second."""
         since, before = self._light or (at, self._used_seconds)
-        if at - since >= _UNSEEN_SECONDS:
-            since, before = at, self._used_seconds
         if at - since < _LIGHT_SECONDS:
             self._light = since, before
             return self._lightly

@@ -1,4 +1,4 @@
-"""The two roles of `gpushare run`: a production job that is never capped and known, and one that takes what is left."""
+"""The two roles of `gpushare run`: a production job that is known, and capped only by its user, and one that takes what is left."""
 
 from __future__ import annotations
 
@@ -250,7 +250,15 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
         notes.append(f"tuned on another GPU ({tuned.gpu_name or 'unknown'}); tune it again here")
     elif tuned.driver != host.nvml.driver_version():
         notes.append(f"tuned under driver {tuned.driver or 'unknown'}; tune it again under this one")
-    return notes
+    return [*notes, *production_cap_note(tuned)]
+
+
+def production_cap_note(tuned: Tuned | None) -> list[str]:
+    """Return how the production job has to be started where it was tuned under a cap of its own."""
+    if tuned is None or tuned.production_threads_percent is None:
+        return []
+    cap = f"{tuned.production_threads_percent:g}"
+    return [f"tuned with production capped at {cap} %: gpushare run --production {tuned.name} --threads {cap} -- CMD"]
 
 
 def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tuned | None) -> int | None:

@@ -70,7 +70,7 @@ def run(
         typer.Option(
             "--production",
             metavar="NAME",
-            help="As the production job of this name: never capped, and known to others.",
+            help="As the production job of this name: never capped but by --threads, and known to others.",
         ),
     ] = None,
     opportunistic: Annotated[

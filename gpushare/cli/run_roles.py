@@ -26,13 +26,15 @@ def run_role(host: Host, device: Device, command: Sequence[str], options: RunOpt
 
 
 def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
-    from gpushare.actions.roles import open_production_share
+    from gpushare.actions.roles import open_production_share, production_cap_note
     from gpushare.actions.run import run_in
     from gpushare.actions.run_report import RunReport
     from gpushare.cli.run import planned
-    from gpushare.host.tuned import check_job_name
+    from gpushare.host.tuned import check_job_name, find_tuned
 
     check_job_name(name)
+    for text in production_cap_note(find_tuned(host, name)) if options.limits.threads_percent is None else ():
+        note(text)
     if settings.dry_run:
         return planned(host, device, list(command), options.limits)
     share = open_production_share(host, device, command[0], options.limits, name)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpushare.measure.controller import Search
-    from gpushare.measure.tune import TrialReport, TuneReporter
+    from gpushare.measure.tune_report import TrialReport, TuneReporter
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +25,10 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     production: Annotated[
-        str, typer.Option("--production", metavar="CMD", help="The job that must keep its speed; it runs all the time.")
+        str,
+        typer.Option(
+            "--production", metavar="CMD", help="The job that must keep its speed; it runs on from trial to trial."
+        ),
     ],
     opportunistic: Annotated[
         str,
@@ -56,7 +59,7 @@ def tune(
         typer.Option(
             "--production-caps",
             metavar="LIST",
-            help="Caps on production to choose from too, each beside the rest: 70,60,50; or none. [default: none; where memory bounds production, 99 to 80 beside the best cap]",
+            help="Caps on production to try too, the other gets the rest: 70,60,50; none: leave it uncapped. [default: where memory bounds it, 99 to 80; it starts anew for each]",
         ),
     ] = None,
     caps: Annotated[
@@ -211,7 +214,7 @@ def _factor(text: str) -> float:
 
 @contextlib.contextmanager
 def _reporter() -> Iterator[TuneReporter]:
-    from gpushare.measure.tune import TuneReporter
+    from gpushare.measure.tune_report import TuneReporter
     from gpushare.show.text import put
     from gpushare.show.tune import factor, share
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpushare.host.tuned import Tuned
     from gpushare.measure.pair import TuneOptions
     from gpushare.measure.trials import Judged
-    from gpushare.measure.tune import TrialReport, TuneResult
+    from gpushare.measure.tune_report import TrialReport, TuneResult
     from gpushare.selection import Device
 
 # Standard deviation of production's windows alone: from here on a few of them say little.
@@ -28,6 +28,8 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
     data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
     notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result)]
+    if result.given_up is not None:
+        notes.append(f"caps on production were not tried to the end: {result.given_up.message}")
     if tuned is not None:
         data["file"] = str(keep_tuned(host, tuned))
         notes.append(f"apply it: gpushare run --opportunistic --for {name} -- {options.opportunistic[0]} ...")
@@ -157,11 +159,13 @@ def _row(one: Judged, result: TuneResult) -> dict[str, Any]:
 def _trial(report: TrialReport) -> Mapping[str, Any]:
     return {
         "setting": report.trial.setting.title,
+        "production_threads_percent": report.trial.setting.production_threads,
         "kept": report.kept.value,
         "kept_low": report.kept.low,
         "kept_high": report.kept.high,
         "p99": report.trial.p99,
         "rounds": report.rounds,
+        "cap_factor": report.cap_factor,
         "production_alone": report.alone_rate,
         "production_together": report.together_rate,
         "production_p99_alone": report.alone_p99,

@@ -92,7 +92,12 @@ def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
     nearest = None if best is not None or not judged else max(judged, key=lambda one: one.margin)
     order = sorted(
         judged,
-        key=lambda one: (one.setting.production_threads is not None, -one.setting.threads, not one.setting.low),
+        key=lambda one: (
+            one.setting.production_threads is not None,
+            -one.setting.threads,
+            not one.setting.low,
+            -(one.setting.production_threads or 0.0),
+        ),
     )
     return Outcome(
         best=best,
@@ -120,7 +125,12 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
         meeting = [one for one in meeting if one.opportunistic is not None and most <= _FASTER * one.opportunistic]
     return max(
         meeting,
-        key=lambda one: (one.setting.production_threads is None, one.setting.threads, one.setting.low),
+        key=lambda one: (
+            one.setting.production_threads is None,
+            one.setting.threads,
+            one.setting.low,
+            one.setting.production_threads or 0.0,
+        ),
         default=None,
     )
 
@@ -138,7 +148,7 @@ def memory_warning(dram_alone: float | None, dram_production: float | None) -> s
     if dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
         return (
             f"the production job alone draws {dram_production:.0f} % of the memory bandwidth: whatever the other reads is"
-            " taken from it, at any thread cap; pause the other while it works, or use MIG"
+            " taken from it; pause the other while it works, or use MIG"
         )
     return None
 

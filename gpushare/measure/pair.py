@@ -81,6 +81,8 @@ class Pair:
         """Start the production job; one with another cap is ended first."""
         if self._production is not None:
             self.several.end([self._production])
+        # Also where it does not start: then it has to be started anew.
+        self.production_cap = cap
         self._seen = Progress(self._options.metric)
         self._production = self.several.start(
             "production",
@@ -89,7 +91,6 @@ class Pair:
             listen=_bounded(self._seen),
             redrawn=True,
         )
-        self.production_cap = cap
         self._until_warm(self._production, self._seen)
         self._lengthen()
 

@@ -1,6 +1,7 @@
 """`gpushare tune`: run a production job all the time, an opportunistic one beside it under one setting after the other.
 
-A cap is fixed when a context is made, so the opportunistic job starts anew for every trial. Within one trial it is
+A cap is fixed when a context is made, so the opportunistic job starts anew for every trial, and production for every
+trial with a cap on it. Within one trial it is
 paused (SIGSTOP) and continued, so that windows alone and together alternate beside one and the same production process:
 processes of one program differ by up to 15 percent, windows of one process do not.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mps_limits import MpsLimits
@@ -20,7 +21,6 @@ from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.measure.controller import (
     DRAM_FULL_PERCENT,
     SPARED,
-    Outcome,
     Search,
     memory_warning,
     next_setting,
@@ -30,6 +30,7 @@ from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, neighbours, p99, p99_factor_interval, p99_interval, rates
 from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio
 from gpushare.measure.trials import Setting, Trial
+from gpushare.measure.tune_report import TrialReport, TuneReporter, TuneResult
 from gpushare.model import Priority
 
 if TYPE_CHECKING:
@@ -44,55 +45,6 @@ _DRAINED_SECONDS: Final = 0.25
 _SHARED: Final = 1.2
 # Two p99s of a few hundred requests differ by this much on their own.
 _P99_SURE: Final = 0.08
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialReport:
-    """One trial as it was measured: rates in the jobs' own units, shares of production alone with their interval."""
-
-    trial: Trial
-    kept: Ratio
-    rounds: int
-    alone_rate: float
-    together_rate: float
-    alone_p99: float | None
-    together_p99: float | None
-    # Of its rate alone; None: that is not known.
-    opportunistic_share: float | None = None
-    # Between what the factor of the p99 lies, 95 times in 100 for each of the two; None: too few latencies.
-    p99_interval: tuple[float, float] | None = None
-    # Production's rate in each window, in the order of time: alone (the first before the other started), and together.
-    alone_rates: tuple[float | None, ...] = ()
-    together_rates: tuple[float | None, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneResult:
-    """What was found, every trial, and what both jobs are alone. Rates per second; percent of the DRAM's bandwidth."""
-
-    outcome: Outcome
-    trials: tuple[TrialReport, ...]
-    production_alone: float | None
-    # The standard deviation of its windows alone, as a share of their mean.
-    production_spread: float | None
-    production_p99: float | None
-    opportunistic_alone: float | None
-    production_memory_bytes: int | None
-    opportunistic_memory_bytes: int | None
-    warning: str | None
-    seconds: float
-    # What ended it before the answer stood: Ctrl-C, or a job that ended. The trials before it are kept.
-    stopped: KeyboardInterrupt | GpushareError | None = None
-
-
-class TuneReporter:
-    """What tune says while it goes on; the command line prints it."""
-
-    def doing(self, what: str) -> None:
-        """Something begins."""
-
-    def measured(self, report: TrialReport) -> None:
-        """A trial was measured."""
 
 
 def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> TuneResult:
@@ -138,7 +90,7 @@ def compare(
 
 
 class Tuning:
-    """One production process, and the trials beside it."""
+    """A production job, and the trials beside it: all in one process, but for those with a cap on it."""
 
     def __init__(
         self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, several: Several
@@ -147,6 +99,9 @@ class Tuning:
         self._pair = Pair(host, device, options, several)
         self._alone: list[Window] = []
         self._other_alone: float | None = None
+        # Production's rate alone after each of its starts with a cap, and why no more of them are made.
+        self._starts: list[float] = []
+        self._given_up: GpushareError | None = None
 
     def run(self) -> TuneResult:
         """Search, and return what was found; errors as `tune`."""
@@ -159,7 +114,7 @@ class Tuning:
         try:
             while (setting := next_setting(self._search(), [one.trial for one in reports])) is not None:
                 self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
-                reports.append(self.trial(setting))
+                reports += self._tried(setting)
         except (KeyboardInterrupt, GpushareError) as error:
             if not reports:
                 raise
@@ -177,7 +132,22 @@ class Tuning:
             warning=memory_warning(other_dram, self._dram()),
             seconds=time.monotonic() - started,
             stopped=stopped,
+            given_up=self._given_up,
         )
+
+    def _tried(self, setting: Setting) -> list[TrialReport]:
+        """Return a trial; none where it fails with a cap on production for which nobody had asked: that ends no search."""
+        try:
+            return [self.trial(setting)]
+        except GpushareError as error:
+            if setting.production_threads is None or self._options.search.production_caps is not None:
+                raise
+            self._given_up = error
+        left = [program for program in self._several.programs if program.runs]
+        for program in left:
+            self._several.resume(program)
+        self._several.end(left)
+        return []
 
     def _dram(self) -> float | None:
         """Return what production alone draws of the DRAM's bandwidth in percent, as far as it is known."""
@@ -186,8 +156,9 @@ class Tuning:
     def _search(self) -> Search:
         """Return how to search: where the memory bounds production, also what a cap on it leaves to the other."""
         given, dram = self._options.search, self._dram()
-        bound = dram is not None and dram >= DRAM_FULL_PERCENT
-        return replace(given, spared=SPARED) if bound and given.production_caps is None else given
+        if dram is None or dram < DRAM_FULL_PERCENT or given.production_caps is not None or self._given_up is not None:
+            return given
+        return replace(given, spared=SPARED, most=given.most + len(SPARED))
 
     # -- a trial -------------------------------------------------------------------------------------
 
@@ -231,12 +202,21 @@ class Tuning:
     def _with_production_cap(self, cap: float | None) -> Ratio:
         """Let production run under a cap; return what its rate alone under it is of its rate alone without."""
         same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
-        if cap != self._pair.production_cap:
+        # Anew for each trial under a cap: two processes of one program differ, which one of them cannot tell.
+        if cap is not None or self._pair.production_cap is not None:
             self._pair.start_production(cap)
         if cap is None:
             return same
-        capped = rates([self._pair.alone_window() for _ in range(self._options.rounds)])
-        return ratio(capped, rates(self._alone)) or same
+        before, capped = rates(self._alone), rates([self._pair.alone_window() for _ in range(self._options.rounds)])
+        factor = ratio(capped, before)
+        if factor is None:
+            return same
+        self._starts.append(_mean(capped))
+        starts = [_mean(before), *self._starts]
+        apart = deviation(starts) / _mean(starts)
+        # No cap makes a job faster: what is above 1 is the luck of this process.
+        factor = replace(factor, value=min(1.0, factor.value))
+        return product(factor, Ratio(value=1.0, low=1 - 2 * apart, high=1 + 2 * apart, error=apart))
 
     def _judged(
         self,
@@ -277,6 +257,7 @@ class Tuning:
             p99_interval=between,
             alone_rates=tuple(window.rate for window in alone),
             together_rates=tuple(window.rate for window in together),
+            cap_factor=factor.value,
         )
 
     def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
@@ -287,7 +268,8 @@ class Tuning:
         if setting.production_threads is not None:
             # A cap on production is no part of alone.
             return self._alone or alone
-        return alone if p99_interval(alone) is not None else [*self._alone, *alone]
+        enough = p99_interval(alone) is not None or not any(window.latencies for window in alone)
+        return alone if enough and p99(alone) is not None else [*self._alone, *alone]
 
     @property
     def _asks_for_p99(self) -> bool:

@@ -139,7 +139,10 @@ class UsageMeter:
 
     def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Tell who is of the run; who descends from whom is asked for only when a new PID is seen."""
-        new = {process.pid for process in processes if self._in_device(process)} - self._mine - set(self._others)
+        listed = {process.pid for process in processes if self._in_device(process)}
+        for gone in set(self._seen) - listed:
+            del self._seen[gone]
+        new = listed - self._mine - set(self._others)
         if not new:
             return
         for program in programs:

@@ -113,10 +113,11 @@ def test_after_a_burst_its_own_time_is_no_light_work(job: Told) -> None:
 
 def test_after_nobody_looked_for_a_while_light_work_is_told_anew(job: Told) -> None:
     """gpushare was stopped while production worked for 2 of 10 s: that is over."""
-    for _ in range(60):
-        job.look()
-    assert not job.look(cpu=2.0, after=10.0)
-    assert not any(job.look() for _ in range(200))
+    for used in (2.0, 3.0, 9.0):
+        for _ in range(60):
+            job.look(cpu=0.0005)
+        assert not job.look(cpu=used, after=10.0)
+        assert not any(job.look() for _ in range(200))
     # What a slow machine makes of half a second still counts.
     assert [job.look(cpu=0.05, after=0.7) for _ in range(4)][-1] is True
 

@@ -15,11 +15,12 @@ from gpushare.cli.tune_result import _uncertain
 from gpushare.errors import OperationFailed
 from gpushare.host.tuned import find_tuned
 from gpushare.measure.controller import Search, outcome
+from gpushare.measure.pair import Pair
 from gpushare.measure.trials import Goal, Setting, Trial
 from gpushare.measure.tune import Tuning
 from gpushare.sim import admin
 from tests.cli.drive import H200, Answer, World
-from tests.measure.told_jobs import tell
+from tests.measure.told_jobs import tell, tell_memory_bound
 
 Cli = Callable[..., Answer]
 JOB = f"{sys.executable} -m gpushare.sim.job"
@@ -90,6 +91,41 @@ def test_none_is_no_cap_on_production_and_nothing_said_leaves_it_to_tune(
     text: str | None, caps: tuple[float, ...] | None
 ) -> None:
     assert _production_caps(text) == caps
+
+
+def test_a_cap_on_production_that_was_found_is_told_and_kept(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_memory_bound(monkeypatch)
+    found = cli("tune", *PAIR, *QUICK, "--name", "web", "--keep", "90%", "--caps", "90,80", output="json")
+    assert found.code == 0, found.err
+    assert found.data["best"]["setting"] == "cap 80 %, low priority, production cap 96 %"
+    assert found.data["best"]["production_threads_percent"] == 96.0
+    assert found.data["stable"] is True
+    assert {one["production_threads_percent"] for one in found.data["trials"]} >= {None, 94.0, 96.0, 98.0}
+    assert "with production capped: gpushare run --production web --threads 96 -- ..." in found.err
+    kept = find_tuned(world.host, "web")
+    assert kept is not None
+    assert (kept.threads_percent, kept.production_threads_percent) == (80.0, 96.0)
+    note = "tuned with production capped at 96 %: gpushare run --production web --threads 96 -- CMD"
+    assert note in cli("run", "--dry-run", "--opportunistic", "--for", "web", "--", "true").err
+    assert note in cli("run", "--dry-run", "--production", "web", "--", "true").err
+    assert note not in cli("run", "--dry-run", "--production", "web", "--threads", "96", "--", "true").err
+
+
+def test_caps_on_production_that_fail_are_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_memory_bound(monkeypatch)
+    start = Pair.start_production
+
+    def refused(self: Pair, cap: float | None) -> None:
+        if cap is not None:
+            raise OperationFailed("the port is in use", "wait", code="job_ended")
+        start(self, cap)
+
+    monkeypatch.setattr(Pair, "start_production", refused)
+    found = cli("tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80", output="json")
+    assert (found.code, found.data["best"]["setting"]) == (0, "cap 80 %, low priority")
+    assert "caps on production were not tried to the end: the port is in use" in found.err
 
 
 def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:

@@ -469,6 +469,17 @@ def test_beside_the_best_cap_the_smallest_cap_on_production_that_it_can_bear_is_
     assert len(capped) <= 5
 
 
+def test_of_equal_caps_on_production_the_larger_one_is_better_and_the_curve_is_in_order() -> None:
+    caps = (94.0, 98.0, 90.0)
+    trials = [ran(80.0, 0.95, opportunistic=20.0)]
+    trials += [ran(80.0, 0.95, production_threads=cap, opportunistic=30.0) for cap in caps]
+    search = Search(goal=Goal(keep=0.9), spared=SPARED)
+    found = outcome(search, trials)
+    assert found.best is not None
+    assert found.best.setting.production_threads == 98.0
+    assert [one.setting.production_threads for one in found.curve] == [None, 98.0, 94.0, 90.0]
+
+
 def test_where_no_cap_meets_the_goal_none_is_tried_on_production() -> None:
     search = Search(goal=Goal(keep=0.99), grid=(60.0, 40.0), spared=SPARED)
     found, trials = searched(search, lambda setting: Trial(setting=setting, kept=0.5))

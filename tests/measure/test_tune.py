@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 
@@ -14,14 +15,15 @@ from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.controller import SPARED, Search
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import TuneOptions
+from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, neighbours
 from gpushare.measure.statistics import Ratio
 from gpushare.measure.trials import Goal, Setting
-from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, _widened, compare, tune
+from gpushare.measure.tune import Tuning, _widened, compare, tune
+from gpushare.measure.tune_report import TrialReport, TuneReporter
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
-from tests.measure.told_jobs import tell
+from tests.measure.told_jobs import MemoryBound, tell, tell_memory_bound
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
 
@@ -151,7 +153,9 @@ def test_where_memory_bounds_production_caps_on_it_are_tried(
     given = options(job(30), job(95), production_caps=caps)
     tuning = Tuning(host, device_of(host), given, TuneReporter(), several)
     tuning._pair.dram = dram
-    assert tuning._search() == (replace(given.search, spared=SPARED) if spared else given.search)
+    assert tuning._search() == (
+        replace(given.search, spared=SPARED, most=given.search.most + len(SPARED)) if spared else given.search
+    )
 
 
 def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(host: Host) -> None:
@@ -188,6 +192,75 @@ def test_a_p99_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
         assert report is not None
         # Too few of them tell no p99: then all windows until now count.
         assert report.trial.p99 == pytest.approx(factor)
+
+
+def test_a_p99_that_the_job_prints_is_compared_with_that_of_the_same_minutes(host: Host) -> None:
+    several = Several(host, PlainShare(host, device_of(host)))
+    tuning = Tuning(host, device_of(host), options(job(30), job(95)), TuneReporter(), several)
+    tuning._alone = [Window(rate=100.0, printed_p99=1.0)] * 8
+    slow = [Window(rate=100.0, printed_p99=1.3)] * 4
+    report = tuning._judged(Setting(threads=60.0), slow, slow[:3], [], Ratio(value=1.0, low=1.0, high=1.0, error=0.0))
+    assert report is not None
+    assert report.trial.p99 == pytest.approx(1.0)
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the memory bound production, in told jobs."""
+    tell_memory_bound(monkeypatch)
+
+
+BOUND = {"goal": Goal(keep=0.9), "grid": (90.0, 80.0)}
+
+
+@pytest.mark.usefixtures("bound")
+def test_where_memory_bounds_production_the_other_gets_what_it_does_not_need(host: Host) -> None:
+    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
+    best = result.outcome.best
+    assert best is not None
+    # 0.92 is left at cap 80, and 0.004 less for each percent that production leaves.
+    assert best.setting == Setting(threads=80.0, production_threads=96.0)
+    assert (best.safe, result.outcome.stable, result.given_up) == (True, True, None)
+    assert all(one.cap_factor == pytest.approx(1.0, abs=0.001) for one in result.trials)
+    assert tune(
+        host, device_of(host), options(job(90), job(95), production_caps=(), **BOUND), TuneReporter()
+    ).outcome.best == replace(
+        best, setting=Setting(threads=80.0), kept=ANY, opportunistic=ANY, margin=ANY, safe_margin=ANY, error=ANY
+    )
+
+
+@pytest.mark.usefixtures("bound")
+def test_processes_that_differ_make_a_cap_on_production_uncertain(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run under a cap has a process of its own, which may be faster than the one before by luck."""
+    monkeypatch.setattr(MemoryBound, "starts", (100.0, 104.0, 99.0, 103.0, 98.0, 105.0))
+    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
+    capped = [one for one in result.trials if one.trial.setting.production_threads is not None]
+    assert all(one.trial.error > 0.015 for one in capped)
+    assert len({round(one.alone_rate) for one in capped}) == len(capped)
+    best = result.outcome.best
+    assert best is not None
+    assert best.setting == Setting(threads=80.0)
+
+
+@pytest.mark.usefixtures("bound")
+def test_production_that_does_not_start_under_a_cap_costs_no_answer(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Pair.start_production
+
+    def refused(self: Pair, cap: float | None) -> None:
+        start(self, cap)
+        if cap is not None:
+            raise TimedOut("the port is in use", "wait", code="no_numbers")
+
+    monkeypatch.setattr(Pair, "start_production", refused)
+    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
+    assert result.given_up is not None
+    assert (result.stopped, result.outcome.stable) == (None, True)
+    assert result.outcome.best is not None
+    assert result.outcome.best.setting == Setting(threads=80.0)
+    asked = tune(host, device_of(host), options(job(90), job(95), production_caps=(20.0,), **BOUND), TuneReporter())
+    assert isinstance(asked.stopped, TimedOut)
 
 
 def test_an_interval_is_widened_around_its_value() -> None:

@@ -114,6 +114,14 @@ def test_beside_short_runs_who_stays_is_named(clock: Clock) -> None:
         clock.now += 0.5
 
 
+def test_who_has_gone_is_forgotten_before_the_pid_comes_again(clock: Clock) -> None:
+    host = connect(SPEC)
+    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+    seen = {other: clock.now, other + 1: clock.now}
+    UsageMeter(host, device(host), seen=seen, clock=clock).look([mine])
+    assert seen == {other: clock.now}
+
+
 def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
     host = connect(SPEC)
     admin.set_mig(SPEC, "0", ["1g.18gb", "1g.18gb"])

@@ -123,3 +123,28 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.measure.pair.time", clock)
     monkeypatch.setattr("gpushare.measure.tune.Several", ToldSeveral)
     monkeypatch.setattr("gpushare.measure.pair.peak_memory", lambda *_: 2 * GIB)
+
+
+class MemoryBound(ToldSeveral):
+    """Production keeps its rate under any cap; what it leaves of the SMs the other gets, which takes memory from it."""
+
+    # The rate of each start of production, from the first: processes differ.
+    starts: tuple[float, ...] = (100.0,)
+
+    def _print(self) -> None:
+        mine = [one for one in self.programs if one.title == "production"]
+        other = next((one for one in self.programs if one.title != "production" and one.runs and not one.paused), None)
+        spared = 100.0 - mine[-1].cap if mine else 0.0
+        if mine and mine[-1].runs:
+            kept = 1.0 if other is None else (0.92 if other.cap <= 80 else 0.7) - 0.004 * spared
+            rate = self.starts[min(len(mine), len(self.starts)) - 1]
+            mine[-1].listen(f"rate={rate * kept:.3f}", ToldSeveral.now)
+        if other is not None:
+            other.listen(f"rate={100.0 if not mine else other.cap / 4 + 1.5 * spared:.3f}", ToldSeveral.now)
+
+
+def tell_memory_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the memory bound production, in told jobs."""
+    tell(monkeypatch)
+    monkeypatch.setattr("gpushare.measure.tune.Several", MemoryBound)
+    monkeypatch.setattr("gpushare.measure.pair.BandwidthRecorder.since_last", lambda _self: 92.0)
