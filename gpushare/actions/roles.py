@@ -218,7 +218,7 @@ def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spa
     chosen = name or (None if production is None else production.name)
     tuned = None if chosen is None else find_tuned(host, chosen)
     living = living_productions(host, device)
-    notes = _where_it_was_tuned(host, device, tuned)
+    notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
     if name is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(one.name for one in living)}; for what one was tuned for: --for NAME"
@@ -229,11 +229,19 @@ def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spa
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
     memory = given.memory_limit_bytes
+    # Another production job on the device needs its memory as well.
+    try:
+        left = _memory_left(device, [production, *(one for one in living if one != production)], tuned)
+    except InUse:
+        if memory is None:
+            raise
+        left = 0
     if memory is None:
-        # Another production job on the device needs its memory as well.
-        memory = _memory_left(device, [production, *(one for one in living if one != production)], tuned)
+        memory = left
         if memory is None:
             notes.append("no memory limit: the production job's need is not known; give one with --memory")
+    elif left is not None and memory > left:
+        notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(left)}")
     limits = MpsLimits(
         threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority
     )

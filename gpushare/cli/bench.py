@@ -10,7 +10,7 @@ import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, Ended, gpus_of, settings
 from gpushare.cli.measured import HungAfter, LowerIsBetter, MeasuredTime, PrintedNumber
-from gpushare.errors import BadUsage, GpushareError, Interrupted
+from gpushare.errors import BadUsage, GpushareError, Interrupted, OperationFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -231,10 +231,17 @@ def _result(
         if not measurement.runs:
             raise Ended(number or signal.SIGINT)
         hint = "the copies were ended, the host is as before"
-        error = Interrupted(f"interrupted; {len(measurement.runs)} runs are kept", hint)
+        kept_runs = len(measurement.runs)
+        error = Interrupted(f"interrupted; {kept_runs} {'run is' if kept_runs == 1 else 'runs are'} kept", hint)
         more = {"errors": (error,), "exit_code": 128 + (number or signal.SIGINT)}
     if measurement.error is not None:
         more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
+    if not more and all(cell["throughput"] is None for cell in data["cells"]):
+        failure = next((text for cell in data["cells"] for text in cell["failures"]), "nothing was measured")
+        failed_all = OperationFailed(
+            f"every run failed: {failure}", "try the command by itself, and two copies of it by hand", code="all_failed"
+        )
+        more = {"errors": (failed_all,), "exit_code": failed_all.exit_code}
     comparison = None if before is None else compared(data, before)
     notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
     result = bench_result(data, notes, comparison=comparison, **more)

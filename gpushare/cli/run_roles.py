@@ -99,6 +99,8 @@ def _paused(
         )
     note(f"opportunistic beside {process.title}: paused {how} while it works; its memory stays on the GPU")
     if process.under_mps:
+        note("under MPS only work that uses the CPU is seen: a production job that waits without it pauses nobody")
+    if process.under_mps:
         from gpushare.actions.roles import spare
 
         name = None if roles.beside is None or roles.beside.isdecimal() else roles.beside

@@ -195,8 +195,13 @@ def _keep(text: str) -> float:
     from gpushare.units import parse_thread_percentage
 
     try:
-        return parse_thread_percentage(text) / 100
-    except BadUsage:
+        percent = parse_thread_percentage(text)
+        if percent <= 1 and "%" not in text:
+            raise BadUsage(f"--keep {text} may be a share or a percentage", "say which: --keep 97%", code="bad_keep")
+        return percent / 100
+    except BadUsage as error:
+        if error.code == "bad_keep":
+            raise
         raise BadUsage(
             f"--keep '{text}' is not a percentage above 0 and up to 100", "give one: --keep 97%", code="bad_keep"
         ) from None

@@ -28,6 +28,9 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
     data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
     notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result)]
+    if result.others:
+        named = ", ".join(f"{pid} {name}" for pid, name in list(result.others.items())[:6])
+        notes.append(f"other processes were on the GPU while it was measured ({named}): the figures may be theirs too")
     if result.given_up is not None:
         notes.append(f"caps on production were not tried to the end: {result.given_up.message}")
     if tuned is not None:

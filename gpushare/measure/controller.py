@@ -267,7 +267,7 @@ def _low_helps(judged: Sequence[Judged]) -> bool | None:
     for (threads, production, low), one in found.items():
         other = found.get((threads, production, False))
         if low and other is not None:
-            better = one.kept > other.kept + max(0.01, math.hypot(one.error, other.error))
+            better = one.kept > other.kept + max(0.01, 2 * math.hypot(one.error, other.error))
             calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99
             return better or calmer
     return None

@@ -15,7 +15,7 @@ from gpushare.actions.run_end import GRACE_SECONDS, end_programs
 from gpushare.host.process import Streams, wait_gone
 from gpushare.host.process_group import group_members
 from gpushare.measure.bounded import bounded
-from gpushare.measure.metric import Metric, Printed
+from gpushare.measure.metric import Metric, Printed, hopeless
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Meter
@@ -122,6 +122,10 @@ class _Copy:
             os.ftruncate(self.descriptor, 0)
             self.offset = 0
 
+    def hopeless(self, at: float) -> bool:
+        """Return whether it prints what is no number, and will go on so."""
+        return not self.printed.values and hopeless(self.printed.refusals, at - self.started)
+
 
 @dataclass
 class Copies:
@@ -204,6 +208,7 @@ class Copies:
             measured = opened is not None and self.limits.window is not None and at - opened >= self.limits.window
             # With a window only the wait for it can hang.
             hung = (opened is None or self.limits.window is None) and at - first >= self.limits.limit
+            hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
                 break
             interrupted = self.watcher.wait(_FIRST_POLL_SECONDS if at - first < _FIRST_SECONDS else _POLL_SECONDS)
@@ -301,7 +306,7 @@ class Copies:
             return f"ended, but left process {pids} behind, which was not measured and was ended; it must stay in the foreground"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
-                return f"{_no_number(copy.printed)} in {self.limits.limit:g} s"
+                return _no_number(copy.printed) + ("" if copy.printed.refused else f" in {self.limits.limit:g} s")
             return f"did not end within {self.limits.limit:g} s"
         if window is not None and not copy.by_us:
             return f"ended before it was measured for {window:g} s"

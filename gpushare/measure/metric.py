@@ -22,6 +22,11 @@ _PERCENTILE: Final = re.compile(
     r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
 )
 _TAIL_LINES: Final = 5
+# No rate and no time; its square can still be added up.
+_MOST: Final = 1e100
+# So many times, for so long, and never a number: the pattern marks something else.
+_REFUSALS: Final = 3
+_REFUSED_SECONDS: Final = 30.0
 # A line without an end must not fill the memory.
 _LONGEST_LINE: Final = 64 * 1024
 
@@ -91,9 +96,14 @@ def number(text: str | None) -> float | None:
 
 
 def amount(text: str | None) -> float | None:
-    """Return the rate or time that a text is, or None: it is no number, or below 0."""
+    """Return the rate or time that a text is, or None: it is no number, below 0, or beyond what can be added up."""
     value = number(text)
-    return None if value is None or value < 0 else value
+    return None if value is None or not 0 <= value <= _MOST else value
+
+
+def hopeless(refusals: int, seconds: float) -> bool:
+    """Return whether what a pattern marked so often, in so long a time and never a number, will become one."""
+    return refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
 
 
 @dataclass
@@ -107,6 +117,7 @@ class Printed:
     tail: list[str] = field(default_factory=list)
     # What --metric marked last that is no rate.
     refused: str | None = None
+    refusals: int = 0
     _rest: str = ""
 
     def feed(self, text: str, at: float) -> None:
@@ -130,6 +141,7 @@ class Printed:
                 value = amount(match.group(1))
                 if value is None:
                     self.refused = (match.group(1) or "")[:40]
+                    self.refusals += 1
                 else:
                     self.values.append((at, value))
         for match in re.finditer(self.metric.latency, part):

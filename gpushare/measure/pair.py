@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -14,8 +14,9 @@ from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.activity import BandwidthRecorder
 from gpushare.measure.bounded import bounded
 from gpushare.measure.controller import Search
-from gpushare.measure.metric import Metric
+from gpushare.measure.metric import Metric, hopeless
 from gpushare.measure.progress import Progress, Window
+from gpushare.measure.usage import UsageMeter
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -57,6 +58,7 @@ class Pair:
         self.production_cap: float | None = None
         self.dram: list[float] = []
         self.memory: int | None = None
+        self._usage = UsageMeter(host, device)
 
     def opportunistic_alone(self) -> tuple[float | None, float | None, int | None]:
         """Return the opportunistic job's rate, percent of the DRAM's bandwidth, and memory (bytes), all without production."""
@@ -66,6 +68,12 @@ class Pair:
         dram = self._bandwidth.since_last()
         memory = peak_memory(self._host, self._device, program)
         self.several.kill(program)
+        if window.rate == 0:
+            raise OperationFailed(
+                "the opportunistic job alone printed only rates of 0: it does nothing that can be measured",
+                "let it print what it gets done: rate=12.5; or mark another number: --opportunistic-metric REGEX",
+                code="no_numbers",
+            )
         return window.rate, dram, memory
 
     def start_opportunistic(self, limits: MpsLimits) -> tuple[Program, Progress]:
@@ -96,11 +104,18 @@ class Pair:
 
     def _until_warm(self, program: Program, seen: Progress) -> None:
         """Wait until a job prints what is measured, and a while longer."""
-        options = self._options
+        options, started = self._options, time.monotonic()
 
         def ready() -> bool:
             self._demand_alive(program)
-            return seen.count(0.0, float("inf")) > 0
+            found = seen.count(0.0, float("inf")) > 0
+            if not found and hopeless(seen.refusals, time.monotonic() - started):
+                raise OperationFailed(
+                    f"the {program.title} job printed '{seen.refused}' where --metric matches, which is no rate or time",
+                    "mark the number with the brackets: --metric 'rate=([0-9.]+)'",
+                    code="no_numbers",
+                )
+            return found
 
         if not self.several.wait(options.start_seconds, ready):
             what = "a line" if not seen.metric.printed else "a number that --metric matches"
@@ -173,9 +188,15 @@ class Pair:
         self._demand_alive(*programs)
         return seen.window(started, time.monotonic())
 
+    @property
+    def others(self) -> Mapping[int, str]:
+        """Return who else was on the GPU, by PID."""
+        return self._usage.usage().other_names
+
     def _now(self) -> float:
         """Return the time, after everything that was printed so far has been read: that belongs to what was before."""
         self.several.look()
+        self._usage.look([program.pid for program in self.several.programs])
         return time.monotonic()
 
 

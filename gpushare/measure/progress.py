@@ -36,14 +36,21 @@ class Progress:
     values: list[tuple[float, float]] = field(default_factory=list)
     latencies: list[tuple[float, float]] = field(default_factory=list)
     percentiles: list[tuple[float, float]] = field(default_factory=list)
+    # What the pattern marked last that is no rate, and how often.
+    refused: str | None = None
+    refusals: int = 0
 
     def listen(self, line: str, at: float) -> None:
         """Take in a line."""
         if self.metric.pattern is None:
             self.lines.append(at)
         else:
-            found = (amount(match.group(1)) for match in re.finditer(self.metric.pattern, line))
-            self.values += [(at, value) for value in found if value is not None]
+            for match in re.finditer(self.metric.pattern, line):
+                value = amount(match.group(1))
+                if value is None:
+                    self.refused, self.refusals = (match.group(1) or "")[:40], self.refusals + 1
+                else:
+                    self.values.append((at, value))
         latency = re.search(self.metric.latency, line)
         value = number(latency.group(1)) if latency else None
         if value is not None:

@@ -133,6 +133,7 @@ class Tuning:
             seconds=time.monotonic() - started,
             stopped=stopped,
             given_up=self._given_up,
+            others=self._pair.others,
         )
 
     def _tried(self, setting: Setting) -> list[TrialReport]:
@@ -184,6 +185,12 @@ class Tuning:
             other += [] if rate is None else [rate]
             self._several.pause(program, bound_seconds=self._options.drain_seconds)
             alone.append(self._pair.alone_window())
+            if self._alone and together[-1].rate is None and alone[-1].rate is None:
+                raise OperationFailed(
+                    "the production job prints nothing any more, also without the other beside it",
+                    "see why it stands still: give a command that works on until it is ended",
+                    code="job_silent",
+                )
             report = self._judged(setting, alone, together, other, factor)
             if report is not None and self._enough(report):
                 break

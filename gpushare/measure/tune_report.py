@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpushare.measure.controller import Outcome
@@ -54,6 +55,8 @@ class TuneResult:
     stopped: KeyboardInterrupt | GpushareError | None = None
     # Why caps on production, for which nobody had asked, were not tried to the end.
     given_up: GpushareError | None = None
+    # Who else was on the GPU: PID and name.
+    others: Mapping[int, str] = field(default_factory=dict)
 
 
 class TuneReporter:

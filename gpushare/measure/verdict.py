@@ -132,11 +132,12 @@ def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Me
             return [speed / parts for speed in speeds if speed is not None]
         return [1 / one.seconds for one in run.result.copies if one.seconds > 0] if finite else []
 
-    base = _mean([value for run in alone if run.throughput is not None for value in speed(run)])
+    # In time for each unit of work, so that one copy alone is 1 in the mean.
+    base = _mean([1 / value for run in alone if run.throughput is not None for value in speed(run) if value > 0])
     found = [value for run in runs for value in speed(run)]
     if base is None or (metric.higher_is_better and not all(found)):
         return []
-    return [base / value for value in found if value > 0]
+    return [1 / value / base for value in found if value > 0]
 
 
 def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
@@ -159,6 +160,9 @@ def _joules(run: RunResult, metric: Metric) -> float | None:
     if not metric.printed:
         return energy / len(run.result.copies)
     power = run.usage.power_watts
+    if not metric.higher_is_better:
+        # Nobody said in what unit the time is.
+        return None
     # Power over rate: joules for one unit of what is counted.
     return power / metric.speed(run.throughput) if power is not None and run.throughput else None
 

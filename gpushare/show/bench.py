@@ -88,7 +88,8 @@ def _sentence(pick: Mapping[str, Any]) -> str:
         left = pick.get("open_ways")
         way += f" (not certain: {left} more not measured)" if left else " (not certain: single runs)"
     elif others and len(others) == pick["ways"] - 1:
-        return f"{_copies(pick['copies'])}: no difference between the ways; {pick['way']} is the simplest."
+        near = "had the most" if pick["way"] == pick["fastest"] else "is the simplest"
+        return f"{_copies(pick['copies'])}: no difference between the ways; {pick['way']} {near}."
     elif others:
         way += f"; no difference to {', '.join(others)}"
     return f"{_copies(pick['copies'])}: {way}."

@@ -38,6 +38,11 @@ def share(value: Any) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def error_of(value: Any) -> str:
+    """Return a standard error; what rounds to nothing is small, not none."""
+    return "<0.01" if value is not None and value < 0.005 else share(value)
+
+
 def factor(value: Any) -> str:
     """Return a factor of a latency alone: ``1.05x``."""
     return "-" if value is None else f"{value:.2f}x"
@@ -51,7 +56,7 @@ def rate(value: Any) -> str:
 COLUMNS = (
     Column(key="setting", title="setting", least=12),
     Column(key="kept", title="production", right=True, format=share),
-    Column(key="kept_error", title="±", right=True, rank=2, format=share),
+    Column(key="kept_error", title="std. error", right=True, rank=2, format=error_of),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),
     Column(key="opportunistic_share", title="opportunistic", right=True, format=share),
     Column(key="opportunistic_rate", title="its rate", right=True, rank=2, format=rate),

@@ -168,9 +168,14 @@ def test_others_on_the_gpu_are_said(cli: Cli, world: World) -> None:
 def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
     words = ("--copies", "2", "--ways", "mps", "--repeat", "1", "--metric", RATE, "--for", "0.6")
-    (cell,) = bench(cli, *words, *job(40))["cells"]
+    answer = cli("-o", "json", "bench", *words, *job(40))
+    (cell,) = answer.data["cells"]
     assert cell["throughput"] is None
     assert "ran outside MPS" in cell["failures"][0]
+    # Nothing was measured: that is no success.
+    assert (answer.code, answer.json["status"]) == (1, "partial")
+    assert [one["code"] for one in answer.json["errors"]] == ["all_failed"]
+    assert "ran outside MPS" in answer.json["errors"][0]["message"]
 
 
 def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

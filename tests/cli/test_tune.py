@@ -66,6 +66,8 @@ def test_no_setting_that_meets_the_goal_is_an_answer_of_its_own(cli: Cli, world:
     ("words", "code"),
     [
         (("--keep", "150%"), "bad_keep"),
+        (("--keep", "0.97"), "bad_keep"),
+        (("--keep", "1"), "bad_keep"),
         (("--keep", "most"), "bad_keep"),
         (("--p99", "0.5x"), "bad_factor"),
         (("--p99", "slow"), "bad_factor"),

@@ -545,6 +545,8 @@ def test_low_priority_helps_by_the_rate_or_by_the_tail(
 def test_low_priority_does_not_help_by_less_than_the_figures_scatter() -> None:
     noisy = [ran(60.0, 0.99, error=0.015), ran(60.0, 0.97, low=False, error=0.02)]
     assert outcome(SEARCH, noisy).low_priority_helps is False
+    likely = [ran(60.0, 0.99, error=0.008), ran(60.0, 0.97, low=False, error=0.008)]
+    assert outcome(SEARCH, likely).low_priority_helps is False
     clear = [ran(60.0, 0.99, error=0.005), ran(60.0, 0.97, low=False, error=0.005)]
     assert outcome(SEARCH, clear).low_priority_helps is True
 

@@ -128,6 +128,15 @@ def test_one_that_ends_before_the_window_closes(together: Together) -> None:
     assert found.copies[0].failure == "ended before it was measured for 500 s"
 
 
+def test_one_that_prints_again_and_again_what_is_no_number_is_not_waited_for(together: Together) -> None:
+    script = ENDLESS.replace("rate=10", "rate=-5")
+    found = together(
+        script, metric=RATE, window=0.2, limit=1e9, python=True, over=lambda told: told.copies[0].printed.refusals > 2
+    )
+    assert found.hung
+    assert found.copies[0].failure == "printed '-5' where --metric matches, which is no rate or time"
+
+
 def test_a_window_and_one_that_prints_nothing_in_time(together: Together) -> None:
     found = together("exec sleep 600", metric=RATE, window=0.2, limit=0.4)
     assert found.hung

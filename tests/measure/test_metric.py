@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage
-from gpushare.measure.metric import Metric, Printed, number, parse_metric
+from gpushare.measure.metric import Metric, Printed, amount, hopeless, number, parse_metric
 
 RATE = parse_metric(r"rate=(\S+)")
 
@@ -73,6 +73,18 @@ def test_a_progress_bar_draws_over_itself() -> None:
 
 def test_what_is_no_number_is_passed_over() -> None:
     assert printed("rate=warming-up\nrate=nan\nrate=7\n").values == [(1.0, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e99", 1e99), ("1e308", None), ("-0.1", None), ("nan", None), ("0", 0.0)]
+)
+def test_a_rate_can_be_added_up(text: str, value: float | None) -> None:
+    assert amount(text) == value
+
+
+@pytest.mark.parametrize(("times", "seconds", "is_so"), [(3, 30.0, True), (2, 300.0, False), (1000, 29.0, False)])
+def test_what_is_never_a_number_is_not_waited_for(times: int, seconds: float, is_so: bool) -> None:
+    assert hopeless(times, seconds) is is_so
 
 
 def test_only_the_numbers_of_the_window_count() -> None:

@@ -23,7 +23,7 @@ from gpushare.measure.tune import Tuning, _widened, compare, tune
 from gpushare.measure.tune_report import TrialReport, TuneReporter
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
-from tests.measure.told_jobs import MemoryBound, tell, tell_memory_bound
+from tests.measure.told_jobs import MemoryBound, ToldSeveral, tell, tell_memory_bound
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
 
@@ -261,6 +261,52 @@ def test_production_that_does_not_start_under_a_cap_costs_no_answer(
     assert result.outcome.best.setting == Setting(threads=80.0)
     asked = tune(host, device_of(host), options(job(90), job(95), production_caps=(20.0,), **BOUND), TuneReporter())
     assert isinstance(asked.stopped, TimedOut)
+
+
+@pytest.mark.usefixtures("told")
+def test_a_production_job_that_stops_printing_is_no_measurement(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ToldSeveral._print
+
+    def silent(self: ToldSeveral) -> None:
+        # From the second trial on.
+        if len(self.programs) > 3 and self.programs[1].runs:
+            self.programs[1].need = None
+        told(self)
+
+    monkeypatch.setattr(ToldSeveral, "_print", silent)
+    result = tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
+    assert isinstance(result.stopped, OperationFailed)
+    assert result.stopped.code == "job_silent"
+    assert len(result.trials) == 1
+    assert result.trials[0].trial.kept == pytest.approx(1.0, abs=0.005)
+
+
+@pytest.mark.usefixtures("told")
+def test_an_opportunistic_job_whose_rate_is_nothing_is_no_measurement(host: Host) -> None:
+    idle = job(95, "--rate", "0")
+    with pytest.raises(OperationFailed, match="only rates of 0"):
+        tune(host, device_of(host), options(job(30), idle), TuneReporter())
+
+
+@pytest.mark.usefixtures("told")
+def test_what_is_never_a_number_is_told_and_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nonsense(self: ToldSeveral) -> None:
+        self.programs[-1].listen("rate=1.2.3", ToldSeveral.now)
+
+    monkeypatch.setattr(ToldSeveral, "_print", nonsense)
+    began = ToldSeveral.now
+    with pytest.raises(OperationFailed, match="printed .1.2.3. where --metric matches"):
+        tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
+    assert ToldSeveral.now - began < 100
+
+
+@pytest.mark.usefixtures("told")
+def test_who_else_is_on_the_gpu_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.measure.usage._STAYS_SECONDS", 0.0)
+    pid = admin.add_process("sim:h200", "0", name="jupyter")
+    monkeypatch.setattr("gpushare.measure.usage._FIRST_INTERVAL_SECONDS", 0.0)
+    result = tune(host, device_of(host), options(job(30), job(95), grid=(60.0,)), TuneReporter())
+    assert dict(result.others) == {pid: "jupyter"}
 
 
 def test_an_interval_is_widened_around_its_value() -> None:

@@ -71,13 +71,26 @@ def test_less_than_a_hundredth_is_no_difference_however_narrow_the_intervals(mps
     assert pick.certain
 
 
-def test_a_slowdown_is_of_each_copy_against_the_mean_alone() -> None:
-    runs = [run("alone", [90.0], 1), run("alone", [110.0], 2), run("mps", [50.0, 100.0])]
+def test_a_slowdown_is_of_each_copy_against_the_mean_time_alone() -> None:
+    # 12 ms each alone, in the mean.
+    runs = [run("alone", [100.0], 1), run("alone", [1000 / 14], 2), run("mps", [1000 / 18, 1000 / 24])]
     verdict = verdict_of(*runs)
-    assert (verdict.slowdown, verdict.slowdown_worst) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert (verdict.slowdown, verdict.slowdown_worst) == (pytest.approx(1.75), pytest.approx(2.0))
     # A run alone that failed is no base.
     failed = replace(run("alone", [1.0], 3), throughput=None)
-    assert verdict_of(*runs, failed).slowdown == pytest.approx(1.5)
+    assert verdict_of(*runs, failed).slowdown == pytest.approx(1.75)
+
+
+@pytest.mark.parametrize("rates", [[100.0, 100.0], [10.0, 500.0, 90.0]])
+def test_one_copy_alone_is_no_slower_than_one_copy_alone(rates: list[float]) -> None:
+    found = measured("mps", (1,), {("alone", 1): rates, ("mps", 1): rates})
+    assert alone_verdict(found).slowdown == pytest.approx(1.0)
+
+
+def test_of_a_printed_time_no_joules_are_known() -> None:
+    """Its unit is not: power over 1 / 10 ms is not 10 J."""
+    found = measured("mps", (2,), {("alone", 1): [5.0], ("mps", 2): [10.0]}, metric=LOWER)
+    assert [one.joules for one in judge(found)] == [None]
     assert verdict_of(run("mps", [50.0, 100.0])).slowdown is None
 
 

@@ -36,6 +36,7 @@ class ToldJob:
     last_line: str = ""
     failure: str | None = None
     lines: int = 0
+    pid: int = 0
 
     @property
     def wants(self) -> float:
