@@ -218,7 +218,7 @@ class Copies:
         for copy in copies:
             copy.by_us = copy.ended is None
         self._end([copy for copy in copies if copy.by_us])
-        self._end_left_behind(copies)
+        self._end_left_behind(copies, frozenset() if usage is None else usage.members)
         results = tuple(self._judged(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
@@ -258,10 +258,15 @@ class Copies:
             copy.ended = self.clock()
             self.watcher.ended(copy.child.pid)
 
-    def _end_left_behind(self, copies: Sequence[_Copy]) -> None:
-        """End what copies that ended by themselves have left running: the next run would be measured beside it."""
+    def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
+        """End what copies that ended by themselves have left running: the next run would be measured beside it.
+
+        ``seen`` are those that were of the run when somebody new came to the GPU: one in a session of its own is only there.
+        """
+        elsewhere = {pid for pid in seen - {copy.child.pid for copy in copies} if self.host.processes.alive(pid)}
         for copy in copies:
-            found = () if copy.by_us else group_members(copy.child.pid)
+            found = set() if copy.by_us else {*group_members(copy.child.pid), *elsewhere}
+            elsewhere -= found
             copy.left_behind = tuple(wait_gone(self.host.processes, found, _HELPER_SECONDS)) if found else ()
         left = [pid for copy in copies for pid in copy.left_behind]
         if left:

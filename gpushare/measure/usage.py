@@ -109,6 +109,11 @@ class UsageMeter:
         if known and None not in known:
             self._peak = max(self._peak or 0, sum(size for size in known if size is not None))
 
+    @property
+    def members(self) -> frozenset[int]:
+        """Return the programs and what of theirs was seen, also in a session of its own."""
+        return frozenset(self._mine)
+
     def usage(self) -> Usage:
         """Return what was drawn from the last restart to the last stop, or to now."""
         joules, until = self._stopped or (self._joules(), self._clock())

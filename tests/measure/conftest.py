@@ -75,13 +75,14 @@ def together(host: Host) -> Callable[..., CopiesResult]:
         in_turn: bool = False,
         python: bool = False,
         over: Callable[[Told], object] = lambda _: False,
+        usage: UsageMeter | None = None,
         **limits: float,
     ) -> CopiesResult:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
         given = Limits(**{"limit": 600.0, "grace": 2.0, **limits})
         copies = Watched(host, metric or Metric(), given, watcher=told, clock=told.clock)
-        return copies.in_turn(launches) if in_turn else copies.together(launches)
+        return copies.in_turn(launches, usage) if in_turn else copies.together(launches, usage)
 
     return run
 

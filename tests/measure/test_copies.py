@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from gpushare.errors import NotFound
 from gpushare.host.host import Host
 from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher, failures
 from gpushare.measure.metric import Metric, parse_metric
+from gpushare.measure.usage import UsageMeter
+from gpushare.selection import Device
 from tests.cli.drive import alive
 from tests.measure.conftest import ENDLESS, Told, words
 
@@ -107,6 +109,27 @@ def test_a_window_measures_programs_that_never_end(together: Together) -> None:
     assert [one.value for one in found.copies] == [10.0, 10.0]
     assert not any(alive(one.pid) for one in found.copies)
     assert not found.hung
+
+
+def test_what_went_to_a_session_of_its_own_and_was_on_the_gpu_is_ended(
+    together: Together, host: Host, tmp_path: Path
+) -> None:
+    file = tmp_path / "pid"
+
+    class Seen(UsageMeter):
+        """Has seen it on the GPU while its program ran."""
+
+        def look(self, programs: Collection[int]) -> None:
+            if file.exists() and file.read_text().endswith("\n"):
+                self._mine |= {*programs, int(file.read_text())}
+
+    script = f"setsid sleep 600 & echo $! > {file}; sleep 0.3"
+    meter = Seen(host, Device(gpu=host.nvml.gpu(0)))
+    found = together(script, usage=meter)
+    left = int(file.read_text())
+    assert not alive(left)
+    assert found.copies[0].failure is not None
+    assert f"left process {left} behind" in found.copies[0].failure
 
 
 def test_the_window_opens_when_all_have_printed(together: Together, tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_what_is_never_a_number_is_told_and_not_waited_for(host: Host, monkeypat
 
     monkeypatch.setattr(ToldSeveral, "_print", nonsense)
     began = ToldSeveral.now
-    with pytest.raises(OperationFailed, match="printed .1.2.3. where --metric matches"):
+    with pytest.raises(OperationFailed, match=r"printed .1\.2\.3. where --metric matches"):
         tune(host, device_of(host), options(job(30), job(95)), TuneReporter())
     assert ToldSeveral.now - began < 100
 
