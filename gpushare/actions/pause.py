@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.actions.pacing import Pacer
 from gpushare.actions.pauser import Pauser
+from gpushare.actions.unseen_work import UnseenWork
+from gpushare.errors import GpushareError
+from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.host.pauses import Pauses, forget_pauses, note_pauses
 
 if TYPE_CHECKING:
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
     from gpushare.actions.production_job import ProductionJob
     from gpushare.actions.share import Share, Watch
-    from gpushare.host.activity import ActivityMeter
+    from gpushare.host.activity import ActivityMeter, ActivityRecorder
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.selection import Device
@@ -32,6 +35,7 @@ class PausingWatch:
     pauser: Pauser
     production: ProductionJob
     pacer: Pacer = field(default_factory=Pacer)
+    unseen: UnseenWork | None = None
     pauses: int = 0
     # Who wants to know how often it was paused and whether it is now, whenever that changes; None: it has ended.
     tell: Callable[[tuple[int, bool] | None], None] | None = None
@@ -92,6 +96,8 @@ class PausingWatch:
             # Its PID may be somebody else's by now, who works; and it may have been started again.
             self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
         active = self._alive and self.production.active()
+        if self._alive and self.unseen is not None:
+            active = self.unseen.works(at, seen=active, still=self.pauser.paused or not self.inner.attached)
         if not active and self.pauser.paused and not self.production.lives():
             self.pauser.resume()
             return
@@ -127,6 +133,8 @@ class PausingShare:
     host: Host
     production: ProductionJob
     checkpoint: Checkpoint | None
+    # Under MPS, where the driver tells how busy the SMs were between two questions (GPM, Hopper and later).
+    recorder: ActivityRecorder | None = None
 
     @property
     def device(self) -> Device:
@@ -153,10 +161,37 @@ class PausingShare:
             self.inner.watch(pid),
             Pauser(self.host, self.device, pid, self.checkpoint),
             self.production,
+            unseen=self._unseen(pid),
             tell=self._teller(pid),
         )
         # Its facts are the inner watch's, and only read here.
         return cast("Watch", watch)
+
+    def _unseen(self, pid: int) -> UnseenWork | None:
+        """Return what tells of work under MPS that its CPU does not show; None where nothing can."""
+        if self.recorder is None:
+            return None
+        return UnseenWork(self.recorder.since_last, lambda: self._alone(pid))
+
+    def _alone(self, pid: int) -> bool:
+        """Return whether nobody is on the device but production, the program with this PID, and MPS servers."""
+        processes = self.host.processes
+        if processes.namespace_is_host() is False:
+            return False
+        try:
+            found = self.host.nvml.processes(self.device.gpu.index)
+        except GpushareError:
+            return False
+        known = {*processes.descendants(pid), *processes.descendants(self.production.pid)}
+        mig = self.device.mig
+        instances = {None, None if mig is None else mig.gpu_instance_id}
+        others = [
+            one.pid for one in found or () if one.pid not in known and (mig is None or one.gpu_instance_id in instances)
+        ]
+        infos = [processes.describe(other) for other in others]
+        return found is not None and all(
+            info is None or SERVER_PROGRAM.startswith((info.name or "?")[:15]) for info in infos
+        )
 
     def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
         """Return what notes the pauses of a program for the metrics."""

@@ -98,10 +98,19 @@ def _paused(
             f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job stands still while it works"
         )
     note(f"opportunistic beside {process.title}: paused {how} while it works; its memory stays on the GPU")
-    if process.under_mps:
-        note("under MPS only work that uses the CPU is seen: a production job that waits without it pauses nobody")
+    recorder = None
     if process.under_mps:
         from gpushare.actions.roles import spare
+        from gpushare.host.activity import ActivityRecorder
+
+        recorder = ActivityRecorder(
+            host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
+        )
+        if not recorder.gpm:
+            recorder = None
+            note(
+                "under MPS this GPU shows only work that uses the CPU: a production job that waits without it pauses nobody"
+            )
 
         name = None if roles.beside is None or roles.beside.isdecimal() else roles.beside
         spared = spare(host, device, limits, name)
@@ -114,7 +123,7 @@ def _paused(
         return _planned_pause(host, device, command, process.title)
     inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
     production = ProductionJob(host, device, process.pid, process.started_at, process.name)
-    share = PausingShare(inner, host, production, checkpoint)
+    share = PausingShare(inner, host, production, checkpoint, recorder)
     report: Any = RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
     if not process.under_mps:
         from gpushare.actions.mig_report import InstanceReport

@@ -35,6 +35,13 @@ class ActivityMeter:
         self._nvml, self._index, self._instance = nvml, index, gpu_instance_id
         self._gpm: bool | None = None
 
+    @property
+    def gpm(self) -> bool:
+        """Return whether the driver tells it by GPM here (nvmlGpmQueryDeviceSupport: Hopper and later)."""
+        if self._gpm is None:
+            self._gpm = self._supported()
+        return self._gpm
+
     def read(self) -> Activity | None:
         """Return the activity over the next 0.1 s, or None where the driver cannot tell.
 
@@ -42,9 +49,7 @@ class ActivityMeter:
         which averages over the driver's own period (up to 1 s) and knows no MIG. A GPU that is lost tells
         nothing: None, so that whoever ends a program on it goes on by its bounds.
         """
-        if self._gpm is None:
-            self._gpm = self._supported()
-        if self._gpm:
+        if self.gpm:
             percent = self._gpm_percent()
             return None if percent is None else Activity(percent, "gpm")
         time.sleep(_WINDOW_SECONDS)
@@ -106,9 +111,7 @@ class ActivityRecorder(ActivityMeter):
 
         None at the first call, without GPM (before Hopper), and of a lost GPU. Never waits.
         """
-        if self._gpm is None:
-            self._gpm = self._supported()
-        if not self._gpm:
+        if not self.gpm:
             return None
         try:
             return self._nvml.ask(self._since_last)

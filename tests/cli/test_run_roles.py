@@ -206,6 +206,35 @@ def test_a_paused_program_goes_on_when_production_has_ended(
     assert not alive(pid)
 
 
+def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Callable[..., Started], world: World) -> None:
+    """A production job that waits for its kernels without spinning: only the GPU shows that it works."""
+    assert world.host.nvml.count() == 1
+    waiting = (sys.executable, "-c", LOOP)
+    production = real("run", "--production", "web", "--grace", "1", "--", *waiting)
+    until(lambda: peak(world) is not None, "production is known")
+    other = real("run", "--opportunistic", "--for", "web", "--pause", "--grace", "1", "--", *waiting)
+    pid = until(lambda: program_of(world), "the opportunistic program stands still")
+    production.signal(signal.SIGTERM)
+    assert production.result().code == 128 + signal.SIGTERM
+    until(lambda: program_of(world) is None, "it goes on")
+    other.signal(signal.SIGTERM)
+    answer = other.result()
+    assert answer.code == 128 + signal.SIGTERM
+    assert not alive(pid)
+    assert "only work that uses the CPU" not in answer.err
+
+
+def test_under_mps_without_gpm_it_is_said_what_is_not_seen(
+    cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(world, running)
+    monkeypatch.setattr("gpushare.actions.roles._under_mps", lambda *_: True)
+    words = ("run", "--opportunistic", "--for", "web", "--pause", "-n", "--", "true")
+    assert "only work that uses the CPU" not in cli(*words).err
+    monkeypatch.setattr("gpushare.host.activity.ActivityMeter.gpm", False)
+    assert "only work that uses the CPU" in cli(*words).err
+
+
 def test_a_paused_program_can_be_ended(real: Callable[..., Started], world: World, busy: int) -> None:
     started, pid = paused(real, world, busy)
     started.signal(signal.SIGINT)
