@@ -221,6 +221,9 @@ def _answered(
     if bench is not None and bench["cells"]:
         # The mark of the table is that of the final answer.
         chosen = None if found.chosen is None else found.chosen.name
+        # At two copies a cap of 200/n is none: it was measured, and is shown, as that way.
+        same = [cell["same_as"] for cell in bench["cells"] if cell["way"] == chosen and cell["copies"] == found.copies]
+        chosen = next((one["way"] for one in same if one is not None and one["copies"] == found.copies), chosen)
         cells = [{**cell, "chosen": cell["way"] == chosen} for cell in bench["cells"]]
         tables += bench_result({**bench, "cells": cells}).tables
     tables.append(verdicts := verdicts_table(data))

@@ -52,6 +52,16 @@ def test_the_rules_are_confirmed_for_a_small_job(cli: Cli, world: World) -> None
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
+def test_the_mark_is_at_the_way_that_was_measured(cli: Cli) -> None:
+    """At two copies a cap of 200/n is none; what runs as the way mps is not another one's."""
+    answer = cli("advise", "--measure", *SURE, "--repeat", "1", *WINDOW, *job(40)).ok()
+    marked = [
+        line.split()[0] for line in answer.out.splitlines() if line.startswith(("mps", "timeslice")) and " * " in line
+    ]
+    assert len(marked) == 1
+    assert marked != ["mps:200/n"]
+
+
 def slower_under_mps() -> list[str]:
     """Return a job that fills the GPU and makes 60 of 100 units under MPS (engines with CUDA graphs lose there)."""
     words = shlex.join(job(100)[1:])
