@@ -54,9 +54,9 @@ def rate(value: Any) -> str:
 
 
 COLUMNS = (
-    Column(key="setting", title="setting", least=12),
+    Column(key="setting", title="setting", least=22),
     Column(key="kept", title="production", right=True, format=share),
-    Column(key="kept_error", title="std. error", right=True, rank=2, format=error_of),
+    Column(key="kept_error", title="std. error", right=True, rank=3, format=error_of),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),
     Column(key="opportunistic_share", title="opportunistic", right=True, format=share),
     Column(key="opportunistic_rate", title="its rate", right=True, rank=2, format=rate),
