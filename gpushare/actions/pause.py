@@ -10,7 +10,7 @@ from gpushare.actions.pacing import Pacer
 from gpushare.actions.pauser import Pauser
 from gpushare.actions.unseen_work import UnseenWork
 from gpushare.errors import GpushareError
-from gpushare.host.mps_control import SERVER_PROGRAM
+from gpushare.host.mps_control import is_server
 from gpushare.host.pauses import Pauses, forget_pauses, note_pauses
 
 if TYPE_CHECKING:
@@ -189,9 +189,7 @@ class PausingShare:
             one.pid for one in found or () if one.pid not in known and (mig is None or one.gpu_instance_id in instances)
         ]
         infos = [processes.describe(other) for other in others]
-        return found is not None and all(
-            info is None or SERVER_PROGRAM.startswith((info.name or "?")[:15]) for info in infos
-        )
+        return found is not None and all(info is None or is_server(info.name) for info in infos)
 
     def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
         """Return what notes the pauses of a program for the metrics."""

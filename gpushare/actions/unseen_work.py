@@ -45,7 +45,7 @@ class UnseenWork:
         self._window_at = 0.0
         self._working = False
         # Whether the window that goes on can only show work that was not seen.
-        self._told = False
+        self._clean = False
         self._trusted, self._trust_due = True, -math.inf
 
     def works(self, at: float, *, seen: bool, still: bool) -> bool:
@@ -62,18 +62,18 @@ class UnseenWork:
 
     def _standing(self, at: float, *, seen: bool) -> bool:
         if self._still_since is None:
-            self._still_since, self._window_at, self._working, self._told = at, at, False, False
+            self._still_since, self._window_at, self._working, self._clean = at, at, False, False
             self._activity()
             return True
         if at - self._window_at >= _WINDOW_SECONDS:
             self._window_at = at
             percent = self._activity()
             # A window may show what the other had in its queue when it was stopped, or work that was seen.
-            self._working = self._told and percent is not None and percent >= _BUSY_PERCENT
-            self._told = not seen
+            self._working = self._clean and percent is not None and percent >= _BUSY_PERCENT
+            self._clean = not seen
             if self._working and at - self._still_since >= _DRAINED_SECONDS:
                 self.found, self._pause = True, _UNSEEN_SECONDS
-        self._told = self._told and not seen
+        self._clean = self._clean and not seen
         return seen or self._working
 
     def _running(self, at: float, *, seen: bool) -> bool:

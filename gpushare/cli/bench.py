@@ -236,8 +236,8 @@ def _result(
         more = {"errors": (error,), "exit_code": 128 + (number or signal.SIGINT)}
     if measurement.error is not None:
         more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
-    if not more and all(cell["throughput"] is None for cell in data["cells"]):
-        failure = next((text for cell in data["cells"] for text in cell["failures"]), "nothing was measured")
+    if not more and data["cells"] and all(cell["throughput"] is None for cell in data["cells"]):
+        failure = next(text for cell in data["cells"] for text in cell["failures"])
         failed_all = OperationFailed(
             f"every run failed: {failure}", "try the command by itself, and two copies of it by hand", code="all_failed"
         )

@@ -85,14 +85,15 @@ def planned(prepared: Prepared, command: str = "bench") -> Any:
 
 def bench_notes(data: Mapping[str, Any]) -> list[str]:
     """Return what to know of the figures of a benchmark, from its document."""
+    from gpushare.cli.measured import others_note
+
     notes = [*data["notes"]]
     notes += [
         f"{cell['way']}, {cell['copies']} copies: {failure}" for cell in data["cells"] for failure in cell["failures"]
     ]
     if data["others"]:
         names = data.get("other_names", {})
-        pids = ", ".join(f"{pid} {names.get(str(pid), '')}".rstrip() for pid in data["others"][:6])
-        notes.append(f"other processes were on the GPU while it was measured ({pids}): the figures may be theirs too")
+        notes.append(others_note({pid: names.get(str(pid), "") for pid in data["others"]}))
     if data["repeat"] == 1:
         notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")
     if data["metric"]["pattern"] is None:

@@ -1,10 +1,14 @@
-"""The options that every command has that measures a program of the user: what it prints, how long, how hung."""
+"""What every command has that measures a program of the user: options of what it prints, and who else was there."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Final
 
 import typer
+
+# So many others are named.
+_NAMED: Final = 6
 
 PrintedNumber = Annotated[
     str | None,
@@ -23,3 +27,9 @@ MeasuredTime = Annotated[
 HungAfter = Annotated[
     str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
 ]
+
+
+def others_note(others: Mapping[int, str]) -> str:
+    """Return what to say of other processes on the GPU, by PID."""
+    named = ", ".join(f"{pid} {name}".rstrip() for pid, name in list(others.items())[:_NAMED])
+    return f"other processes were on the GPU while it was measured ({named}): the figures may be theirs too"

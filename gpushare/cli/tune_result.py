@@ -22,6 +22,7 @@ _MUCH_SPREAD: Final = 0.05
 
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found and return it as the command's result; nothing is kept of a search that was ended early."""
+    from gpushare.cli.measured import others_note
     from gpushare.host.tuned import keep_tuned
     from gpushare.show.tune import tune_result
 
@@ -29,8 +30,7 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     data = {**_data(options, result, tuned), "gpu_name": device.gpu.name, "driver": host.nvml.driver_version()}
     notes = [*([] if result.warning is None else [result.warning]), *_uncertain(result)]
     if result.others:
-        named = ", ".join(f"{pid} {name}" for pid, name in list(result.others.items())[:6])
-        notes.append(f"other processes were on the GPU while it was measured ({named}): the figures may be theirs too")
+        notes.append(others_note(result.others))
     if result.given_up is not None:
         notes.append(f"caps on production were not tried to the end: {result.given_up.message}")
     if tuned is not None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
+# The kernel cuts the name of a process here.
+_NAME_LENGTH: Final = 15
 # The daemon puts "<dir>/control_privileged" into a socket address of 108 bytes.
 MAX_PIPE_DIRECTORY_BYTES: Final = 87
 # The one device that a daemon of ours sees (CUDA_VISIBLE_DEVICES holds one UUID) is its device 0.
@@ -39,6 +41,11 @@ _TIMEOUT: Final = 5.0
 # Answered by every version with one number, whatever the daemon's state.
 _SENTINEL: Final = "get_default_active_thread_percentage"
 _CANNOT_SEND: Final = "Cannot send command"
+
+
+def is_server(name: str | None) -> bool:
+    """Return whether a process of this name (of ``/proc/PID/comm``, which may be cut) is an MPS server."""
+    return name is not None and name[:_NAME_LENGTH] == SERVER_PROGRAM[:_NAME_LENGTH]
 
 
 def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:

@@ -10,9 +10,10 @@ from typing import Any, Final
 from gpushare.errors import GpushareError, NotFound, OperationFailed
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
+from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.host.process import SAME_START_SECONDS
 from gpushare.host.snapshot import BLIND
-from gpushare.measure.recording import MPS_SERVER, RecordingFile
+from gpushare.measure.recording import RecordingFile
 from gpushare.measure.samples import GpuSample, Header, ProcessSample, RecordedGpu, RecordedProcess, Sample
 from gpushare.measure.tally import Recording, Tally
 from gpushare.model import Gpu, GpuProcess
@@ -219,7 +220,7 @@ def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess])
     """Return who has a GPU, or a GPU instance, for itself (instance, PID): its activity is theirs."""
     on: dict[int | None, set[int]] = {}
     for process, who in zip(processes, recorded, strict=True):
-        if who.name != MPS_SERVER:
+        if who.name != SERVER_PROGRAM:
             on.setdefault(process.gpu_instance_id, set()).add(process.pid)
     return {(instance, next(iter(pids))) for instance, pids in on.items() if len(pids) == 1}
 

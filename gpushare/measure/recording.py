@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.measure import samples
 from gpushare.measure.samples import Header, RecordedProcess, Sample
 from gpushare.measure.tally import ProcessUse, Recording, Tally
 
-# The driver books the work of MPS clients on this process.
-MPS_SERVER: Final = "nvidia-cuda-mps-server"
 # Busy in fewer samples than this is interactive; in more than that, and without peaks, steady; else bursty.
 INTERACTIVE_BELOW: Final = 0.2
 STEADY_FROM: Final = 0.8
@@ -204,7 +203,8 @@ def workloads_of(recording: Recording) -> tuple[ObservedWorkload, ...]:
             seen_to=use.seen_to,
         )
         for use in recording.processes
-        if use.process.name != MPS_SERVER and not use.process.graphics
+        # The driver books the work of MPS clients on the server.
+        if use.process.name != SERVER_PROGRAM and not use.process.graphics
     )
 
 

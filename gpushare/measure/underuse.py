@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from gpushare.measure.recording import MPS_SERVER
+from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.measure.tally import GpuUse, ProcessUse, Recording
 from gpushare.units import MIB, format_bytes
 
@@ -98,7 +98,7 @@ def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
 
 
 def _is_program(one: ProcessUse) -> bool:
-    return one.process.name != MPS_SERVER
+    return one.process.name != SERVER_PROGRAM
 
 
 def _many(count: int, one: str, several: str) -> str:

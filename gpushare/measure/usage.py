@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError
-from gpushare.measure.recording import MPS_SERVER
+from gpushare.host.mps_control import is_server
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -158,7 +158,7 @@ class UsageMeter:
                 continue
             info = self._host.processes.describe(pid)
             # It may have ended since; and the MPS server only serves.
-            if info is not None and info.name is not None and not MPS_SERVER.startswith(info.name[:15]):
+            if info is not None and info.name is not None and not is_server(info.name):
                 self._others[pid] = info.name
 
     def _in_device(self, process: GpuProcess) -> bool:

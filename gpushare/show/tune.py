@@ -25,12 +25,22 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: Gpush
         data=data,
         text=_text(data),
         tables=(
-            Table(name="curve", title="settings of the opportunistic job", columns=COLUMNS, rows=tuple(data["curve"])),
+            Table(name="curve", title="settings of the opportunistic job", columns=COLUMNS, rows=_rows(data["curve"])),
         ),
         notes=tuple(notes),
         errors=() if error is None else (error,),
         exit_code=exit_code if error is None else error.exit_code,
     )
+
+
+def _rows(curve: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the curve for the table, in which the cap on production has a column of its own."""
+    return tuple({**row, "setting": row["setting"].partition(", production cap")[0]} for row in curve)
+
+
+def percent(value: Any) -> str:
+    """Return a cap: ``96 %``."""
+    return "-" if value is None else f"{value:g} %"
 
 
 def share(value: Any) -> str:
@@ -55,6 +65,7 @@ def rate(value: Any) -> str:
 
 COLUMNS = (
     Column(key="setting", title="setting", least=22),
+    Column(key="production_threads_percent", title="production cap", right=True, format=percent, optional=True),
     Column(key="kept", title="production", right=True, format=share),
     Column(key="kept_error", title="std. error", right=True, rank=3, format=error_of),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),

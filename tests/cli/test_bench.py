@@ -178,6 +178,13 @@ def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyP
     assert "ran outside MPS" in answer.json["errors"][0]["message"]
 
 
+def test_where_nothing_fits_nothing_has_failed(cli: Cli) -> None:
+    words = ("--copies", "8", "--ways", "timeslice", "--repeat", "1", *WINDOW)
+    answer = cli("-o", "json", "bench", *words, *job(30, "--footprint", "100G")).ok()
+    assert (answer.data["cells"], answer.json["errors"]) == ([], [])
+    assert "8 copies need 800.0 GiB" in answer.data["left_out"][0]["reason"]
+
+
 def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it CUDA would run outside MPS without a word, and time-slicing be measured as MPS."""
     from gpushare.measure.grounds import Grounds

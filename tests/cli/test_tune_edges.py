@@ -113,6 +113,16 @@ def test_a_cap_on_production_that_was_found_is_told_and_kept(
     assert note not in cli("run", "--dry-run", "--production", "web", "--threads", "96", "--", "true").err
 
 
+def test_the_table_shows_a_cap_on_production_whole_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_memory_bound(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli("-o", "table", "tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80").ok().out
+    (chosen,) = (line for line in out.splitlines() if " 96 % " in line)
+    assert chosen.startswith("cap 80 %, low priority ")
+    assert chosen.split()[-2:] == ["yes", "yes"]
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_caps_on_production_that_fail_are_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tell_memory_bound(monkeypatch)
     start = Pair.start_production

@@ -16,9 +16,10 @@ from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, OperationF
 from gpushare.host.activity import ActivityRecorder
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
+from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.host.nvml import NvmlReader
 from gpushare.measure.observe import Clock, Sampler, header_for, observe
-from gpushare.measure.recording import MPS_SERVER, RecordingFile, read_recording, workloads_of
+from gpushare.measure.recording import RecordingFile, read_recording, workloads_of
 from gpushare.measure.tally import ProcessUse, Recording
 from gpushare.sim import admin
 from gpushare.sim.spec import parse_spec
@@ -217,7 +218,7 @@ def test_under_mps_the_only_client_has_the_activity(cli_start: Callable[[], dict
     assert use.sm is not None
     assert use.sm.mean == 40.0
     assert [one.name for one in workloads_of(recording)] == ["python3"]
-    assert MPS_SERVER in {one.process.name for one in recording.processes}
+    assert SERVER_PROGRAM in {one.process.name for one in recording.processes}
 
 
 def test_under_mps_the_share_of_one_of_several_is_unknown(

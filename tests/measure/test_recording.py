@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.measure import tally as tallies
 from gpushare.measure.distribution import Histogram
-from gpushare.measure.recording import MPS_SERVER, RecordingFile, pattern_of, read_recording, workloads_of
+from gpushare.measure.recording import RecordingFile, pattern_of, read_recording, workloads_of
 from gpushare.measure.samples import (
     GpuSample,
     Header,
@@ -314,7 +315,7 @@ def test_the_pattern_is_when_it_works(loads: list[float | None], pattern: str | 
         assert (workload.activity_mean_percent, workload.source) == (None, None)
 
 
-@pytest.mark.parametrize("named", [{"name": MPS_SERVER}, {"graphics": True}])
+@pytest.mark.parametrize("named", [{"name": SERVER_PROGRAM}, {"graphics": True}])
 def test_servers_and_desktops_are_no_workloads(named: dict[str, Any]) -> None:
     assert workloads_of(summed([50.0], **named)) == ()
 

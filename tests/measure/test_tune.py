@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from unittest.mock import ANY
 
 import pytest
 
@@ -222,11 +221,10 @@ def test_where_memory_bounds_production_the_other_gets_what_it_does_not_need(hos
     assert best.setting == Setting(threads=80.0, production_threads=96.0)
     assert (best.safe, result.outcome.stable, result.given_up) == (True, True, None)
     assert all(one.cap_factor == pytest.approx(1.0, abs=0.001) for one in result.trials)
-    assert tune(
-        host, device_of(host), options(job(90), job(95), production_caps=(), **BOUND), TuneReporter()
-    ).outcome.best == replace(
-        best, setting=Setting(threads=80.0), kept=ANY, opportunistic=ANY, margin=ANY, safe_margin=ANY, error=ANY
-    )
+    never = tune(host, device_of(host), options(job(90), job(95), production_caps=(), **BOUND), TuneReporter())
+    assert {one.trial.setting.production_threads for one in never.trials} == {None}
+    assert never.outcome.best is not None
+    assert never.outcome.best.setting == Setting(threads=80.0)
 
 
 @pytest.mark.usefixtures("bound")
