@@ -17,6 +17,8 @@ class Pair:
     goal_rate: float
     goal_share: float
     compared: bool = False
+    # Windows so many times as long: a job that is bound by launches moves with the CPU of a virtual machine.
+    longer: float = 1.0
 
     @property
     def name(self) -> str:
@@ -26,7 +28,8 @@ class Pair:
 
 PAIRS: Final = (
     Pair("infer", "big", 99.5, 1.10, 0.995, 0.75, compared=True),
-    Pair("mid", "big", 97, None, 0.97, 0.68, compared=True),
+    Pair("mid", "big", 97, None, 0.97, 0.68, compared=True, longer=2.0),
+    Pair("mid10", "big", 97, None, 0.97, 0.68),
     Pair("membw", "big", 90, None, 0.90, 0.25),
     Pair("infer", "membw", 99.5, 1.35, 0.995, 0.85),
     Pair("mid", "tiny", 88, None, 0.88, 0.95),

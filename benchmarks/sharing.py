@@ -66,7 +66,7 @@ def options_of(bench: Bench, pair: Pair, rounds: int) -> TuneOptions:
         search=Search(goal=Goal(keep=pair.keep / 100)),
         metric=Metric(pattern=bench.metric(pair.production)),
         opportunistic_metric=Metric(pattern=bench.metric(pair.opportunistic)),
-        window_seconds=bench.window,
+        window_seconds=bench.window * pair.longer,
         rounds=rounds,
         most_rounds=rounds,
     )
@@ -78,7 +78,8 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"{pair.name}: tune\n")
         words = ["--production", " ".join(bench.job(pair.production))]
         words += ["--opportunistic", " ".join(bench.job(pair.opportunistic))]
-        words += ["--keep", f"{pair.keep:g}%", "--window", f"{bench.window}s", "--name", f"bench-{pair.production}"]
+        words += ["--keep", f"{pair.keep:g}%", "--window", f"{bench.window * pair.longer}s"]
+        words += ["--name", f"bench-{pair.production}"]
         metric, other = bench.metric(pair.production), bench.metric(pair.opportunistic)
         words += [] if metric is None else ["--metric", metric]
         words += [] if other is None else ["--opportunistic-metric", other]
@@ -89,6 +90,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
             threads=chosen["threads_percent"],
             low=chosen["low_priority"],
             production_threads=chosen["production_threads_percent"],
+            duty_percent=chosen["duty_percent"],
         )
         sys.stderr.write(f"{pair.name}: {setting.title}, measured anew\n")
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
@@ -100,7 +102,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
             **figures(reports[-1], alone),
             "opportunistic_alone_first": tuned["opportunistic_alone"],
             "measured": now(),
-            "window_seconds": bench.window,
+            "window_seconds": bench.window * pair.longer,
             "met_by_tune": tuned["best"] is not None,
             "goal": {"rate": pair.goal_rate, "p99": pair.p99, "opportunistic": pair.goal_share},
             "curve": tuned["curve"],
@@ -129,7 +131,7 @@ def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
                     **figures(report, alone),
                     "setting": title,
                     "measured": now(),
-                    "window_seconds": bench.window,
+                    "window_seconds": bench.window * pair.longer,
                 }
             keep()
 

@@ -26,8 +26,8 @@ _gpushare_node() {
       valued='-g --gpu -w --watch --host -o --output'
       ;;
     'run')
-      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --copies --logs --restart --stall --bench -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --copies --logs --restart --stall --bench --host -o --output'
+      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --copies --logs --restart --stall --bench -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output'
       positional='@program'
       ;;
     'doctor')

@@ -63,6 +63,8 @@ function __gpushare_valued
             return 0
         case --for
             return 0
+        case --duty-cycle
+            return 0
         case --copies
             return 0
         case --logs
@@ -263,6 +265,7 @@ complete -c gpushare -n '__gpushare_at run' -l production -x -d 'As the producti
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Beside a production job: tuned limits, or cap 60 % with low priority.'
 complete -c gpushare -n '__gpushare_at run' -l for -x -d 'With --opportunistic: the production job to spare.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: stands still while the production job works.'
+complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic: runs so much of the time as long as the production job does.'
 complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'N copies; {} in CMD and GPUSHARE_COPY are its number.'
 complete -c gpushare -n '__gpushare_at run' -l logs -x -d 'With --copies: keep what each prints in DIR/copy-N.log.'
 complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: start a failed copy again, K times at most.'
@@ -276,7 +279,7 @@ complete -c gpushare -n '__gpushare_at run' -s q -l quiet -d 'No notes.'
 complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Say more of what is done.'
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output)'
 complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at doctor' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'No notes.'

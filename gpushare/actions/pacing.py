@@ -1,7 +1,7 @@
 """When an opportunistic job may run beside a production job: first idle detection, then one-sided control. Pure.
 
 A full pause while production works protects it; duty cycles are far worse than a cap. So the answer is `Pacer`, all or
-nothing. `Share`, the one-sided control of a share of the time, is the other shape that a controller could have; its
+nothing; or, where both are bound by the memory's bandwidth, `DutyPacer`. `Share`, the one-sided control of a share of the time, is the other shape that a controller could have; its
 docstring has the figures for which no command uses it.
 """
 
@@ -29,6 +29,26 @@ class Pacer:
         if active:
             self._last_active = at
         return self._last_active is None or at - self._last_active >= self.quiet_seconds
+
+
+# So short that a window of measuring has some, so long that stops and drained queues cost little of it.
+DUTY_SECONDS: Final = 0.5
+
+
+@dataclass
+class DutyPacer(Pacer):
+    """Lets the opportunistic job run for a part of the time while production is active, and always while it is not.
+
+    For jobs that compete for the memory's bandwidth: there a loss of production's rate is in proportion to the time, and
+    no cap does better. Of small kernels, and of a tail, it costs far more; see `Share`.
+    """
+
+    percent: float = 100.0
+
+    def may_run(self, at: float, *, active: bool) -> bool:
+        """Return whether the opportunistic job may run at a time (seconds of a clock that only rises)."""
+        quiet = super().may_run(at, active=active)
+        return quiet or at % DUTY_SECONDS >= (1 - self.percent / 100) * DUTY_SECONDS
 
 
 @dataclass

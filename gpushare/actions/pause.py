@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
-from gpushare.actions.pacing import Pacer
+from gpushare.actions.pacing import DutyPacer, Pacer
 from gpushare.actions.pauser import Pauser
 from gpushare.actions.unseen_work import UnseenWork
 from gpushare.errors import GpushareError
@@ -135,6 +135,8 @@ class PausingShare:
     checkpoint: Checkpoint | None
     # Under MPS, where the driver tells how busy the SMs were between two questions (GPM, Hopper and later).
     recorder: ActivityRecorder | None = None
+    # Of the time while production is active; None: none of it.
+    duty_percent: float | None = None
 
     @property
     def device(self) -> Device:
@@ -161,6 +163,7 @@ class PausingShare:
             self.inner.watch(pid),
             Pauser(self.host, self.device, pid, self.checkpoint),
             self.production,
+            Pacer() if self.duty_percent is None else DutyPacer(percent=self.duty_percent),
             unseen=self._unseen(pid),
             tell=self._teller(pid),
         )

@@ -13,10 +13,22 @@ if TYPE_CHECKING:
 
 
 class ProductionJob:
-    """A production job by PID and start time; with a name also those that follow it under this name."""
+    """A production job by PID and start time; with a name also those that follow it under this name.
 
-    def __init__(self, host: Host, device: Device, pid: int, started_at: float | None, name: str | None = None) -> None:
-        self._host, self._device, self._name = host, device, name
+    ``always``: it counts as active as long as it lives. In the short stops of a duty cycle nobody can see more than its CPU.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        pid: int,
+        started_at: float | None,
+        name: str | None = None,
+        *,
+        always: bool = False,
+    ) -> None:
+        self._host, self._device, self._name, self._always = host, device, name, always
         self._is(pid, started_at)
 
     def _is(self, pid: int, started_at: float | None) -> None:
@@ -25,7 +37,7 @@ class ProductionJob:
 
     def active(self) -> bool:
         """Return whether it works now; see `Activity`."""
-        return self._activity.active()
+        return self._always or self._activity.active()
 
     def lives(self) -> bool:
         """Return whether it runs. One that has ended may have been started again under its name: then it is that one."""

@@ -207,6 +207,17 @@ def find_spared(host: Host, device: Device, name: str | None) -> Production | No
     return found
 
 
+def tuned_beside(host: Host, device: Device, name: str | None) -> Tuned | None:
+    """Return what was tuned for the production job of this name, or for the only one that lives on the device.
+
+    Raises:
+        NotFound: as `find_spared`.
+    """
+    production = find_spared(host, device, name)
+    chosen = name or (None if production is None else production.name)
+    return None if chosen is None else find_tuned(host, chosen)
+
+
 def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spared:
     """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
 
@@ -215,8 +226,7 @@ def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spa
         InUse: the production job's peak leaves no memory.
     """
     production = find_spared(host, device, name)
-    chosen = name or (None if production is None else production.name)
-    tuned = None if chosen is None else find_tuned(host, chosen)
+    tuned = tuned_beside(host, device, name)
     living = living_productions(host, device)
     notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
     if name is None and len(living) > 1:

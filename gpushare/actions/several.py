@@ -165,8 +165,12 @@ class Several:
     def pause(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
         """Stop a program (SIGSTOP) and wait until the GPU has drained its queue, at most ``bound_seconds``."""
         before = self._meter.read()
-        self._signal(program, signal.SIGSTOP)
+        self.stop(program)
         return wait_for_drain(self._meter, before, bound_seconds)
+
+    def stop(self, program: Program) -> None:
+        """Stop a program (SIGSTOP); the GPU goes on with its queue."""
+        self._signal(program, signal.SIGSTOP)
 
     def resume(self, program: Program) -> None:
         """Let a paused program go on (SIGCONT)."""

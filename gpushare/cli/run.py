@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, note, settings
-from gpushare.cli.run_words import Farming, Roles, check_combination
+from gpushare.cli.run_words import Farming, Roles, check_combination, parse_duty_cycle
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -83,6 +83,14 @@ def run(
     pause: Annotated[
         bool, typer.Option("--pause", help="With --opportunistic: stands still while the production job works.")
     ] = False,
+    duty_cycle: Annotated[
+        str | None,
+        typer.Option(
+            "--duty-cycle",
+            metavar="PCT",
+            help="With --opportunistic: runs so much of the time as long as the production job does.",
+        ),
+    ] = None,
     copies: Annotated[
         int | None, typer.Option("--copies", metavar="N", help="N copies; {} in CMD and GPUSHARE_COPY are its number.")
     ] = None,
@@ -134,7 +142,8 @@ def run(
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
-    roles = Roles(production=production, opportunistic=opportunistic, beside=beside, pause=pause)
+    duty = None if duty_cycle is None else parse_duty_cycle(duty_cycle)
+    roles = Roles(production=production, opportunistic=opportunistic, beside=beside, pause=pause, duty=duty)
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
     check_combination(roles, farming, mig=mig, strict=strict)
     host = settings.connect()

@@ -11,9 +11,11 @@ from gpushare.cli.common import note, settings
 from gpushare.errors import BadUsage, NotFound
 
 if TYPE_CHECKING:
+    from gpushare.actions.mps_limits import MpsLimits
     from gpushare.actions.roles import SparedProcess
     from gpushare.actions.run import RunOptions
     from gpushare.cli.run_words import Roles
+    from gpushare.host.activity import ActivityRecorder
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
@@ -52,16 +54,39 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
 
     process = spared_process(host, device, roles.beside)
     outside = process is not None and not process.under_mps
-    if process is not None and (roles.pause or outside):
-        return _paused(host, device, command, options, roles, process)
-    if roles.pause:
+    duty = roles.duty if outside else _duty(host, device, options, roles)
+    timed = roles.pause or (duty is not None and duty < 100)
+    if process is not None and (timed or (outside and duty is None)):
+        return _paused(host, device, command, options, replace(roles, duty=duty), process)
+    if timed:
         _demand_one(host, device)
+        if roles.duty is None and not roles.pause:
+            raise NotFound(
+                f"'{_name(roles)}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
+                f"start it: gpushare run --production {_name(roles)} -- CMD; or for all of the time: --duty-cycle 100",
+                code="no_production",
+            )
         raise NotFound(
             f"no production job runs on {device.title} that could be spared",
             "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
             code="no_production",
         )
     return _capped(host, device, command, options, roles)
+
+
+def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
+    """Return the duty cycle that was asked for, or else tuned: with the tuned cap, not with another one."""
+    from gpushare.actions.roles import tuned_beside
+
+    if roles.duty is not None or roles.pause or options.limits.threads_percent is not None:
+        return roles.duty
+    tuned = tuned_beside(host, device, _name(roles))
+    return None if tuned is None else tuned.duty_percent
+
+
+def _name(roles: Roles) -> str | None:
+    """Return the name of the production job that was asked for; a number is a PID."""
+    return None if roles.beside is None or roles.beside.isdecimal() else roles.beside
 
 
 def _demand_one(host: Host, device: Device) -> None:
@@ -93,37 +118,30 @@ def _paused(
     limits = options.limits
     checkpoint = None if process.under_mps else checkpoint_of(host)
     how = "by the driver's lock" if checkpoint is not None else "by SIGSTOP"
-    if not roles.pause:
+    if not roles.pause and roles.duty is None:
         note(
             f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job stands still while it works"
         )
-    note(f"opportunistic beside {process.title}: paused {how} while it works; its memory stays on the GPU")
+    when = "while it works" if roles.duty is None else f"for {100 - roles.duty:g} % of the time while it runs"
+    note(f"opportunistic beside {process.title}: paused {how} {when}; its memory stays on the GPU")
     recorder = None
     if process.under_mps:
         from gpushare.actions.roles import spare
-        from gpushare.host.activity import ActivityRecorder
 
-        recorder = ActivityRecorder(
-            host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
-        )
-        if not recorder.gpm:
-            recorder = None
-            note(
-                "under MPS this GPU shows only work that uses the CPU: a production job that waits without it pauses nobody"
-            )
-
-        name = None if roles.beside is None or roles.beside.isdecimal() else roles.beside
-        spared = spare(host, device, limits, name)
+        recorder = _recorder(host, device) if roles.duty is None else None
+        spared = spare(host, device, limits, _name(roles))
         limits = spared.limits
-        for text in spared.notes:
+        for text in (*spared.notes, f"when it runs: {_words(limits)}"):
             note(text)
     elif limits != type(limits)():
         note("outside MPS there are no limits: --threads, --memory and --priority are left out")
     if settings.dry_run:
-        return _planned_pause(host, device, command, process.title)
+        return _planned_pause(host, device, command, when.replace(" it ", f" {process.title} "))
     inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
-    production = ProductionJob(host, device, process.pid, process.started_at, process.name)
-    share = PausingShare(inner, host, production, checkpoint, recorder)
+    production = ProductionJob(
+        host, device, process.pid, process.started_at, process.name, always=roles.duty is not None
+    )
+    share = PausingShare(inner, host, production, checkpoint, recorder, roles.duty)
     report: Any = RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
     if not process.under_mps:
         from gpushare.actions.mig_report import InstanceReport
@@ -132,14 +150,25 @@ def _paused(
     return run_in(host, share, command, replace(options, limits=limits), report)
 
 
-def _planned_pause(host: Host, device: Device, command: Sequence[str], title: str) -> Any:
+def _recorder(host: Host, device: Device) -> ActivityRecorder | None:
+    """Return what shows production's work under MPS; None, and it is said, where only its CPU does."""
+    from gpushare.host.activity import ActivityRecorder
+
+    recorder = ActivityRecorder(host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id)
+    if recorder.gpm:
+        return recorder
+    note("under MPS this GPU shows only work that uses the CPU: a production job that waits without it pauses nobody")
+    return None
+
+
+def _planned_pause(host: Host, device: Device, command: Sequence[str], when: str) -> Any:
     from gpushare.actions.plain_share import plain_environment
     from gpushare.actions.plan import Step
     from gpushare.cli.run import command_line
     from gpushare.show.plan import plan_result
 
     line = command_line(plain_environment({}, host, device), command)
-    what = f"run {command[0]} on {device.title}, paused while {title} works"
+    what = f"run {command[0]} on {device.title}, paused {when}"
     return plan_result("run", [Step(what=what, command=line, do=lambda: None)], dry_run=True)
 
 
@@ -148,7 +177,6 @@ def _capped(host: Host, device: Device, command: Sequence[str], options: RunOpti
     from gpushare.actions.run import run
     from gpushare.actions.run_report import RunReport
     from gpushare.cli.run import planned
-    from gpushare.units import format_bytes, format_percent
 
     spared = spare(host, device, options.limits, roles.beside)
     limits = spared.limits
@@ -157,10 +185,17 @@ def _capped(host: Host, device: Device, command: Sequence[str], options: RunOpti
     if settings.dry_run:
         return planned(host, device, list(command), limits)
     beside = "" if spared.production is None else f" beside '{spared.production.name}'"
-    threads = "no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"
-    priority = "" if not limits.priority else ", low priority"
-    memory = "" if limits.memory_limit_bytes is None else f", memory limit {format_bytes(limits.memory_limit_bytes)}"
-    note(f"opportunistic{beside}: {threads}{priority}{memory}")
+    note(f"opportunistic{beside}: {_words(limits)}")
     note(NOT_PROTECTED)
     given = replace(options, limits=limits)
     return run(host, device, command, given, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits))
+
+
+def _words(limits: MpsLimits) -> str:
+    """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
+    from gpushare.units import format_bytes, format_percent
+
+    words = ["no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"]
+    words += ["low priority"] if limits.priority else []
+    words += [] if limits.memory_limit_bytes is None else [f"memory limit {format_bytes(limits.memory_limit_bytes)}"]
+    return ", ".join(words)

@@ -15,6 +15,8 @@ class Roles:
     opportunistic: bool
     beside: str | None
     pause: bool
+    # Percent; None: not said.
+    duty: float | None = None
 
     @property
     def any(self) -> bool:
@@ -33,6 +35,28 @@ class Farming:
     bench: str | None
 
 
+def parse_duty_cycle(text: str) -> float:
+    """Return a duty cycle in percent.
+
+    Raises:
+        BadUsage: it is not above 0 and up to 100.
+    """
+    from gpushare.units import parse_thread_percentage
+
+    try:
+        percent = parse_thread_percentage(text)
+    except BadUsage:
+        hint = "give --duty-cycle 50; for none of the time while production works: --pause"
+        raise BadUsage(
+            f"--duty-cycle '{text[:40]}' is not a percentage above 0 and up to 100", hint, code="bad_duty_cycle"
+        ) from None
+    if percent <= 1 and "%" not in text:
+        raise BadUsage(
+            f"--duty-cycle {text} may be a share or a percentage", "say which: --duty-cycle 50%", code="bad_duty_cycle"
+        )
+    return percent
+
+
 def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict: bool) -> None:
     """Raise unless the options go together.
 
@@ -43,8 +67,16 @@ def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict
         raise _wrong(
             "--logs, --restart, --stall and --bench belong to --copies", "gpushare run --copies 4 --logs DIR -- CMD"
         )
-    if not roles.opportunistic and (roles.beside is not None or roles.pause):
-        raise _wrong("--for and --pause belong to --opportunistic", "gpushare run --opportunistic --for NAME -- CMD")
+    if not roles.opportunistic and (roles.beside is not None or roles.pause or roles.duty is not None):
+        raise _wrong(
+            "--for, --pause and --duty-cycle belong to --opportunistic",
+            "gpushare run --opportunistic --for NAME -- CMD",
+        )
+    if roles.pause and roles.duty is not None:
+        raise _wrong(
+            "--pause is none of the time and --duty-cycle a part of it: not both",
+            "gpushare run --opportunistic --duty-cycle 50 -- CMD",
+        )
     if roles.production is not None and roles.opportunistic:
         raise _wrong("a job is --production or --opportunistic, not both", "gpushare run --production NAME -- CMD")
     if mig is not None and (roles.any or farming.copies is not None):

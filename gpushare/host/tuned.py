@@ -40,6 +40,7 @@ class Tuned:
     p99: float | None = None
     opportunistic_share: float | None = None
     production_threads_percent: float | None = None
+    duty_percent: float | None = None
     production_memory_bytes: int | None = None
     production: str | None = None
     opportunistic: str | None = None
@@ -90,13 +91,19 @@ def keep_tuned(host: Host, tuned: Tuned) -> Path:
     return path
 
 
+def _is_percent(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100
+
+
 def _tuned(raw: Any) -> Tuned | None:
     if not isinstance(raw, dict):
         return None
     known = {field.name: raw[field.name] for field in fields(Tuned) if field.name in raw}
     threads, memory = known.get("threads_percent"), known.get("production_memory_bytes")
-    numbers = isinstance(threads, (int, float)) and 0 < threads <= 100
-    if not numbers or not (memory is None or (isinstance(memory, int) and memory >= 0)):
+    duty = known.get("duty_percent")
+    if not _is_percent(threads) or not (duty is None or _is_percent(duty)):
+        return None
+    if not (memory is None or (isinstance(memory, int) and memory >= 0)):
         return None
     try:
         return Tuned(**known)

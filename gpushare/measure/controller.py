@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.measure.trials import Goal, Judged, Setting, Trial, judge
@@ -24,6 +24,9 @@ _STEP: Final = 10.0
 _NARROW: Final = 0.015
 # A gain below this does not stand out of the spread.
 _FASTER: Final = 1.03
+# A duty cycle below it is hardly worth a job's memory; steps of it are whole percent, and few are tried.
+_LEAST_DUTY: Final = 10.0
+_MOST_DUTIES: Final = 3
 # From here on the memory is what the jobs compete for, and half of the SMs draw all of it (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 
@@ -37,7 +40,8 @@ class Search:
 
     ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs; ``spared`` are such
     that are tried beside the best cap of the other. `tune` gives those where nothing is said of ``production_caps`` (None)
-    and the memory's bandwidth bounds production.
+    and the memory's bandwidth bounds production. With ``duty`` a setting that costs production too much may be taken for
+    a part of the time: where both compete for the memory's bandwidth, half of the time costs half as much, and gives half.
     """
 
     goal: Goal
@@ -47,6 +51,7 @@ class Search:
     most: int = 20
     production_caps: Sequence[float] | None = None
     spared: Sequence[float] = ()
+    duty: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
         or _other_priority(search, judged)
         or _beside_a_cap(search, _rest(search), judged)
         or _beside_a_cap(search, _spared(search, judged), judged)
+        or _part_of_the_time(search, judged)
     )
     if wanted is not None:
         return wanted
@@ -97,6 +103,7 @@ def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
             -one.setting.threads,
             not one.setting.low,
             -(one.setting.production_threads or 0.0),
+            -(one.setting.duty_percent or 100.0),
         ),
     )
     return Outcome(
@@ -126,6 +133,7 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
     return max(
         meeting,
         key=lambda one: (
+            one.setting.duty_percent is None,
             one.setting.production_threads is None,
             one.setting.threads,
             one.setting.low,
@@ -220,6 +228,38 @@ def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequenc
     return _on_a_line(search, line, judged, confirm=False)
 
 
+def _part_of_the_time(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next setting for a part of the time only, where that gives the other more than all of it does elsewhere.
+
+    What it costs is taken to be in proportion to the time, at first by the setting itself, then by what was measured.
+    """
+    tried = [one for one in judged if one.setting.duty_percent is not None]
+    if not search.duty or len(tried) >= _MOST_DUTIES:
+        return None
+    best = best_of(judged)
+    found: list[tuple[float, Setting]] = []
+    for one in tried or [one for one in judged if not one.meets]:
+        duty = _duty(search.goal, one)
+        if duty is None or one.opportunistic is None:
+            continue
+        setting = replace(one.setting, duty_percent=duty)
+        gives = one.opportunistic * duty / (one.setting.duty_percent or 100.0)
+        if all(setting != other.setting for other in judged) and _gains(gives, best):
+            found.append((gives, setting))
+    return max(found, key=lambda one: one[0], default=(0.0, None))[1]
+
+
+def _duty(goal: Goal, one: Judged) -> float | None:
+    """Return the duty cycle with which a setting would just meet the goal by its errors; None: none, or all of the time."""
+    loss = (1.0 - (one.kept - one.error)) / (one.setting.duty_percent or 100.0)
+    duty = math.floor((1.0 - goal.keep) / loss) if loss > 0 else 100.0
+    return float(duty) if _LEAST_DUTY <= duty < 100 else None
+
+
+def _gains(rate: float, best: Judged | None) -> bool:
+    return best is None or best.opportunistic is None or rate > _FASTER * best.opportunistic
+
+
 def _on_a_line(
     search: Search, line: Mapping[float, Setting], judged: Sequence[Judged], *, confirm: bool
 ) -> Setting | None:
@@ -263,7 +303,11 @@ def _narrow(one: Judged, search: Search) -> bool:
 
 def _low_helps(judged: Sequence[Judged]) -> bool | None:
     """Return whether low priority spares production by more than the spread; None when it was not compared."""
-    found = {(one.setting.threads, one.setting.production_threads, one.setting.low): one for one in judged}
+    found = {
+        (one.setting.threads, one.setting.production_threads, one.setting.low): one
+        for one in judged
+        if one.setting.duty_percent is None
+    }
     for (threads, production, low), one in found.items():
         other = found.get((threads, production, False))
         if low and other is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.listened import Program
 from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.pacing import DUTY_SECONDS
 from gpushare.actions.several import Several, peak_memory
 from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.activity import BandwidthRecorder
@@ -174,13 +175,32 @@ class Pair:
             self.memory = memory if self.memory is None else max(self.memory, memory or 0)
         return window
 
-    def together_window(self, program: Program, seen: Progress) -> tuple[Window, float | None]:
-        """Watch both; return the production job's window and the other's rate."""
+    def together_window(
+        self, program: Program, seen: Progress, duty_percent: float | None = None
+    ) -> tuple[Window, float | None]:
+        """Watch both; return the production job's window and the other's rate. It runs on at the end of a duty cycle."""
         started = self._now()
-        self.several.wait(self._window_seconds)
+        phases = []
+        if duty_percent is None:
+            self.several.wait(self._window_seconds)
+        else:
+            phases = self._cycle(program, duty_percent / 100)
         self._demand_alive(program)
         ended = time.monotonic()
-        return self._seen.window(started, ended), seen.window(started, ended).rate
+        other = seen.part_time(phases, started, ended) if phases else seen.window(started, ended).rate
+        return self._seen.window(started, ended), other
+
+    def _cycle(self, program: Program, duty: float) -> list[tuple[float, float]]:
+        """Let a window of whole duty cycles pass, and return when the program ran. In each it first stands still."""
+        phases = []
+        for _ in range(max(1, round(self._window_seconds / DUTY_SECONDS))):
+            self.several.stop(program)
+            self.several.wait((1 - duty) * DUTY_SECONDS)
+            self.several.resume(program)
+            began = time.monotonic()
+            self.several.wait(duty * DUTY_SECONDS)
+            phases.append((began, time.monotonic()))
+        return phases
 
     def _watch(self, programs: Sequence[Program], seen: Progress, seconds: float) -> Window:
         started = self._now()

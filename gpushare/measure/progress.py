@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,13 +67,9 @@ class Progress:
         return len(_within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
 
     def window(self, start: float, end: float) -> Window:
-        """Return what was seen in a window: the mean of the printed rates, or lines per second."""
+        """Return what was seen in a window: the mean of the printed rates over the time, or lines per second."""
         if self.metric.printed:
-            # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
-            rated = self.metric.higher_is_better
-            values = [value for value in _within(self.values, start, end) if value > 0 or (rated and value == 0)]
-            speeds = [self.metric.speed(value) for value in values]
-            rate = sum(speeds) / len(speeds) if speeds else None
+            rate = self._rate(start, end)
         else:
             done = self._done(end) - self._done(start)
             rate = done / (end - start) if done > 0 and end > start else None
@@ -81,6 +79,33 @@ class Progress:
             latencies=tuple(_within(self.latencies, start, end)),
             printed_p99=percentile(p99s, 50) if p99s else None,
         )
+
+    def part_time(self, phases: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
+        """Return the rate over a window of a program that ran only in these phases of it, and was stopped for the rest.
+
+        Whether a rate that is printed after a stop counts the time of it, only the program knows: it is left out, where
+        there are others.
+        """
+        rates = [self.metric.speed(value) for one in phases for value in _within(self.values, *one)[1:] if value > 0]
+        if not rates:
+            return self.window(start, end).rate
+        return math.fsum(rates) / len(rates) * math.fsum(after - before for before, after in phases) / (end - start)
+
+    def _rate(self, start: float, end: float) -> float | None:
+        """Return the mean of the printed rates, each for the time since the one before it: who is held up prints fewer."""
+        first = bisect.bisect_right(self.values, start, key=lambda pair: pair[0])
+        seen = [(at, value) for at, value in self.values[first:] if at <= end]
+        before, weights, speeds = start, [], []
+        for at, together in itertools.groupby(seen, key=lambda pair: pair[0]):
+            # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
+            rated = self.metric.higher_is_better
+            group = [self.metric.speed(value) for _, value in together if value > 0 or (rated and value == 0)]
+            # What was written at once is of the same time.
+            weights += [(at - before) / len(group)] * len(group) if group else []
+            speeds += group
+            before = at
+        total = math.fsum(weights)
+        return math.fsum(map(operator.mul, weights, speeds)) / total if total > 0 else None
 
     def _done(self, at: float) -> float:
         """Return how many lines were done at a time; between two of them it counts as even progress."""

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production."""
+    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production.
+
+    ``duty_percent``: it runs only so much of the time while production works, and is stopped for the rest of it.
+    """
 
     threads: float
     low: bool = True
     production_threads: float | None = None
+    duty_percent: float | None = None
 
     @property
     def title(self) -> str:
@@ -21,6 +25,7 @@ class Setting:
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
         words += ["low priority"] if self.low else []
         words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
+        words += [] if self.duty_percent is None else [f"duty cycle {self.duty_percent:g} %"]
         return ", ".join(words)
 
 

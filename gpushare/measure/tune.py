@@ -99,6 +99,8 @@ class Tuning:
         self._pair = Pair(host, device, options, several)
         self._alone: list[Window] = []
         self._other_alone: float | None = None
+        # What it alone draws of the DRAM's bandwidth, in percent.
+        self._other_dram: float | None = None
         # Production's rate alone after each of its starts with a cap, and why no more of them are made.
         self._starts: list[float] = []
         self._given_up: GpushareError | None = None
@@ -107,7 +109,7 @@ class Tuning:
         """Search, and return what was found; errors as `tune`."""
         started = time.monotonic()
         self._reporter.doing("measuring the opportunistic job alone")
-        self._other_alone, other_dram, other_memory = self._pair.opportunistic_alone()
+        self._other_alone, self._other_dram, other_memory = self._pair.opportunistic_alone()
         self.begin()
         reports: list[TrialReport] = []
         stopped: KeyboardInterrupt | GpushareError | None = None
@@ -129,7 +131,7 @@ class Tuning:
             opportunistic_alone=self._other_alone,
             production_memory_bytes=self._pair.memory,
             opportunistic_memory_bytes=other_memory,
-            warning=memory_warning(other_dram, self._dram()),
+            warning=memory_warning(self._other_dram, self._dram()),
             seconds=time.monotonic() - started,
             stopped=stopped,
             given_up=self._given_up,
@@ -155,9 +157,12 @@ class Tuning:
         return _mean(self._pair.dram) if self._pair.dram else None
 
     def _search(self) -> Search:
-        """Return how to search: where the memory bounds production, also what a cap on it leaves to the other."""
-        given, dram = self._options.search, self._dram()
-        if dram is None or dram < DRAM_FULL_PERCENT or given.production_caps is not None or self._given_up is not None:
+        """Return how to search: where the memory bounds production, also a cap on it; where either, a part of the time."""
+        given, dram = self._options.search, self._dram() or 0.0
+        # Of the time, a tail is lost with the first slice.
+        full = max(dram, self._other_dram or 0.0) >= DRAM_FULL_PERCENT
+        given = replace(given, duty=full and not self._asks_for_p99)
+        if dram < DRAM_FULL_PERCENT or given.production_caps is not None or self._given_up is not None:
             return given
         return replace(given, spared=SPARED, most=given.most + len(SPARED))
 
@@ -180,7 +185,7 @@ class Tuning:
         together: list[Window] = []
         other: list[float] = []
         while True:
-            production, rate = self._pair.together_window(program, seen)
+            production, rate = self._pair.together_window(program, seen, setting.duty_percent)
             together.append(production)
             other += [] if rate is None else [rate]
             self._several.pause(program, bound_seconds=self._options.drain_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -11,6 +12,7 @@ from gpushare.show.result import Column, Result, Table
 
 # Sentences are broken here, whatever the width: they are read, not cut.
 _WIDTH: Final = 80
+_OWN_COLUMN: Final = re.compile(", (?:production cap|duty cycle)")
 
 
 def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: GpushareError | None = None) -> Result:
@@ -34,8 +36,8 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: Gpush
 
 
 def _rows(curve: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the curve for the table, in which the cap on production has a column of its own."""
-    return tuple({**row, "setting": row["setting"].partition(", production cap")[0]} for row in curve)
+    """Return the curve for the table, in which a cap on production and a duty cycle have columns of their own."""
+    return tuple({**row, "setting": _OWN_COLUMN.split(row["setting"])[0]} for row in curve)
 
 
 def percent(value: Any) -> str:
@@ -66,6 +68,7 @@ def rate(value: Any) -> str:
 COLUMNS = (
     Column(key="setting", title="setting", least=22),
     Column(key="production_threads_percent", title="production cap", right=True, format=percent, optional=True),
+    Column(key="duty_percent", title="duty cycle", right=True, format=percent, optional=True),
     Column(key="kept", title="production", right=True, format=share),
     Column(key="kept_error", title="std. error", right=True, rank=3, format=error_of),
     Column(key="p99", title="p99", right=True, format=factor, optional=True),

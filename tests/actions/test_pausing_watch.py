@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.actions import pause as module
 from gpushare.actions import pauser as pauser_module
-from gpushare.actions.pacing import Pacer
+from gpushare.actions.pacing import DutyPacer, Pacer
 from gpushare.actions.pause import TICK_SECONDS, PausingShare, PausingWatch
 from gpushare.actions.production_job import ProductionJob
 from gpushare.errors import TimedOut
@@ -208,3 +208,13 @@ def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
     assert share.close(program_lives=True) is True
     assert share.close() is True
     assert closed == [True, False]
+
+
+@pytest.mark.parametrize(("percent", "kind"), [(None, Pacer), (40.0, DutyPacer)])
+def test_a_share_for_a_part_of_the_time_has_a_watch_that_paces_it(
+    told: Told, percent: float | None, kind: type[Pacer]
+) -> None:
+    inner: Any = SimpleNamespace(device=told.device, watch=lambda _pid: Inner())
+    watch: Any = PausingShare(inner, told.host, job_of(told), None, duty_percent=percent).watch(PID)
+    assert type(watch.pacer) is kind
+    assert percent is None or watch.pacer.percent == percent

@@ -571,3 +571,79 @@ def test_settings_are_named_for_people() -> None:
 def test_a_memory_that_is_nearly_full_is_warned_of(percent: float, warned: bool) -> None:
     assert (memory_warning(percent, None) is not None) is warned
     assert (memory_warning(None, percent) is not None) is warned
+
+
+def memory_bound(loss: float, *, noise: float = 0.0, seed: int = 0, shape: float = 1.0) -> Pair:
+    """Return a pair whose production job loses more the more the other gets, under any cap, and by its share of the time."""
+    source = random.Random(seed)  # noqa: S311 - not a secret
+
+    def run(setting: Setting) -> Trial:
+        duty = (setting.duty_percent or 100.0) / 100
+        costs = loss * (0.6 + 0.4 * setting.threads / 100) * duty**shape
+        return Trial(
+            setting=setting,
+            kept=1 - costs + source.uniform(-noise, noise),
+            error=noise,
+            opportunistic=setting.threads * duty,
+        )
+
+    return run
+
+
+@given(st.floats(0.05, 0.9), st.floats(0.5, 0.99), st.integers(0, 1000), st.floats(0.7, 1.5))
+def test_what_costs_too_much_is_taken_for_a_part_of_the_time(loss: float, keep: float, seed: int, shape: float) -> None:
+    search = Search(goal=Goal(keep=keep), duty=True)
+    pair = memory_bound(loss, noise=0.001, seed=seed, shape=shape)
+    found, trials = searched(search, pair)
+    settings = {trial.setting for trial in trials if trial.setting.duty_percent is not None}
+    assert len(settings) <= 3
+    assert all(10 <= (one.duty_percent or 0) < 100 for one in settings)
+    without, _ = searched(replace(search, duty=False), memory_bound(loss, noise=0.001, seed=seed, shape=shape))
+    if without.best is None:
+        assert found.best is None or found.best.setting.duty_percent is not None
+    else:
+        assert found.best is not None
+        assert (found.best.opportunistic or 0) >= (without.best.opportunistic or 0) / 1.03
+        assert not without.best.safe or found.best.safe
+
+
+def test_a_part_of_the_time_is_found_by_what_was_measured_of_it() -> None:
+    search = Search(goal=Goal(keep=0.9), grid=(80.0, 60.0), duty=True)
+    bad, good = Setting(threads=80.0), Setting(threads=60.0)
+    trials = [ran(60, 0.95), ran(80, 0.8), ran(60, 0.95), Trial(setting=Setting(threads=60.0, low=False), kept=0.8)]
+    trials = [replace(one, opportunistic=one.setting.threads) for one in trials]
+    trials.append(replace(trials[-1], setting=Setting(threads=80.0, low=False)))
+    # 80 costs 0.2: half of the time of it costs 0.1. That is no more than 60 gives.
+    assert next_setting(search, trials) is None
+    trials[1] = replace(trials[1], opportunistic=140.0)
+    first = replace(bad, duty_percent=50.0)
+    assert next_setting(search, trials) == first
+    # The stops cost something too.
+    trials.append(Trial(setting=first, kept=0.89, opportunistic=70.0))
+    second = replace(bad, duty_percent=45.0)
+    assert next_setting(search, trials) == second
+    trials.append(Trial(setting=second, kept=0.901, opportunistic=63.0))
+    assert next_setting(search, trials) == second
+    assert outcome(search, trials).best is not None
+    assert next_setting(replace(search, duty=False), trials[:4]) != first
+    found = outcome(search, [*trials, trials[-1]])
+    assert found.best is not None
+    assert found.best.setting == second
+    assert found.stable
+    assert [one.setting for one in found.curve if one.setting.threads == 80.0 and one.setting.low] == [
+        bad,
+        first,
+        second,
+    ]
+    assert good in [one.setting for one in found.curve]
+
+
+def test_of_equals_the_one_for_all_of_the_time_is_better() -> None:
+    goal = Goal(keep=0.9)
+    part = Setting(threads=80.0, duty_percent=90.0)
+    trials = [ran(60, 0.95), Trial(setting=part, kept=0.95, opportunistic=60.5)]
+    trials[0] = replace(trials[0], opportunistic=60.0)
+    best = best_of(judge(goal, trials))
+    assert best is not None
+    assert best.setting == Setting(threads=60.0)
+    assert part.title == "cap 80 %, low priority, duty cycle 90 %"

@@ -176,3 +176,41 @@ def test_the_interval_needs_so_many_that_its_upper_rank_exists(count: int, known
     """0.99 n + 1.96 sqrt(0.0099 n), rounded up, must not be above n: from 381 on."""
     window = Window(rate=1.0, latencies=tuple(float(one) for one in range(count)))
     assert (p99_interval([window]) is not None) is known
+
+
+def test_a_printed_rate_counts_for_the_time_since_the_one_before() -> None:
+    """Who is held up for a second prints one low rate, and many high ones before and after."""
+    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    for at, rate in ((0.1, 100), (0.2, 100), (1.2, 10), (1.3, 100), (1.4, 100)):
+        seen.listen(f"rate={rate}", at)
+    assert seen.window(0.0, 1.4).rate == pytest.approx((4 * 0.1 * 100 + 10) / 1.4)
+    # The window cuts the time of its first one.
+    assert seen.window(1.1, 1.4).rate == pytest.approx((0.1 * 10 + 0.2 * 100) / 0.3)
+
+
+def test_what_is_written_at_once_counts_alike() -> None:
+    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    for at, rate in ((1.0, 10), (1.0, 30), (2.0, 50), (2.0, 70)):
+        seen.listen(f"rate={rate}", at)
+    assert seen.window(0.0, 2.0).rate == pytest.approx(40)
+
+
+@pytest.mark.parametrize("counts_the_stop", [True, False])
+def test_a_rate_of_a_part_of_the_time_does_not_depend_on_whether_it_counts_the_stops(counts_the_stop: bool) -> None:
+    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    phases = [(0.2, 0.5), (0.7, 1.0)]
+    for began, _ in phases:
+        seen.listen(f"rate={100 / 3 if counts_the_stop else 100}", began + 0.1)
+        for at in (0.2, 0.3):
+            seen.listen("rate=100", began + at)
+    assert seen.part_time(phases, 0.0, 1.0) == pytest.approx(60)
+
+
+def test_a_rate_of_a_part_of_the_time_that_is_seldom_printed_is_the_programs_own() -> None:
+    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    seen.listen("rate=55", 0.4)
+    assert seen.part_time([(0.2, 0.5), (0.7, 1.0)], 0.0, 1.0) == 55
+    lines = Progress(Metric())
+    for at in (0.25, 0.45, 0.75, 0.95):
+        lines.listen("step", at)
+    assert lines.part_time([(0.2, 0.5), (0.7, 1.0)], 0.0, 1.0) == lines.window(0.0, 1.0).rate

@@ -136,25 +136,35 @@ def test_a_cap_on_production_counts_as_a_loss_of_its_rate(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dram", "caps", "spared"),
+    ("dram", "other", "caps", "spared", "duty"),
     [
-        ([90.0, 84.0], None, True),
-        ([90.0, 70.0], None, False),
-        ([], None, False),
-        ([90.0], (), False),
-        ([90.0], (60.0,), False),
+        ([90.0, 84.0], None, None, True, True),
+        ([90.0, 70.0], 80.0, None, False, False),
+        ([20.0], 90.0, None, False, True),
+        ([], 85.0, None, False, True),
+        ([], None, None, False, False),
+        ([90.0], None, (), False, True),
+        ([90.0], None, (60.0,), False, True),
     ],
 )
-def test_where_memory_bounds_production_caps_on_it_are_tried(
-    host: Host, dram: list[float], caps: tuple[float, ...] | None, spared: bool
+def test_where_memory_bounds_production_caps_on_it_are_tried_and_a_part_of_the_time(
+    host: Host,
+    dram: list[float],
+    other: float | None,
+    caps: tuple[float, ...] | None,
+    spared: bool,
+    duty: bool,
 ) -> None:
     several = Several(host, PlainShare(host, device_of(host)))
-    given = options(job(30), job(95), production_caps=caps)
-    tuning = Tuning(host, device_of(host), given, TuneReporter(), several)
-    tuning._pair.dram = dram
-    assert tuning._search() == (
-        replace(given.search, spared=SPARED, most=given.search.most + len(SPARED)) if spared else given.search
-    )
+    for goal in (Goal(keep=0.97), Goal(keep=0.97, p99_factor=1.1)):
+        given = options(job(30), job(95), production_caps=caps, goal=goal)
+        tuning = Tuning(host, device_of(host), given, TuneReporter(), several)
+        tuning._pair.dram, tuning._other_dram = dram, other
+        # With a part of the time production's tail would be lost in each of them.
+        wanted = replace(given.search, duty=duty and goal.p99_factor is None)
+        assert tuning._search() == (
+            replace(wanted, spared=SPARED, most=wanted.most + len(SPARED)) if spared else wanted
+        )
 
 
 def test_under_a_cap_on_production_the_p99_is_compared_with_that_without_a_cap(host: Host) -> None:
@@ -209,7 +219,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     tell_memory_bound(monkeypatch)
 
 
-BOUND = {"goal": Goal(keep=0.9), "grid": (90.0, 80.0)}
+BOUND = {"goal": Goal(keep=0.904), "grid": (90.0, 80.0)}
 
 
 @pytest.mark.usefixtures("bound")
@@ -225,6 +235,23 @@ def test_where_memory_bounds_production_the_other_gets_what_it_does_not_need(hos
     assert {one.trial.setting.production_threads for one in never.trials} == {None}
     assert never.outcome.best is not None
     assert never.outcome.best.setting == Setting(threads=80.0)
+
+
+@pytest.mark.usefixtures("bound")
+def test_where_memory_bounds_production_the_other_gets_a_part_of_the_time(host: Host) -> None:
+    """What a cap of 80 % costs, 8 % of the rate, is too much; half of the time of it is not."""
+    given = options(job(90), job(95), goal=Goal(keep=0.96), grid=(90.0, 80.0), production_caps=())
+    result = tune(host, device_of(host), given, TuneReporter())
+    best = result.outcome.best
+    assert best is not None
+    assert best.setting.duty_percent is not None
+    # The loss without it is 0.08 at cap 60, where tune starts, and at 80.
+    assert 48.0 <= best.setting.duty_percent <= 50.0
+    assert best.kept == pytest.approx(1 - 0.08 * best.setting.duty_percent / 100, abs=0.001)
+    assert (best.safe, result.outcome.stable) == (True, True)
+    whole = next(one.opportunistic for one in result.outcome.curve if one.setting == Setting(threads=60.0))
+    assert whole is not None
+    assert best.opportunistic == pytest.approx(whole * best.setting.duty_percent / 100, rel=0.02)
 
 
 @pytest.mark.usefixtures("bound")

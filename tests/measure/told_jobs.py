@@ -105,6 +105,9 @@ class ToldSeveral:
     def pause(self, program: ToldJob, *, bound_seconds: float = 0.0) -> None:
         program.paused = True
 
+    def stop(self, program: ToldJob) -> None:
+        program.paused = True
+
     def resume(self, program: ToldJob) -> None:
         program.paused = False
 

@@ -1,0 +1,136 @@
+"""An opportunistic job for a part of the time: `run --duty-cycle`, and where tune found one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from gpushare.host.tuned import find_tuned, keep_tuned
+from tests.cli.drive import Answer, Started, World, alive, until
+from tests.cli.test_run_roles import LOOP, TUNED, program_of, recorded
+from tests.measure.told_jobs import tell_memory_bound
+
+Cli = Callable[..., Answer]
+FOUND = replace(TUNED, duty_percent=55.0, low_priority=True)
+JOB = f"{sys.executable} -m gpushare.sim.job --every 0.02 --need"
+TUNE = ("--production", f"{JOB} 90", "--opportunistic", f"{JOB} 95", "--metric", "rate=([0-9.]+)", "--window", "0.15")
+
+
+@pytest.fixture
+def works() -> Iterator[int]:
+    """Start a process that works, and return its PID."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def web(world: World, monkeypatch: pytest.MonkeyPatch, works: int) -> int:
+    """Let a production job 'web' run under MPS, tuned with a duty cycle; return its PID."""
+    recorded(world, works)
+    keep_tuned(world.host, FOUND)
+    monkeypatch.setattr("gpushare.actions.roles._under_mps", lambda *_: True)
+    return works
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"])
+def test_it_runs_and_stands_still_in_turn_as_long_as_production_does(
+    real: Callable[..., Started], world: World, program: str
+) -> None:
+    """Also beside one that waits for its kernels without the CPU, which nobody can see in half a second."""
+    assert world.host.nvml.count() == 1
+    words = ("run", "--opportunistic", "--duty-cycle", "40", "--grace", "1", "--for")
+    with subprocess.Popen([sys.executable, "-c", program]) as production:
+        started = real(*words, str(production.pid), "--", sys.executable, "-c", LOOP)
+        pid = until(lambda: program_of(world), "it stands still")
+        for _ in range(3):
+            until(lambda: program_of(world) is None, "it goes on")
+            until(lambda: program_of(world) == pid, "it stands still again")
+        production.kill()
+    until(lambda: program_of(world) is None, "it goes on for good")
+    started.signal(signal.SIGTERM)
+    answer = started.result()
+    assert answer.code == 128 + signal.SIGTERM
+    assert not alive(pid)
+    assert "for 60 % of the time while it runs" in answer.err
+    assert "a cap cannot protect it" not in answer.err
+
+
+@pytest.mark.usefixtures("web")
+def test_what_was_tuned_is_taken_with_its_cap(cli: Cli) -> None:
+    words = ("run", "--opportunistic", "--for", "web", "-n")
+    planned = cli(*words, "--", "true").ok()
+    assert "run true on GPU 0, paused for 45 % of the time while 'web' runs" in planned.out
+    assert "paused by SIGSTOP for 45 % of the time while it runs" in planned.err
+    assert "when it runs: cap 70 %, low priority, memory limit" in planned.err
+    # Without a name too, where it is the only one.
+    assert "for 45 % of the time" in cli("run", "--opportunistic", "-n", "--", "true").ok().out
+    assert "for 20 % of the time" in cli(*words, "--duty-cycle", "80%", "--", "true").ok().out
+    assert "paused while 'web' works" in cli(*words, "--pause", "--", "true").ok().out
+    # For all of the time, or with a cap of one's own, it is not paused.
+    for more in (("--duty-cycle", "100"), ("--threads", "20")):
+        assert "paused" not in cli(*words, *more, "--", "true").ok().out
+
+
+def test_outside_mps_what_was_tuned_under_it_means_nothing(cli: Cli, world: World, works: int) -> None:
+    recorded(world, works)
+    keep_tuned(world.host, FOUND)
+    planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+    assert "paused while 'web' works" in planned.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code", "hint"),
+    [
+        (("--duty-cycle", "50"), "bad_combination", 2, "--opportunistic --for NAME"),
+        (("--opportunistic", "--pause", "--duty-cycle", "50"), "bad_combination", 2, "--duty-cycle 50"),
+        (("--opportunistic", "--duty-cycle", "0"), "bad_duty_cycle", 2, "--pause"),
+        (("--opportunistic", "--duty-cycle", "101"), "bad_duty_cycle", 2, "--pause"),
+        (("--opportunistic", "--duty-cycle", "half"), "bad_duty_cycle", 2, "--duty-cycle 50"),
+        (("--opportunistic", "--duty-cycle", "0.5"), "bad_duty_cycle", 2, "--duty-cycle 50%"),
+        (("--opportunistic", "--duty-cycle", "50"), "no_production", 6, "--production NAME"),
+    ],
+)
+def test_a_duty_cycle_that_means_nothing_is_refused(
+    refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int, hint: str
+) -> None:
+    assert hint in refused("run", *words, "--", "true", code=code, exit_code=exit_code)
+
+
+def test_beside_a_job_that_does_not_run_yet_it_is_refused(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    """It could not be stopped for the job that is started next, and would take more than was tuned."""
+    keep_tuned(world.host, FOUND)
+    words = ("run", "--opportunistic", "--for", "web")
+    text = refused(*words, "--", "true", code="no_production", exit_code=6)
+    assert "tuned for 55 % of the time" in text
+    assert "gpushare run --production web -- CMD" in text
+    assert "PERCENTAGE=70.0" in cli(*words, "--duty-cycle", "100", "-n", "--", "true").ok().out
+
+
+@pytest.mark.parametrize("duty", [0, -5.0, 101, "55", True])
+def test_a_record_with_another_duty_cycle_is_no_record(world: World, duty: object) -> None:
+    keep_tuned(world.host, replace(FOUND, duty_percent=duty))  # type: ignore[arg-type]
+    assert find_tuned(world.host, "web") is None
+
+
+def test_one_that_was_found_is_shown_and_kept(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_memory_bound(monkeypatch)
+    words = ("tune", *TUNE, "--name", "web", "--keep", "96%", "--caps", "80", "--production-caps", "none")
+    found = cli(*words, output="json")
+    assert found.code == 0, found.err
+    best = found.data["best"]
+    assert best["setting"] == f"cap 80 %, low priority, duty cycle {best['duty_percent']:g} %"
+    assert {one["duty_percent"] for one in found.data["trials"]} == {None, best["duty_percent"]}
+    kept = find_tuned(world.host, "web")
+    assert kept is not None
+    assert kept.duty_percent == best["duty_percent"]
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli("-o", "table", *words).ok().out
+    (chosen,) = (line for line in out.splitlines() if f" {best['duty_percent']:g} % " in line and "yes" in line)
+    assert chosen.startswith("cap 80 %, low priority ")
+    assert max(map(len, out.splitlines())) <= 80
