@@ -265,7 +265,7 @@ complete -c gpushare -n '__gpushare_at run' -l production -x -d 'As the producti
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Beside a production job: tuned limits, or cap 60 % with low priority.'
 complete -c gpushare -n '__gpushare_at run' -l for -x -d 'With --opportunistic: the production job to spare.'
 complete -c gpushare -n '__gpushare_at run' -l pause -d 'With --opportunistic: stands still while the production job works.'
-complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic: runs so much of the time as long as the production job does.'
+complete -c gpushare -n '__gpushare_at run' -l duty-cycle -x -d 'With --opportunistic: the percentage of the time that it runs while production does; 100: all. [default: as tuned]'
 complete -c gpushare -n '__gpushare_at run' -l copies -x -d 'N copies; {} in CMD and GPUSHARE_COPY are its number.'
 complete -c gpushare -n '__gpushare_at run' -l logs -x -d 'With --copies: keep what each prints in DIR/copy-N.log.'
 complete -c gpushare -n '__gpushare_at run' -l restart -x -d 'With --copies: start a failed copy again, K times at most.'

@@ -1,8 +1,9 @@
 """When an opportunistic job may run beside a production job: first idle detection, then one-sided control. Pure.
 
-A full pause while production works protects it; duty cycles are far worse than a cap. So the answer is `Pacer`, all or
-nothing; or, where both are bound by the memory's bandwidth, `DutyPacer`. `Share`, the one-sided control of a share of the time, is the other shape that a controller could have; its
-docstring has the figures for which no command uses it.
+A full pause while production works protects it; duty cycles are far worse than a cap for small kernels. So the answer is
+`Pacer`, all or nothing; and, only where jobs compete for the memory's bandwidth, which no cap limits, `DutyPacer`, a share
+of the time that was measured before. `Share`, the one-sided control of such a share, is the other shape that a controller
+could have; its docstring has the figures for which no command uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Pacer:
         return self._last_active is None or at - self._last_active >= self.quiet_seconds
 
 
-# So short that a window of measuring has some, so long that stops and drained queues cost little of it.
+# So short that a window of measuring has some, so long that stops and queues that drain cost little of it.
 DUTY_SECONDS: Final = 0.5
 
 
@@ -58,7 +59,7 @@ class Share:
     TGS's shape, one-sided: production that is faster than expected is no reason to slow down. ``budget`` is the loss of
     its rate that production bears.
 
-    No command gives away such a share. On an H200 (driver 580; a training loop of small kernels, or a service with a
+    No command controls such a share. On an H200 (driver 580; a training loop of small kernels, or a service with a
     request every 10 ms, beside large matrix multiplications; relative to each alone) every share was worse than what
     is done instead:
 

@@ -188,48 +188,51 @@ def living_productions(host: Host, device: Device) -> list[Production]:
     return [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
 
 
-def find_spared(host: Host, device: Device, name: str | None) -> Production | None:
-    """Return the production job that is to be spared: of this name, or the only one that lives on the device.
+def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:
+    """Return the production job that is to be spared: of this name or PID, or the only one that lives on the device.
 
     Raises:
         NotFound: neither a job nor a tuning of this name is known.
     """
-    if name is None:
-        living = living_productions(host, device)
+    living = [] if beside is not None and not beside.isdecimal() else living_productions(host, device)
+    if beside is None:
         return living[0] if len(living) == 1 else None
-    found = find_production(host, name)
-    if found is None and find_tuned(host, name) is None:
+    if beside.isdecimal():
+        # It may be a process of anybody, of which nothing is known.
+        return next((one for one in living if one.pid == int(beside)), None)
+    found = find_production(host, beside)
+    if found is None and find_tuned(host, beside) is None:
         raise NotFound(
-            f"no production job '{name}' is known, running or tuned",
-            f"start it: gpushare run --production {name} -- CMD; or tune it: gpushare tune --name {name} ...",
+            f"no production job '{beside}' is known, running or tuned",
+            f"start it: gpushare run --production {beside} -- CMD; or tune it: gpushare tune --name {beside} ...",
             code="no_production",
         )
     return found
 
 
-def tuned_beside(host: Host, device: Device, name: str | None) -> Tuned | None:
-    """Return what was tuned for the production job of this name, or for the only one that lives on the device.
+def tuned_beside(host: Host, device: Device, beside: str | None) -> Tuned | None:
+    """Return what was tuned for the production job of this name or PID, or for the only one that lives on the device.
 
     Raises:
         NotFound: as `find_spared`.
     """
-    production = find_spared(host, device, name)
-    chosen = name or (None if production is None else production.name)
-    return None if chosen is None else find_tuned(host, chosen)
+    production = find_spared(host, device, beside)
+    name = beside if production is None else production.name
+    return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
-def spare(host: Host, device: Device, given: MpsLimits, name: str | None) -> Spared:
+def spare(host: Host, device: Device, given: MpsLimits, beside: str | None) -> Spared:
     """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
 
     Raises:
         NotFound: as `find_spared`.
         InUse: the production job's peak leaves no memory.
     """
-    production = find_spared(host, device, name)
-    tuned = tuned_beside(host, device, name)
+    production = find_spared(host, device, beside)
+    tuned = tuned_beside(host, device, beside)
     living = living_productions(host, device)
     notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
-    if name is None and len(living) > 1:
+    if beside is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(one.name for one in living)}; for what one was tuned for: --for NAME"
         )
@@ -300,3 +303,4 @@ def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tun
 
 
 NOT_PROTECTED: Final = "not protected: a GPU fault of either job ends both (MPS); memory bandwidth is shared at any cap; a cap is no reserve"
+DUTY_COSTS: Final = "a duty cycle costs production's p99 in each slice, and a job of small kernels more of its rate than the time it takes"

@@ -88,7 +88,7 @@ def run(
         typer.Option(
             "--duty-cycle",
             metavar="PCT",
-            help="With --opportunistic: runs so much of the time as long as the production job does.",
+            help="With --opportunistic: the percentage of the time that it runs while production does; 100: all. [default: as tuned]",
         ),
     ] = None,
     copies: Annotated[
@@ -223,8 +223,8 @@ def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
-def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) -> Any:
-    """Return what a run would do, as a plan."""
+def planned(host: Any, device: Device, command: list[str], limits: MpsLimits, when: str = "") -> Any:
+    """Return what a run would do, as a plan; ``when`` says when the program is paused."""
     from gpushare.actions.mps_device import check_device, own_daemon
     from gpushare.actions.mps_limits import MpsLimits, check_memory
     from gpushare.actions.mps_start import plan_start
@@ -244,7 +244,6 @@ def planned(host: Any, device: Device, command: list[str], limits: MpsLimits) ->
         steps += plan_start(host, device, MpsLimits(), transient=True).steps
         home = home_of(host.run_directory, device.uuid)
     line = command_line(client_environment({}, device, home, limits), command)
-    steps.append(
-        Step(what=f"run {command[0]} as a client of the MPS daemon of {device.title}", command=line, do=lambda: None)
-    )
+    what = f"run {command[0]} as a client of the MPS daemon of {device.title}{when}"
+    steps.append(Step(what=what, command=line, do=lambda: None))
     return plan_result("run", steps, dry_run=True)

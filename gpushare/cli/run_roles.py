@@ -60,33 +60,43 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
         return _paused(host, device, command, options, replace(roles, duty=duty), process)
     if timed:
         _demand_one(host, device)
-        if roles.duty is None and not roles.pause:
-            raise NotFound(
-                f"'{_name(roles)}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
-                f"start it: gpushare run --production {_name(roles)} -- CMD; or for all of the time: --duty-cycle 100",
-                code="no_production",
-            )
-        raise NotFound(
-            f"no production job runs on {device.title} that could be spared",
-            "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
-            code="no_production",
-        )
+        raise _nobody(device, roles, duty)
+    if process is not None and outside:
+        note(f"{process.title} runs outside MPS: a cap cannot protect it, and this job runs all of the time beside it")
     return _capped(host, device, command, options, roles)
 
 
 def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
-    """Return the duty cycle that was asked for, or else tuned: with the tuned cap, not with another one."""
+    """Return the duty cycle that was asked for, or else tuned: with the tuned cap and priority, not with others."""
     from gpushare.actions.roles import tuned_beside
 
-    if roles.duty is not None or roles.pause or options.limits.threads_percent is not None:
+    if roles.duty is not None or roles.pause:
         return roles.duty
-    tuned = tuned_beside(host, device, _name(roles))
-    return None if tuned is None else tuned.duty_percent
+    tuned = tuned_beside(host, device, roles.beside)
+    if tuned is None or tuned.duty_percent is None:
+        return None
+    cap, low = options.limits.threads_percent, options.limits.priority
+    if cap in {None, tuned.threads_percent} and (low is None or bool(low) == tuned.low_priority):
+        return tuned.duty_percent
+    text = f"tuned for {tuned.duty_percent:g} % of the time with cap {tuned.threads_percent:g} %"
+    text += ", low priority" if tuned.low_priority else ""
+    note(f"{text}: with other limits it runs all of the time, unless you say --duty-cycle {tuned.duty_percent:g}")
+    return None
 
 
-def _name(roles: Roles) -> str | None:
-    """Return the name of the production job that was asked for; a number is a PID."""
-    return None if roles.beside is None or roles.beside.isdecimal() else roles.beside
+def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
+    """Return the error where the production job does not run for which this one would be stopped."""
+    if roles.pause or roles.duty is not None:
+        return NotFound(
+            f"no production job runs on {device.title} that could be spared",
+            "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
+            code="no_production",
+        )
+    return NotFound(
+        f"'{roles.beside}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
+        f"start it: gpushare run --production {roles.beside} -- CMD; or for all of the time: --duty-cycle 100",
+        code="no_production",
+    )
 
 
 def _demand_one(host: Host, device: Device) -> None:
@@ -109,10 +119,12 @@ def _paused(
     from gpushare.actions.pauser import checkpoint_of
     from gpushare.actions.plain_share import PlainShare
     from gpushare.actions.production_job import ProductionJob
+    from gpushare.actions.roles import DUTY_COSTS, NOT_PROTECTED
     from gpushare.actions.run import run_in
     from gpushare.actions.run_environment import check_program
     from gpushare.actions.run_report import RunReport
     from gpushare.actions.share import Share, open_mps_share
+    from gpushare.cli.run import planned
 
     check_program(command[0])
     limits = options.limits
@@ -129,14 +141,19 @@ def _paused(
         from gpushare.actions.roles import spare
 
         recorder = _recorder(host, device) if roles.duty is None else None
-        spared = spare(host, device, limits, _name(roles))
+        spared = spare(host, device, limits, roles.beside)
         limits = spared.limits
         for text in (*spared.notes, f"when it runs: {_words(limits)}"):
             note(text)
     elif limits != type(limits)():
         note("outside MPS there are no limits: --threads, --memory and --priority are left out")
+    for text in () if roles.duty is None else (NOT_PROTECTED, DUTY_COSTS):
+        note(text)
     if settings.dry_run:
-        return _planned_pause(host, device, command, when.replace(" it ", f" {process.title} "))
+        when = when.replace(" it ", f" {process.title} ")
+        if process.under_mps:
+            return planned(host, device, list(command), limits, f", paused {when}")
+        return _planned_pause(host, device, command, when)
     inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
     production = ProductionJob(
         host, device, process.pid, process.started_at, process.name, always=roles.duty is not None

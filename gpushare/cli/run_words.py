@@ -39,7 +39,7 @@ def parse_duty_cycle(text: str) -> float:
     """Return a duty cycle in percent.
 
     Raises:
-        BadUsage: it is not above 0 and up to 100.
+        BadUsage: it is not from 0.1 to 100, or may be a share.
     """
     from gpushare.units import parse_thread_percentage
 
@@ -48,7 +48,7 @@ def parse_duty_cycle(text: str) -> float:
     except BadUsage:
         hint = "give --duty-cycle 50; for none of the time while production works: --pause"
         raise BadUsage(
-            f"--duty-cycle '{text[:40]}' is not a percentage above 0 and up to 100", hint, code="bad_duty_cycle"
+            f"--duty-cycle '{text[:40]}' is not a percentage from 0.1 to 100", hint, code="bad_duty_cycle"
         ) from None
     if percent <= 1 and "%" not in text:
         raise BadUsage(

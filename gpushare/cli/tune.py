@@ -86,6 +86,9 @@ def tune(
     Both run under MPS. A trial pauses the opportunistic job again and again, and compares production beside it with
     production alone in one process. The start is cap 60 with low priority. The opportunistic job is started and killed
     many times, the safe way: stop, drain, kill. CMD runs without a shell; for one give: sh -c '...'.
+
+    Where a job draws the memory's bandwidth, which no cap limits, and no --p99 is asked for, settings that cost too much
+    are tried for a part of the time too (a duty cycle: the opportunistic job is stopped for the rest of each half second).
     """
     from gpushare.host.tuned import check_job_name
     from gpushare.measure.metric import parse_metric

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
+from gpushare.measure.duty import next_duty
 from gpushare.measure.trials import Goal, Judged, Setting, Trial, judge
 
 GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
@@ -24,9 +25,6 @@ _STEP: Final = 10.0
 _NARROW: Final = 0.015
 # A gain below this does not stand out of the spread.
 _FASTER: Final = 1.03
-# A duty cycle below it is hardly worth a job's memory; steps of it are whole percent, and few are tried.
-_LEAST_DUTY: Final = 10.0
-_MOST_DUTIES: Final = 3
 # From here on the memory is what the jobs compete for, and half of the SMs draw all of it (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 
@@ -229,35 +227,10 @@ def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequenc
 
 
 def _part_of_the_time(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the next setting for a part of the time only, where that gives the other more than all of it does elsewhere.
-
-    What it costs is taken to be in proportion to the time, at first by the setting itself, then by what was measured.
-    """
-    tried = [one for one in judged if one.setting.duty_percent is not None]
-    if not search.duty or len(tried) >= _MOST_DUTIES:
-        return None
-    best = best_of(judged)
-    found: list[tuple[float, Setting]] = []
-    for one in tried or [one for one in judged if not one.meets]:
-        duty = _duty(search.goal, one)
-        if duty is None or one.opportunistic is None:
-            continue
-        setting = replace(one.setting, duty_percent=duty)
-        gives = one.opportunistic * duty / (one.setting.duty_percent or 100.0)
-        if all(setting != other.setting for other in judged) and _gains(gives, best):
-            found.append((gives, setting))
-    return max(found, key=lambda one: one[0], default=(0.0, None))[1]
-
-
-def _duty(goal: Goal, one: Judged) -> float | None:
-    """Return the duty cycle with which a setting would just meet the goal by its errors; None: none, or all of the time."""
-    loss = (1.0 - (one.kept - one.error)) / (one.setting.duty_percent or 100.0)
-    duty = math.floor((1.0 - goal.keep) / loss) if loss > 0 else 100.0
-    return float(duty) if _LEAST_DUTY <= duty < 100 else None
-
-
-def _gains(rate: float, best: Judged | None) -> bool:
-    return best is None or best.opportunistic is None or rate > _FASTER * best.opportunistic
+    """Return the next setting for a part of the time only, where that gives the other more than all of it does elsewhere."""
+    best = _most_of([one for one in judged if one.safe])
+    rate = None if best is None or best.opportunistic is None else _FASTER * best.opportunistic
+    return next_duty(search.goal, judged, rate) if search.duty else None
 
 
 def _on_a_line(

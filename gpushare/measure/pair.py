@@ -176,9 +176,12 @@ class Pair:
         return window
 
     def together_window(
-        self, program: Program, seen: Progress, duty_percent: float | None = None
+        self, program: Program, seen: Progress, duty_percent: float | None = None, full: float | None = None
     ) -> tuple[Window, float | None]:
-        """Watch both; return the production job's window and the other's rate. It runs on at the end of a duty cycle."""
+        """Watch both; return the production job's window and the other's rate, which is ``full`` for all of the time.
+
+        The other runs on at the end of a duty cycle.
+        """
         started = self._now()
         phases = []
         if duty_percent is None:
@@ -187,7 +190,7 @@ class Pair:
             phases = self._cycle(program, duty_percent / 100)
         self._demand_alive(program)
         ended = time.monotonic()
-        other = seen.part_time(phases, started, ended) if phases else seen.window(started, ended).rate
+        other = seen.part_time(phases, started, ended, full) if phases else seen.window(started, ended).rate
         return self._seen.window(started, ended), other
 
     def _cycle(self, program: Program, duty: float) -> list[tuple[float, float]]:

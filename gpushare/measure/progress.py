@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
-import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,9 +65,10 @@ class Progress:
         return len(_within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
 
     def window(self, start: float, end: float) -> Window:
-        """Return what was seen in a window: the mean of the printed rates over the time, or lines per second."""
+        """Return what was seen in a window: the mean of the printed rates, or lines per second."""
         if self.metric.printed:
-            rate = self._rate(start, end)
+            speeds = self._speeds(start, end)
+            rate = sum(speeds) / len(speeds) if speeds else None
         else:
             done = self._done(end) - self._done(start)
             rate = done / (end - start) if done > 0 and end > start else None
@@ -80,32 +79,29 @@ class Progress:
             printed_p99=percentile(p99s, 50) if p99s else None,
         )
 
-    def part_time(self, phases: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
+    def part_time(
+        self, phases: Sequence[tuple[float, float]], start: float, end: float, full: float | None
+    ) -> float | None:
         """Return the rate over a window of a program that ran only in these phases of it, and was stopped for the rest.
 
-        Whether a rate that is printed after a stop counts the time of it, only the program knows: it is left out, where
-        there are others.
+        Whether a rate that is printed after a stop counts the time of it, only the program knows: such a one is left out
+        where there are others; else ``full``, its rate without stops, tells. Unknown, it is taken to count it.
         """
-        rates = [self.metric.speed(value) for one in phases for value in _within(self.values, *one)[1:] if value > 0]
-        if not rates:
-            return self.window(start, end).rate
-        return math.fsum(rates) / len(rates) * math.fsum(after - before for before, after in phases) / (end - start)
+        ran = math.fsum(after - before for before, after in phases) / (end - start)
+        if self.metric.printed:
+            clean = [speed for phase in phases for speed in self._speeds(*phase, skip=1)]
+            if clean:
+                return ran * math.fsum(clean) / len(clean)
+        rate = self.window(start, end).rate
+        own_time = self.metric.printed and rate is not None and full is not None and rate > full * (1 + ran) / 2
+        return rate * ran if rate is not None and own_time else rate
 
-    def _rate(self, start: float, end: float) -> float | None:
-        """Return the mean of the printed rates, each for the time since the one before it: who is held up prints fewer."""
-        first = bisect.bisect_right(self.values, start, key=lambda pair: pair[0])
-        seen = [(at, value) for at, value in self.values[first:] if at <= end]
-        before, weights, speeds = start, [], []
-        for at, together in itertools.groupby(seen, key=lambda pair: pair[0]):
-            # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
-            rated = self.metric.higher_is_better
-            group = [self.metric.speed(value) for _, value in together if value > 0 or (rated and value == 0)]
-            # What was written at once is of the same time.
-            weights += [(at - before) / len(group)] * len(group) if group else []
-            speeds += group
-            before = at
-        total = math.fsum(weights)
-        return math.fsum(map(operator.mul, weights, speeds)) / total if total > 0 else None
+    def _speeds(self, start: float, end: float, *, skip: int = 0) -> list[float]:
+        """Return the printed rates of a window, but for the first so many."""
+        # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
+        rated = self.metric.higher_is_better
+        values = [value for value in _within(self.values, start, end)[skip:] if value > 0 or (rated and value == 0)]
+        return [self.metric.speed(value) for value in values]
 
     def _done(self, at: float) -> float:
         """Return how many lines were done at a time; between two of them it counts as even progress."""

@@ -101,6 +101,8 @@ class Tuning:
         self._other_alone: float | None = None
         # What it alone draws of the DRAM's bandwidth, in percent.
         self._other_dram: float | None = None
+        # The other job's rate under each setting, as it was measured last.
+        self._rates: dict[Setting, float] = {}
         # Production's rate alone after each of its starts with a cap, and why no more of them are made.
         self._starts: list[float] = []
         self._given_up: GpushareError | None = None
@@ -159,7 +161,7 @@ class Tuning:
     def _search(self) -> Search:
         """Return how to search: where the memory bounds production, also a cap on it; where either, a part of the time."""
         given, dram = self._options.search, self._dram() or 0.0
-        # Of the time, a tail is lost with the first slice.
+        # With the first slice of the time a tail is lost.
         full = max(dram, self._other_dram or 0.0) >= DRAM_FULL_PERCENT
         given = replace(given, duty=full and not self._asks_for_p99)
         if dram < DRAM_FULL_PERCENT or given.production_caps is not None or self._given_up is not None:
@@ -184,8 +186,9 @@ class Tuning:
         program, seen = self._pair.start_opportunistic(limits)
         together: list[Window] = []
         other: list[float] = []
+        full = self._rates.get(replace(setting, duty_percent=None))
         while True:
-            production, rate = self._pair.together_window(program, seen, setting.duty_percent)
+            production, rate = self._pair.together_window(program, seen, setting.duty_percent, full)
             together.append(production)
             other += [] if rate is None else [rate]
             self._several.pause(program, bound_seconds=self._options.drain_seconds)
@@ -208,6 +211,8 @@ class Tuning:
         self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
         if setting.production_threads is None:
             self._alone += alone
+        if report.trial.opportunistic is not None:
+            self._rates[setting] = report.trial.opportunistic
         self._reporter.measured(report)
         return report
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -38,6 +40,16 @@ def web(world: World, monkeypatch: pytest.MonkeyPatch, works: int) -> int:
     return works
 
 
+@contextlib.contextmanager
+def process(program: str) -> Iterator[int]:
+    """Run a Python program that stands for a production job."""
+    with subprocess.Popen([sys.executable, "-c", program]) as started:
+        try:
+            yield started.pid
+        finally:
+            started.kill()
+
+
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"])
 def test_it_runs_and_stands_still_in_turn_as_long_as_production_does(
     real: Callable[..., Started], world: World, program: str
@@ -45,36 +57,69 @@ def test_it_runs_and_stands_still_in_turn_as_long_as_production_does(
     """Also beside one that waits for its kernels without the CPU, which nobody can see in half a second."""
     assert world.host.nvml.count() == 1
     words = ("run", "--opportunistic", "--duty-cycle", "40", "--grace", "1", "--for")
-    with subprocess.Popen([sys.executable, "-c", program]) as production:
-        started = real(*words, str(production.pid), "--", sys.executable, "-c", LOOP)
+    with process(program) as production:
+        started = real(*words, str(production), "--", sys.executable, "-c", LOOP)
         pid = until(lambda: program_of(world), "it stands still")
         for _ in range(3):
             until(lambda: program_of(world) is None, "it goes on")
             until(lambda: program_of(world) == pid, "it stands still again")
-        production.kill()
-    until(lambda: program_of(world) is None, "it goes on for good")
+    # It is seen within a second that nobody is there to be spared.
+    runs: list[bool] = []
+
+    def for_good() -> bool:
+        runs[:] = [] if program_of(world) else [*runs, True]
+        time.sleep(0.01)
+        return len(runs) >= 100
+
+    until(for_good, "it goes on for good")
     started.signal(signal.SIGTERM)
     answer = started.result()
     assert answer.code == 128 + signal.SIGTERM
     assert not alive(pid)
     assert "for 60 % of the time while it runs" in answer.err
+    assert "a duty cycle costs production's p99" in answer.err
     assert "a cap cannot protect it" not in answer.err
 
 
-@pytest.mark.usefixtures("web")
-def test_what_was_tuned_is_taken_with_its_cap(cli: Cli) -> None:
+def test_what_was_tuned_is_taken_with_its_cap(cli: Cli, web: int) -> None:
     words = ("run", "--opportunistic", "--for", "web", "-n")
     planned = cli(*words, "--", "true").ok()
-    assert "run true on GPU 0, paused for 45 % of the time while 'web' runs" in planned.out
+    assert "as a client of the MPS daemon of GPU 0, paused for 45 % of the time while 'web' runs" in planned.out
+    # What would run: a client with the tuned limits.
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=70.0" in planned.out
+    assert "CUDA_MPS_CLIENT_PRIORITY=1" in planned.out
     assert "paused by SIGSTOP for 45 % of the time while it runs" in planned.err
     assert "when it runs: cap 70 %, low priority, memory limit" in planned.err
-    # Without a name too, where it is the only one.
+    assert "not protected: a GPU fault" in planned.err
+    # Without a name too, where it is the only one; and by its PID.
     assert "for 45 % of the time" in cli("run", "--opportunistic", "-n", "--", "true").ok().out
+    assert "for 45 % of the time" in cli("run", "--opportunistic", "--for", str(web), "-n", "--", "true").ok().out
     assert "for 20 % of the time" in cli(*words, "--duty-cycle", "80%", "--", "true").ok().out
     assert "paused while 'web' works" in cli(*words, "--pause", "--", "true").ok().out
-    # For all of the time, or with a cap of one's own, it is not paused.
-    for more in (("--duty-cycle", "100"), ("--threads", "20")):
-        assert "paused" not in cli(*words, *more, "--", "true").ok().out
+    assert "for 45 % of the time" in cli(*words, "--threads", "70", "--priority", "low", "--", "true").ok().out
+    # For all of the time it is not paused, and with limits of one's own neither.
+    for more in (("--duty-cycle", "100"), ("--threads", "20"), ("--priority", "normal")):
+        answer = cli(*words, *more, "--", "true").ok()
+        assert "paused" not in answer.out
+        told = "tuned for 55 % of the time with cap 70 %, low priority: with other limits" in answer.err
+        assert told == ("--duty-cycle" not in more)
+
+
+@pytest.mark.usefixtures("web")
+def test_nothing_is_taken_from_the_tuning_of_another_job(cli: Cli) -> None:
+    """Its PID was given, and it is none of the jobs that are known."""
+    with process("import time; time.sleep(600)") as other:
+        for more in ((), ("--duty-cycle", "100")):
+            planned = cli("run", "--opportunistic", "--for", str(other), *more, "-n", "--", "true").ok()
+            assert "paused" not in planned.out
+            assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
+            assert "nothing was tuned" in planned.err
+
+
+def test_for_all_of_the_time_beside_a_job_outside_mps_is_said_to_protect_nothing(cli: Cli) -> None:
+    with process("import time; time.sleep(600)") as other:
+        words = ("run", "--opportunistic", "--for", str(other), "--duty-cycle", "100", "-n", "--", "true")
+        assert f"process {other} runs outside MPS: a cap cannot protect it" in cli(*words).ok().err
 
 
 def test_outside_mps_what_was_tuned_under_it_means_nothing(cli: Cli, world: World, works: int) -> None:
@@ -91,6 +136,7 @@ def test_outside_mps_what_was_tuned_under_it_means_nothing(cli: Cli, world: Worl
         (("--opportunistic", "--pause", "--duty-cycle", "50"), "bad_combination", 2, "--duty-cycle 50"),
         (("--opportunistic", "--duty-cycle", "0"), "bad_duty_cycle", 2, "--pause"),
         (("--opportunistic", "--duty-cycle", "101"), "bad_duty_cycle", 2, "--pause"),
+        (("--opportunistic", "--duty-cycle", "0.001%"), "bad_duty_cycle", 2, "--pause"),
         (("--opportunistic", "--duty-cycle", "half"), "bad_duty_cycle", 2, "--duty-cycle 50"),
         (("--opportunistic", "--duty-cycle", "0.5"), "bad_duty_cycle", 2, "--duty-cycle 50%"),
         (("--opportunistic", "--duty-cycle", "50"), "no_production", 6, "--production NAME"),

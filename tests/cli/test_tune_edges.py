@@ -97,7 +97,7 @@ def test_a_cap_on_production_that_was_found_is_told_and_kept(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell_memory_bound(monkeypatch)
-    found = cli("tune", *PAIR, *QUICK, "--name", "web", "--keep", "90.4%", "--caps", "90,80", output="json")
+    found = cli("tune", *PAIR, *QUICK, "--name", "web", "--keep", "90%", "--caps", "90,80", output="json")
     assert found.code == 0, found.err
     assert found.data["best"]["setting"] == "cap 80 %, low priority, production cap 96 %"
     assert found.data["best"]["production_threads_percent"] == 96.0
@@ -116,7 +116,7 @@ def test_a_cap_on_production_that_was_found_is_told_and_kept(
 def test_the_table_shows_a_cap_on_production_whole_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     tell_memory_bound(monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
-    out = cli("-o", "table", "tune", *PAIR, *QUICK, "--keep", "90.4%", "--caps", "90,80").ok().out
+    out = cli("-o", "table", "tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80").ok().out
     (chosen,) = (line for line in out.splitlines() if " 96 % " in line)
     assert chosen.startswith("cap 80 %, low priority ")
     assert chosen.split()[-2:] == ["yes", "yes"]
@@ -133,7 +133,7 @@ def test_caps_on_production_that_fail_are_told(cli: Cli, monkeypatch: pytest.Mon
         start(self, cap)
 
     monkeypatch.setattr(Pair, "start_production", refused)
-    found = cli("tune", *PAIR, *QUICK, "--keep", "90.4%", "--caps", "90,80", output="json")
+    found = cli("tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80", output="json")
     assert (found.code, found.data["best"]["setting"]) == (0, "cap 80 %, low priority")
     assert "caps on production were not tried to the end: the port is in use" in found.err
 

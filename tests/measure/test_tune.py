@@ -219,7 +219,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     tell_memory_bound(monkeypatch)
 
 
-BOUND = {"goal": Goal(keep=0.904), "grid": (90.0, 80.0)}
+BOUND = {"goal": Goal(keep=0.9), "grid": (90.0, 80.0)}
 
 
 @pytest.mark.usefixtures("bound")

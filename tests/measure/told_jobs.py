@@ -144,7 +144,7 @@ class MemoryBound(ToldSeveral):
             rate = self.starts[min(len(mine), len(self.starts)) - 1]
             mine[-1].listen(f"rate={rate * kept:.3f}", ToldSeveral.now)
         if other is not None:
-            other.listen(f"rate={100.0 if not mine else other.cap / 4 + 1.5 * spared:.3f}", ToldSeveral.now)
+            other.listen(f"rate={100.0 if not mine else other.cap / 4 + 1.5 * min(5.0, spared):.3f}", ToldSeveral.now)
 
 
 def tell_memory_bound(monkeypatch: pytest.MonkeyPatch) -> None:
