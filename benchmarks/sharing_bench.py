@@ -43,8 +43,8 @@ class Bench:
         """Return the command of a job."""
         if not self.pretend:
             return [sys.executable, "-m", "benchmarks.jobs", name, *words]
-        latency = ["--latency", "0.4"] if name == "infer" else []
-        return [sys.executable, "-m", "gpushare.sim.job", "--need", str(PRETENDED[name]), "--every", "0.02", *latency]
+        more = {"infer": ["--latency", "0.4"], "membw": ["--bandwidth", "90"]}.get(name, [])
+        return [sys.executable, "-m", "gpushare.sim.job", "--need", str(PRETENDED[name]), "--every", "0.02", *more]
 
     def metric(self, name: str) -> str | None:
         """Return what a job's rate is read from; None: its lines per second."""

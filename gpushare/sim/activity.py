@@ -13,6 +13,8 @@ from gpushare.units import MIB
 
 MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
 _RESERVED_MIB: Final = 512
+# DRAM bandwidth per SM utilisation of our large matmul on an H200.
+_DRAWN_BY_SMS: Final = 20 / 96
 
 
 class Resident(NamedTuple):
@@ -94,9 +96,29 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
     )
 
 
+def bandwidth(state: SimulatedHostState, target: Target) -> float:
+    """Return the share of the memory's bandwidth that is drawn, in percent (GPM): what jobs say, and what SMs imply."""
+    busy = utilization(state, target)
+    stated: list[SimulatedProcess] = []
+    if target.instance is None and not target.mig_enabled:
+        stated = drawing(state, target.gpu.uuid)
+    rest = max(0.0, busy - sum(one.sm_percent for one in stated))
+    return min(100.0, sum(one.bandwidth_percent or 0 for one in stated) + rest * _DRAWN_BY_SMS)
+
+
+def drawing(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
+    """Return the busy processes of a GPU of which it is known what they draw of the memory's bandwidth."""
+    at = now()
+    return [
+        one
+        for one in state.processes
+        if one.bandwidth_percent is not None and one.gpu_uuid == uuid and on_gpu(one) and is_busy(one, at)
+    ]
+
+
 def memory_bandwidth(busy: float) -> int:
     """Return memory utilisation in percent for an SM utilisation: 20 at 96, as our large matmul on an H200."""
-    return round(busy * 20 / 96)
+    return round(busy * _DRAWN_BY_SMS)
 
 
 def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]:

@@ -8,6 +8,8 @@ would reach there now. The model is simple on purpose, so that the right answer 
   would reach alone. All clients of one MPS server are one such context.
 - MPS: clients run at the same time. A client gets its need, or its thread cap if that is less; when together they want
   more than 100 percent, each is slowed by the same factor (and by ``--contention`` percent on top).
+- ``--bandwidth``: what its full rate draws of the memory's bandwidth. Where clients together want more than all of it, each
+  that draws is slowed by the same factor, whatever its cap; a cap below its need lets it draw less.
 - A MIG instance has its share of the SMs, and nobody slows it from outside.
 """
 
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=None, help="end after so long")
     parser.add_argument("--work", type=float, default=None, help="end after so many units of work")
     parser.add_argument("--footprint", default=None, help="device memory: 1G")
+    parser.add_argument("--bandwidth", type=float, default=None, help="percent of the memory's bandwidth that it draws")
     parser.add_argument("--contention", type=float, default=0.0, help="percent lost when clients want too much")
     parser.add_argument("--noise", type=float, default=0.5, help="percent by which the rate scatters")
     parser.add_argument("--every", type=float, default=0.05, help="seconds between two lines")
@@ -115,6 +118,9 @@ def speed_of(
         load = sum(one.sm_percent for one in busy if one.mps_server == process.mps_server)
         if load > 100:
             squeeze = 100 / load * (1 - contention / 100)
+        if process.bandwidth_percent is not None:
+            draws = [one for one in activity.drawing(state, process.gpu_uuid) if one.mps_server == process.mps_server]
+            squeeze = min(squeeze, 100 / max(100, sum(one.bandwidth_percent or 0 for one in draws)))
     return mine / want * squeeze / max(1, turns)
 
 
@@ -162,6 +168,9 @@ def _settle_in(state: SimulatedHostState, process: SimulatedProcess, options: ar
     capacity = _capacity(state, process)
     allowed = capacity * (process.threads or 100.0) / 100
     process.sm_percent = max(1, round(100 * min(options.need * options.streams, allowed) / capacity))
+    if options.bandwidth is not None:
+        part = min(1.0, allowed / (options.need * options.streams))
+        process.bandwidth_percent = round(min(100.0, options.bandwidth * options.streams * part))
     if options.footprint is None:
         return True
     size = parse_memory_limit(options.footprint) * options.streams

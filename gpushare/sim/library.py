@@ -51,7 +51,7 @@ class SimulatedLibrary:
         self.file: Final = file
         self.calls: Final[Counter[str]] = Counter()
         # Samples of nvmlGpmSampleAlloc by pointer value: the utilisation in percent that they saw.
-        self.samples: Final[dict[int, float | None]] = {}
+        self.samples: Final[dict[int, tuple[float, float] | None]] = {}
         self.references = 0
         self._state: SimulatedHostState | None = None
         self._stamp: tuple[int, int, int] | None = None

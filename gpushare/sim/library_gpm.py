@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 _SUPPORTED_ARCHITECTURES: Final = frozenset({"hopper", "blackwell"})
 _METRICS_GET_VERSION: Final = 1
-# Metric by id as a share of the utilisation, from a large matmul on our H200: SM 96, occupancy 17, DRAM 20.
-# 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY, 10 DRAM_BW_UTIL.
-_METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96, 10: 20 / 96}
+# Metric by id as a share of the utilisation, from a large matmul on our H200: SM 96, occupancy 17.
+# 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY; and 10 DRAM_BW_UTIL.
+_METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96}
+_BANDWIDTH: Final = 10
 
 
 @entry_point("nvmlGpmQueryDeviceSupport", on=On.DEVICE)
@@ -84,7 +85,8 @@ def _take(library: SimulatedLibrary, target: Target, sample: Any) -> None:
     pointer = pointer_value(sample)
     if pointer not in library.samples:
         raise Refused(Code.INVALID_ARGUMENT)
-    library.samples[pointer] = activity.utilization(library.state, target)
+    state = library.state
+    library.samples[pointer] = (activity.utilization(state, target), activity.bandwidth(state, target))
 
 
 @entry_point("nvmlGpmMetricsGet")
@@ -96,9 +98,9 @@ def _metrics(library: SimulatedLibrary, argument: Any) -> None:
     if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
         raise Refused(Code.INVALID_ARGUMENT)
     # GPM integrates over the time between two samples; between these, the load is taken as linear.
-    busy = (first + second) / 2
+    busy, drawn = ((one + other) / 2 for one, other in zip(first, second, strict=True))
+    values = {_BANDWIDTH: drawn, **{metric: busy * share for metric, share in _METRICS.items()}}
     for index in range(struct.numMetrics):
         metric = struct.metrics[index]
-        share = _METRICS.get(metric.metricId)
-        metric.nvmlReturn = Code.NOT_SUPPORTED if share is None else Code.SUCCESS
-        metric.value = 0.0 if share is None else busy * share
+        metric.nvmlReturn = Code.SUCCESS if metric.metricId in values else Code.NOT_SUPPORTED
+        metric.value = values.get(metric.metricId, 0.0)

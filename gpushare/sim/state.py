@@ -96,6 +96,8 @@ class SimulatedProcess:
     environment: dict[str, str] = field(default_factory=dict)
     memory_bytes: int = 0
     sm_percent: int = 0
+    # Percent of the memory's bandwidth that it draws; None: what its work on the SMs draws, see `activity.bandwidth`.
+    bandwidth_percent: int | None = None
     # Work launched ahead: how long the GPU is still busy after the process stops launching (seconds).
     queue_seconds: float = 0.0
     graphics: bool = False

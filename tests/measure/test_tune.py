@@ -363,6 +363,25 @@ def test_real_processes_are_measured_and_ended(host: Host) -> None:
     assert not host.nvml.processes(0)
 
 
+def test_real_processes_that_compete_for_the_memory_get_a_part_of_the_time(host: Host) -> None:
+    production, other = job(60, "--bandwidth", "90"), job(20, "--bandwidth", "60")
+    given = options(production, other, goal=Goal(keep=0.8), grid=(60.0,), production_caps=())
+    result = tune(host, device_of(host), given, TuneReporter())
+    assert result.warning is not None
+    assert "draws 90 % of the memory bandwidth" in result.warning
+    parts = [one.trial for one in result.trials if one.trial.setting.duty_percent is not None]
+    whole = [one.trial for one in result.trials if one.trial.setting.duty_percent is None]
+    assert parts
+    assert whole
+    # Together they want 150 percent of what there is.
+    assert all(one.kept == pytest.approx(2 / 3, abs=0.05) for one in whole)
+    for one in parts:
+        assert one.kept > 0.7
+        assert one.opportunistic is not None
+        assert one.opportunistic < 0.9 * (whole[0].opportunistic or 0.0)
+    assert not host.processes.named("nvidia-cuda-mps-control")
+
+
 @pytest.mark.usefixtures("told")
 def test_time_slicing_is_measured_by_the_same_windows(host: Host) -> None:
     device = device_of(host)

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from gpushare.host.connect import connect
-from gpushare.sim import admin
-from gpushare.sim.job import speed_of
+from gpushare.sim import activity, admin
+from gpushare.sim.job import _target, speed_of
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
 
 SPEC = "sim:h200"
@@ -77,6 +77,19 @@ def test_one_outside_takes_turns_with_all_clients_together(state: SimulatedHostS
     outside = job(state, 40)
     assert speed_of(state, outside, 40) == 0.5
     assert speed_of(state, clients[0], 40) == 0.5
+
+
+def test_who_draws_the_memory_is_slowed_by_the_others_that_do(state: SimulatedHostState) -> None:
+    one, other, third = (job(state, 20, server=9) for _ in range(3))
+    one.bandwidth_percent, other.bandwidth_percent = 90, 60
+    assert [speed_of(state, each, 20) for each in (one, other)] == [pytest.approx(100 / 150)] * 2
+    # It draws nothing of note.
+    assert speed_of(state, third, 20) == 1.0
+    other.stopped_at = 1.0
+    assert speed_of(state, one, 20) == 1.0
+    assert activity.bandwidth(state, _target(state, one)) == pytest.approx(90 + 20 * 20 / 96)
+    one.stopped_at = 1.0
+    assert activity.bandwidth(state, _target(state, one)) == pytest.approx(20 * 20 / 96)
 
 
 def test_streams_need_as_much_again(state: SimulatedHostState) -> None:
