@@ -14,10 +14,10 @@ from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids
 from gpushare.actions.run_environment import without_own_limits
 from gpushare.actions.share import MpsShare, open_mps_share
-from gpushare.errors import GpushareError, InUse, NotFound
+from gpushare.errors import BadUsage, GpushareError, InUse, NotFound
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.production import Production, find_production, lives, productions, write_production
-from gpushare.host.tuned import Tuned, find_tuned
+from gpushare.host.tuned import Tuned, check_job_name, find_tuned
 from gpushare.model import Priority
 from gpushare.units import MIB, format_bytes
 
@@ -139,6 +139,7 @@ def spared_process(host: Host, device: Device, beside: str | None) -> SparedProc
 
     Raises:
         NotFound: there is no process of this PID; or as `find_spared`.
+        BadUsage: the job of this name runs on another device.
     """
     if beside is not None and beside.isdecimal():
         info = host.processes.describe(int(beside))
@@ -149,6 +150,12 @@ def spared_process(host: Host, device: Device, beside: str | None) -> SparedProc
         production = find_spared(host, device, beside)
         if production is None or not lives(host, production):
             return None
+        if production.device_uuid != device.uuid:
+            raise BadUsage(
+                f"'{production.name}' runs on another device than {device.title}: {production.device_uuid}",
+                f"run this job there: -g {production.device_uuid}; or name no job: --opportunistic alone",
+                code="other_device",
+            )
         name = production.name
         pid, started, title = production.pid, production.started_at, f"'{name}'"
     return SparedProcess(pid=pid, started_at=started, title=title, name=name, under_mps=_under_mps(host, device, pid))
@@ -193,6 +200,7 @@ def find_spared(host: Host, device: Device, beside: str | None) -> Production | 
 
     Raises:
         NotFound: neither a job nor a tuning of this name is known.
+        BadUsage: it is no name of a job.
     """
     living = [] if beside is not None and not beside.isdecimal() else living_productions(host, device)
     if beside is None:
@@ -200,7 +208,7 @@ def find_spared(host: Host, device: Device, beside: str | None) -> Production | 
     if beside.isdecimal():
         # It may be a process of anybody, of which nothing is known.
         return next((one for one in living if one.pid == int(beside)), None)
-    found = find_production(host, beside)
+    found = find_production(host, check_job_name(beside))
     if found is None and find_tuned(host, beside) is None:
         raise NotFound(
             f"no production job '{beside}' is known, running or tuned",
@@ -274,9 +282,9 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
     return [*notes, *production_cap_note(tuned)]
 
 
-def production_cap_note(tuned: Tuned | None) -> list[str]:
-    """Return how the production job has to be started where it was tuned under a cap of its own."""
-    if tuned is None or tuned.production_threads_percent is None:
+def production_cap_note(tuned: Tuned | None, given: float | None = None) -> list[str]:
+    """Return how the production job has to be started where it was tuned under another cap than the given one."""
+    if tuned is None or tuned.production_threads_percent in {None, given}:
         return []
     cap = f"{tuned.production_threads_percent:g}"
     return [f"tuned with production capped at {cap} %: gpushare run --production {tuned.name} --threads {cap} -- CMD"]

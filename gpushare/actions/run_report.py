@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING
 
 from gpushare.actions.attachment import Attachment
+from gpushare.actions.pause import PausingWatch
 from gpushare.actions.run import Reporter
 from gpushare.errors import GpushareError
 from gpushare.host.mps import find_daemons
@@ -26,6 +27,8 @@ class RunReport(Reporter):
 
     def attached(self, watch: Watch, pid: int) -> None:
         """Say that a process is a client, and under which limits."""
+        # Whoever is paused from time to time is a client as well.
+        watch = watch.inner if isinstance(watch, PausingWatch) else watch
         client = _client(watch, pid) if isinstance(watch, Attachment) else None
         if client is None:
             self._say(f"process {pid} was attached to MPS on {self._device.title}")

@@ -35,7 +35,7 @@ def _production(host: Host, device: Device, command: Sequence[str], options: Run
     from gpushare.host.tuned import check_job_name, find_tuned
 
     check_job_name(name)
-    for text in production_cap_note(find_tuned(host, name)) if options.limits.threads_percent is None else ():
+    for text in production_cap_note(find_tuned(host, name), options.limits.threads_percent):
         note(text)
     if settings.dry_run:
         return planned(host, device, list(command), options.limits)
@@ -92,9 +92,10 @@ def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
             "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
             code="no_production",
         )
+    name = roles.beside or "production"
     return NotFound(
-        f"'{roles.beside}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
-        f"start it: gpushare run --production {roles.beside} -- CMD; or for all of the time: --duty-cycle 100",
+        f"'{name}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
+        f"start it: gpushare run --production {name} -- CMD; or for all of the time: --duty-cycle 100",
         code="no_production",
     )
 
@@ -147,7 +148,7 @@ def _paused(
             note(text)
     elif limits != type(limits)():
         note("outside MPS there are no limits: --threads, --memory and --priority are left out")
-    for text in () if roles.duty is None else (NOT_PROTECTED, DUTY_COSTS):
+    for text in (*([NOT_PROTECTED] if process.under_mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
         note(text)
     if settings.dry_run:
         when = when.replace(" it ", f" {process.title} ")

@@ -22,6 +22,7 @@ _MUCH_SPREAD: Final = 0.05
 
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found and return it as the command's result; nothing is kept of a search that was ended early."""
+    from gpushare.actions.roles import DUTY_COSTS
     from gpushare.cli.measured import others_note
     from gpushare.host.tuned import keep_tuned
     from gpushare.show.tune import tune_result
@@ -36,6 +37,8 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     if tuned is not None:
         data["file"] = str(keep_tuned(host, tuned))
         notes.append(f"apply it: gpushare run --opportunistic --for {name} -- {options.opportunistic[0]} ...")
+        if tuned.duty_percent is not None:
+            notes.append(f"it is stopped for {100 - tuned.duty_percent:g} % of the time then; {DUTY_COSTS}")
         if tuned.production_threads_percent is not None:
             notes.append(
                 f"with production capped: gpushare run --production {name} --threads {tuned.production_threads_percent:g} -- ..."

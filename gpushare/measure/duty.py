@@ -22,8 +22,9 @@ MOST_DUTIES: Final = 4
 _LEAST_POWER: Final = 0.3
 _MOST_POWER: Final = 4.0
 _NO_LOSS: Final = 1e-3
-# Two that lie nearer to each other tell no power.
+# Two that lie nearer to each other tell no power, unless their losses differ by so many errors.
 _APART_PERCENT: Final = 80.0
+_SURE_ERRORS: Final = 3.0
 
 
 def next_duty(goal: Goal, judged: Sequence[Judged], beaten: float | None) -> Setting | None:
@@ -49,13 +50,21 @@ def _duty(goal: Goal, whole: Judged, parts: Sequence[Judged]) -> float | None:
     if room <= 0:
         return None
     nearest = min([whole, *parts], key=lambda one: abs(_loss(one) - room))
-    power = 1.0
-    if _percent(nearest) <= _APART_PERCENT:
-        power = math.log(_loss(whole) / _loss(nearest)) / math.log(100 / _percent(nearest))
-        power = min(max(power, _LEAST_POWER), _MOST_POWER)
-    duty = _percent(nearest) * (room / _loss(nearest)) ** (1 / power)
-    duty = math.floor(min(duty, high - 1))
-    return float(duty) if duty > low and duty >= LEAST_DUTY else None
+    duty = _percent(nearest) * (room / _loss(nearest)) ** (1 / _power(whole, nearest))
+    # A step that changes less than the error of a measurement tells nothing.
+    step = max(1.0, 100 * whole.error / _loss(whole))
+    duty = math.floor(min(duty, high - step))
+    return float(duty) if duty >= low + step and duty >= LEAST_DUTY else None
+
+
+def _power(whole: Judged, part: Judged) -> float:
+    """Return with which power of the time the loss grows, as far as two measurements tell: 1 where they do not."""
+    sure = _SURE_ERRORS * math.hypot(whole.error, part.error)
+    near = _percent(part) > _APART_PERCENT and abs(_loss(whole) - _loss(part)) <= sure
+    if part is whole or near:
+        return 1.0
+    power = math.log(_loss(whole) / _loss(part)) / math.log(100 / _percent(part))
+    return min(max(power, _LEAST_POWER), _MOST_POWER)
 
 
 def _percent(one: Judged) -> float:

@@ -1,7 +1,8 @@
 """A program for a simulated GPU whose speed is known: ``python -m gpushare.sim.job --need 40 --rate 100``.
 
-It runs on the simulated host that started it (``GPUSHARE_SIM_HOST``) and prints ``rate=NUMBER`` again and again: what it
-would reach there now. The model is simple on purpose, so that the right answer can be worked out by hand:
+It runs on the simulated host that started it (``GPUSHARE_SIM_HOST``) and prints ``rate=NUMBER`` again and again
+(``--metric 'rate=([0-9.]+)'``; its lines per second are always the same): what it would reach there now. The model is
+simple on purpose, so that the right answer can be worked out by hand:
 
 - It needs ``--need`` percent of the GPU to run at its full ``--rate``; a stream more needs as much again.
 - Time-slicing: who has a context gets the whole GPU, one after the other. With k contexts each runs at 1/k of what it

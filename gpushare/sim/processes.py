@@ -135,19 +135,23 @@ class SimulatedProcesses:
         """
         from gpushare.sim import clients
 
+        # What goes on looks at once whether it runs here too.
+        later = signal == signals.SIGCONT and pid < FIRST_SIMULATED_PID
         with changing(self._state_file) as (state, lines):
             daemon, server, process = _find(state, pid)
             if pid >= FIRST_SIMULATED_PID:
                 _check(state, pid, signal, process or server or daemon)
             else:
                 # First the real one: when it is refused, nothing changed.
-                self._local.send(pid, signal)
+                self._local.send(pid, 0 if later else signal)
             if process is not None:
                 lines += signal_process(state, process, signal)
             elif server is not None and daemon is not None and _kills(signal):
                 lines += clients.drop_server(state, daemon, server)
             elif daemon is not None:
                 lines += _signal_daemon(state, daemon, signal)
+        if later:
+            self._local.send(pid, signal)
 
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.host.production import find_production, write_production
 from gpushare.host.tuned import find_tuned, keep_tuned
 from tests.cli.drive import Answer, Started, World, alive, until
-from tests.cli.test_run_roles import LOOP, TUNED, program_of, recorded
+from tests.cli.test_run_roles import LOOP, TUNED, peak, program_of, recorded
 from tests.measure.told_jobs import tell_memory_bound
 
 Cli = Callable[..., Answer]
@@ -172,6 +173,7 @@ def test_one_that_was_found_is_shown_and_kept(cli: Cli, world: World, monkeypatc
     best = found.data["best"]
     assert best["setting"] == f"cap 80 %, low priority, duty cycle {best['duty_percent']:g} %"
     assert {one["duty_percent"] for one in found.data["trials"]} == {None, best["duty_percent"]}
+    assert f"it is stopped for {100 - best['duty_percent']:g} % of the time then; a duty cycle costs" in found.err
     kept = find_tuned(world.host, "web")
     assert kept is not None
     assert kept.duty_percent == best["duty_percent"]
@@ -180,3 +182,47 @@ def test_one_that_was_found_is_shown_and_kept(cli: Cli, world: World, monkeypatc
     (chosen,) = (line for line in out.splitlines() if f" {best['duty_percent']:g} % " in line and "yes" in line)
     assert chosen.startswith("cap 80 %, low priority ")
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_stopped_from_time_to_time_is_proved_to_be_a_client(real: Callable[..., Started], world: World) -> None:
+    """With the limits that the daemon has of it."""
+    assert world.host.nvml.count() == 1
+    production = real("run", "--production", "web", "--grace", "1", "--", sys.executable, "-c", LOOP)
+    until(lambda: peak(world) is not None, "production is known")
+    words = ("run", "--opportunistic", "--for", "web", "--duty-cycle", "50", "--threads", "70", "--grace", "1")
+    other = real(*words, "--", sys.executable, "-c", LOOP)
+    until(lambda: program_of(world), "it stands still")
+    until(lambda: program_of(world) is None, "it goes on")
+    until(lambda: len(world.state.processes) >= 2, "both are on the GPU")
+    for started in (other, production):
+        started.signal(signal.SIGTERM)
+        assert started.result().code == 128 + signal.SIGTERM
+    said = other.result().err
+    assert "is attached to MPS server" in said
+    assert "(threads 70 %" in said
+
+
+def test_beside_a_job_on_another_gpu_it_is_refused(refused: Callable[..., str], world: World, works: int) -> None:
+    """It would be stopped for a job that it does not touch."""
+    recorded(world, works)
+    info = find_production(world.host, "web")
+    assert info is not None
+    write_production(world.host, replace(info, device_uuid="GPU-other"))
+    text = refused("run", "--opportunistic", "--for", "web", "-n", "--", "true", code="other_device", exit_code=2)
+    assert "'web' runs on another device than GPU 0: GPU-other" in text
+    assert "-g GPU-other" in text
+
+
+def test_production_with_another_cap_than_the_tuned_one_is_told(cli: Cli, world: World) -> None:
+    keep_tuned(world.host, replace(FOUND, production_threads_percent=96.0))
+    for more, told in (((), True), (("--threads", "50"), True), (("--threads", "96"), False)):
+        answer = cli("run", "--production", "web", *more, "-n", "--", "true").ok()
+        assert ("tuned with production capped at 96 %" in answer.err) is told
+
+
+def test_outside_mps_nothing_is_said_of_caps(cli: Cli) -> None:
+    with process("import time; time.sleep(600)") as other:
+        words = ("run", "--opportunistic", "--for", str(other), "--duty-cycle", "50", "-n", "--", "true")
+        err = cli(*words).ok().err
+    assert "a duty cycle costs production's p99" in err
+    assert "(MPS)" not in err
