@@ -207,13 +207,19 @@ def _rest(search: Search) -> dict[float, Setting]:
 
 
 def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
-    """Return the settings in which production is capped too and the other keeps its best cap, by what is left to it."""
+    """Return the settings in which production is capped too and the other keeps its best cap, by what is left to it.
+
+    None where two of them gave the other no more than it has anyway: production starts anew for each.
+    """
     best = _best_on_the_grid(search, judged)
-    return {
+    line = {
         100.0 - cap: Setting(threads=best.setting.threads, low=best.setting.low, production_threads=cap)
         for cap in sorted(search.spared, reverse=True)
         if best is not None and 0 < cap < 100
     }
+    gave = [one.opportunistic for one in judged if one.setting in line.values() and one.opportunistic is not None]
+    in_vain = best is not None and len(gave) > 1 and max(gave) <= _FASTER * (best.opportunistic or 0.0)
+    return {} if in_vain else line
 
 
 def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:

@@ -470,6 +470,17 @@ def test_beside_the_best_cap_the_smallest_cap_on_production_that_it_can_bear_is_
     assert len(capped) <= 5
 
 
+def test_caps_on_production_that_leave_the_other_no_more_are_given_up() -> None:
+    def pair(setting: Setting) -> Trial:
+        return Trial(setting=setting, kept=1.0 if setting.threads <= 60 else 0.5, opportunistic=setting.threads)
+
+    _, trials = searched(replace(SEARCH, spared=SPARED), pair)
+    assert [one.setting.production_threads for one in trials if one.setting.production_threads is not None] == [
+        94.0,
+        90.0,
+    ]
+
+
 def test_of_equal_caps_on_production_the_larger_one_is_better_and_the_curve_is_in_order() -> None:
     caps = (94.0, 98.0, 90.0)
     trials = [ran(80.0, 0.95, opportunistic=20.0)]
