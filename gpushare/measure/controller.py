@@ -141,22 +141,29 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
     )
 
 
-def memory_warning(dram_alone: float | None, dram_production: float | None) -> str | None:
+def memory_warning(
+    dram_alone: float | None, dram_production: float | None, duty_percent: float | None = None
+) -> str | None:
     """Return the warning where the memory's bandwidth is what both compete for; percent, by GPM.
 
-    ``dram_alone`` is the opportunistic job's without the other, ``dram_production`` the production job's.
+    ``dram_alone`` is the opportunistic job's without the other, ``dram_production`` the production job's;
+    ``duty_percent`` the part of the time that was found for the former.
     """
     if dram_alone is not None and dram_alone >= DRAM_FULL_PERCENT:
-        return (
-            f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth: no thread cap protects a job"
-            " that needs it too; pause it while production works (run --opportunistic --pause), or use MIG"
-        )
-    if dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
-        return (
-            f"the production job alone draws {dram_production:.0f} % of the memory bandwidth: whatever the other reads is"
-            " taken from it; pause the other while it works, or use MIG"
-        )
-    return None
+        what = f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth"
+        why = "no thread cap protects a job that needs it too"
+        advice = "pause it while production works (run --opportunistic --pause), or use MIG"
+        given = "it runs"
+    elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
+        what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
+        why = "whatever the other reads is taken from it"
+        advice = "pause the other while it works, or use MIG"
+        given = "the other runs"
+    else:
+        return None
+    if duty_percent is not None:
+        advice = f"so {given} for {duty_percent:g} % of the time; a pause (--pause) or MIG protects it better"
+    return f"{what}: {why}; {advice}"
 
 
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:

@@ -124,8 +124,10 @@ class Tuning:
                 raise
             stopped = error
         alone = rates(self._alone)
+        found = outcome(self._search(), [one.trial for one in reports])
+        duty = None if found.best is None else found.best.setting.duty_percent
         return TuneResult(
-            outcome=outcome(self._search(), [one.trial for one in reports]),
+            outcome=found,
             trials=tuple(reports),
             production_alone=_mean(alone) if alone else None,
             production_spread=deviation(alone) / _mean(alone) if len(alone) > 1 else None,
@@ -133,7 +135,7 @@ class Tuning:
             opportunistic_alone=self._other_alone,
             production_memory_bytes=self._pair.memory,
             opportunistic_memory_bytes=other_memory,
-            warning=memory_warning(self._other_dram, self._dram()),
+            warning=memory_warning(self._other_dram, self._dram(), duty),
             seconds=time.monotonic() - started,
             stopped=stopped,
             given_up=self._given_up,

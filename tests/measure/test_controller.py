@@ -697,3 +697,10 @@ def test_of_equals_the_one_for_all_of_the_time_is_better() -> None:
         part,
         Setting(threads=60.0),
     ]
+
+
+def test_the_warning_of_the_memory_says_what_a_duty_cycle_does() -> None:
+    for drawn, who in (((92.0, 20.0), "so it runs"), ((20.0, 90.0), "so the other runs")):
+        assert f"{who} for 40 % of the time" in (memory_warning(*drawn, 40.0) or "")
+        assert "% of the time" not in (memory_warning(*drawn) or "")
+    assert memory_warning(20.0, 20.0, 40.0) is None
