@@ -75,6 +75,11 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
         assert row(name, f"{one['gain']:.2f}x", *(f"{one['means'][way]:.0f}" for way in one["means"]))
     one = results["pause"]
     assert row(one["pair"], f"{one['kept']:.2f}", f"{one['opportunistic']:.2f}")
+    # Beneath the tables: jobs as they were.
+    text = " ".join(Path(__file__).parents[1].joinpath("README.md").read_text().replace("`", "").split())
+    for one in results.get("earlier", {}).values():
+        low, high = one["kept_interval"]
+        assert f"kept {one['kept']:.2f} ({low:.2f}-{high:.2f}) beside {one['opportunistic']:.2f} of" in text
 
 
 def test_the_table_judges_by_the_goals() -> None:

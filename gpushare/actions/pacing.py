@@ -48,8 +48,7 @@ class DutyPacer(Pacer):
 
     def may_run(self, at: float, *, active: bool) -> bool:
         """Return whether the opportunistic job may run at a time (seconds of a clock that only rises)."""
-        quiet = super().may_run(at, active=active)
-        return quiet or at % DUTY_SECONDS >= (1 - self.percent / 100) * DUTY_SECONDS
+        return not active or at % DUTY_SECONDS >= (1 - self.percent / 100) * DUTY_SECONDS
 
 
 @dataclass

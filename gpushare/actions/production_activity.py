@@ -2,8 +2,8 @@
 
 That production works is seen by its own CPU time: within 30 ms (a process that launches kernels or waits for them spins),
 or within half a second for a service with short requests, whose share of a core is small. One that waits without the CPU
-is seen by NVML's per-process utilisation (up to a second late; under MPS see `unseen_work`). GPU wide numbers cannot tell the two
-jobs apart. A production job that is busy on the CPU alone pauses the other too: on the safe side.
+is seen by NVML's per-process utilisation (up to a second late; under MPS see `unseen_work`). GPU wide numbers cannot tell
+the two jobs apart. A production job that is busy on the CPU alone pauses the other too: on the safe side.
 """
 
 from __future__ import annotations

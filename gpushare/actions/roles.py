@@ -202,12 +202,12 @@ def find_spared(host: Host, device: Device, beside: str | None) -> Production | 
         NotFound: neither a job nor a tuning of this name is known.
         BadUsage: it is no name of a job.
     """
-    living = [] if beside is not None and not beside.isdecimal() else living_productions(host, device)
     if beside is None:
+        living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
     if beside.isdecimal():
         # It may be a process of anybody, of which nothing is known.
-        return next((one for one in living if one.pid == int(beside)), None)
+        return next((one for one in living_productions(host, device) if one.pid == int(beside)), None)
     found = find_production(host, check_job_name(beside))
     if found is None and find_tuned(host, beside) is None:
         raise NotFound(
@@ -224,7 +224,10 @@ def tuned_beside(host: Host, device: Device, beside: str | None) -> Tuned | None
     Raises:
         NotFound: as `find_spared`.
     """
-    production = find_spared(host, device, beside)
+    return _tuned_for(host, find_spared(host, device, beside), beside)
+
+
+def _tuned_for(host: Host, production: Production | None, beside: str | None) -> Tuned | None:
     name = beside if production is None else production.name
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
@@ -237,7 +240,7 @@ def spare(host: Host, device: Device, given: MpsLimits, beside: str | None) -> S
         InUse: the production job's peak leaves no memory.
     """
     production = find_spared(host, device, beside)
-    tuned = tuned_beside(host, device, beside)
+    tuned = _tuned_for(host, production, beside)
     living = living_productions(host, device)
     notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
     if beside is None and len(living) > 1:

@@ -19,6 +19,23 @@ if TYPE_CHECKING:
 _NONE: Final = object()
 
 
+def percentage(option: str, text: str, *, example: str, hint: str, code: str) -> float:
+    """Return a part of something in percent, as typed: ``97%`` or ``97``.
+
+    Raises:
+        BadUsage: it is not from 0.1 to 100, or may as well be a share: ``0.97``.
+    """
+    from gpushare.units import parse_thread_percentage
+
+    try:
+        percent = parse_thread_percentage(text)
+    except BadUsage:
+        raise BadUsage(f"{option} '{text[:40]}' is not a percentage from 0.1 to 100", hint, code=code) from None
+    if percent <= 1 and "%" not in text:
+        raise BadUsage(f"{option} {text} may be a share or a percentage", f"say which: {example}", code=code)
+    return percent
+
+
 class Limits:
     """Limits as typed: one value for all devices, or one per GPU (``0=4G,1=8G``).
 

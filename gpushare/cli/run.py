@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, note, settings
-from gpushare.cli.run_words import Farming, Roles, check_combination, parse_duty_cycle
+from gpushare.cli.run_words import Farming, Roles, check_combination
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run(
     given; a copy whose memory would not fit waits. A failed copy leaves the others alone.
     """
     from gpushare.actions.mps_limits import MpsLimits
-    from gpushare.cli.limits import priority_of
+    from gpushare.cli.limits import percentage, priority_of
     from gpushare.selection import select_one
     from gpushare.units import parse_memory_limit, parse_seconds, parse_thread_percentage
 
@@ -142,7 +142,10 @@ def run(
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
-    duty = None if duty_cycle is None else parse_duty_cycle(duty_cycle)
+    hint = "give --duty-cycle 50; for none of the time while production works: --pause"
+    duty = None
+    if duty_cycle is not None:
+        duty = percentage("--duty-cycle", duty_cycle, example="--duty-cycle 50%", hint=hint, code="bad_duty_cycle")
     roles = Roles(production=production, opportunistic=opportunistic, beside=beside, pause=pause, duty=duty)
     farming = Farming(copies=copies, logs=logs, restart=restart, stall=stall, bench=bench)
     check_combination(roles, farming, mig=mig, strict=strict)

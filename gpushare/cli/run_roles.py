@@ -135,8 +135,7 @@ def _paused(
         note(
             f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job stands still while it works"
         )
-    when = "while it works" if roles.duty is None else f"for {100 - roles.duty:g} % of the time while it runs"
-    note(f"opportunistic beside {process.title}: paused {how} {when}; its memory stays on the GPU")
+    note(f"opportunistic beside {process.title}: paused {how} {_when(roles, 'it')}; its memory stays on the GPU")
     recorder = None
     if process.under_mps:
         from gpushare.actions.roles import spare
@@ -151,7 +150,7 @@ def _paused(
     for text in (*([NOT_PROTECTED] if process.under_mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
         note(text)
     if settings.dry_run:
-        when = when.replace(" it ", f" {process.title} ")
+        when = _when(roles, process.title)
         if process.under_mps:
             return planned(host, device, list(command), limits, f", paused {when}")
         return _planned_pause(host, device, command, when)
@@ -166,6 +165,11 @@ def _paused(
 
         report = InstanceReport(device, sys.stderr, quiet=settings.quiet)
     return run_in(host, share, command, replace(options, limits=limits), report)
+
+
+def _when(roles: Roles, who: str) -> str:
+    """Return when an opportunistic job is paused, with ``who`` for the production job."""
+    return f"while {who} works" if roles.duty is None else f"for {100 - roles.duty:g} % of the time while {who} runs"
 
 
 def _recorder(host: Host, device: Device) -> ActivityRecorder | None:

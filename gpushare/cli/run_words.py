@@ -35,28 +35,6 @@ class Farming:
     bench: str | None
 
 
-def parse_duty_cycle(text: str) -> float:
-    """Return a duty cycle in percent.
-
-    Raises:
-        BadUsage: it is not from 0.1 to 100, or may be a share.
-    """
-    from gpushare.units import parse_thread_percentage
-
-    try:
-        percent = parse_thread_percentage(text)
-    except BadUsage:
-        hint = "give --duty-cycle 50; for none of the time while production works: --pause"
-        raise BadUsage(
-            f"--duty-cycle '{text[:40]}' is not a percentage from 0.1 to 100", hint, code="bad_duty_cycle"
-        ) from None
-    if percent <= 1 and "%" not in text:
-        raise BadUsage(
-            f"--duty-cycle {text} may be a share or a percentage", "say which: --duty-cycle 50%", code="bad_duty_cycle"
-        )
-    return percent
-
-
 def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict: bool) -> None:
     """Raise unless the options go together.
 

@@ -195,19 +195,9 @@ def words_of(option: str, command: str) -> list[str]:
 
 
 def _keep(text: str) -> float:
-    from gpushare.units import parse_thread_percentage
+    from gpushare.cli.limits import percentage
 
-    try:
-        percent = parse_thread_percentage(text)
-        if percent <= 1 and "%" not in text:
-            raise BadUsage(f"--keep {text} may be a share or a percentage", "say which: --keep 97%", code="bad_keep")
-        return percent / 100
-    except BadUsage as error:
-        if error.code == "bad_keep":
-            raise
-        raise BadUsage(
-            f"--keep '{text}' is not a percentage above 0 and up to 100", "give one: --keep 97%", code="bad_keep"
-        ) from None
+    return percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep") / 100
 
 
 def _factor(text: str) -> float:
