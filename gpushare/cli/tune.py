@@ -64,7 +64,11 @@ def tune(
     ] = None,
     caps: Annotated[
         str | None,
-        typer.Option("--caps", metavar="LIST", help="Caps to choose from. [default: 100,95,90 and so on to 10]"),
+        typer.Option(
+            "--caps",
+            metavar="LIST",
+            help="Caps to choose from. [default: 100,95,90 and so on to 10, and between two where the larger gives much more]",
+        ),
     ] = None,
     window: Annotated[
         str, typer.Option("--window", metavar="TIME", help="Length of one window of measuring.")
@@ -120,13 +124,14 @@ def tune(
 
 
 def _search(keep: str, p99: str | None, caps: str | None, production_caps: str | None) -> Search:
-    from gpushare.measure.controller import GRID, Search
+    from gpushare.measure.controller import FINE, GRID, Search
     from gpushare.measure.trials import Goal, Setting
 
     grid = _percentages("--caps", caps, "80,60,40") or GRID
     return Search(
         goal=Goal(keep=_keep(keep), p99_factor=None if p99 is None else _factor(p99)),
         grid=grid,
+        fine=FINE if caps is None else (),
         start=Setting(threads=min(grid, key=lambda cap: abs(cap - 60.0))),
         production_caps=_production_caps(production_caps),
     )

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.measure.duty import next_duty
 from gpushare.measure.trials import Goal, Judged, Setting, Trial, judge
 
 GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
+# Tried between two of the grid only where the larger one gives much more. The 132 SMs of an H200 are given by twos: no
+# step below 1 percent makes a difference.
+FINE: Final = tuple(float(threads) for threads in range(100, 5, -1))
 # Caps on a production job that the memory's bandwidth bounds: half of the SMs draw all of it, and the other gets the rest.
 SPARED: Final = (99.0, 98.0, 96.0, 94.0, 92.0, 90.0, 85.0, 80.0)
 # Runs of one setting that are believed, and the most that are made of it.
@@ -34,7 +37,7 @@ START: Final = Setting(threads=60.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How to search.
+    """How to search. ``fine`` are caps that may be tried between those of ``grid``.
 
     ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs; ``spared`` are such
     that are tried beside the best cap of the other. `tune` gives those where nothing is said of ``production_caps`` (None)
@@ -44,6 +47,7 @@ class Search:
 
     goal: Goal
     grid: Sequence[float] = GRID
+    fine: Sequence[float] = ()
     start: Setting = START
     confirmed: int = CONFIRMED
     most: int = 20
@@ -82,10 +86,11 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
     )
     if wanted is not None:
         return wanted
+    best, most = best_of(judged), _most_of([one for one in judged if one.meets])
     # One that met the goal only by luck so far, and would be better, may turn out to be safe.
-    for best in (_most_of([one for one in judged if one.meets]), best_of(judged)):
-        if best is not None and best.trials < min(search.confirmed, MOST_TRIALS):
-            return best.setting
+    for one in (most, best):
+        if one is not None and one.trials < (search.confirmed if one.safe else max(search.confirmed, MOST_TRIALS)):
+            return one.setting
     return None
 
 
@@ -168,7 +173,27 @@ def memory_warning(
 
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
     """Return the next cap beside an uncapped production job, with the start's priority; None: the knee is found."""
-    return _on_a_line(search, _grid(search, low=search.start.low), judged, confirm=True)
+    line = _grid(search, judged, low=search.start.low)
+    return _on_a_line(search, line, judged, confirm=True) or _between(search, line, judged)
+
+
+def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
+    """Return a cap between the best of the grid and the next one, where that would give the other job much more."""
+    best = _best_on_the_grid(search, judged)
+    above = min((one.setting.threads for one in judged if _is_above(one, best, line)), default=None)
+    if best is None or above is None:
+        return None
+    gives = next(one.opportunistic for one in judged if one.setting == line[above])
+    # Half of the way has to stand out.
+    if gives is None or gives <= _FASTER**2 * (best.opportunistic or 0.0):
+        return None
+    open_ = sorted(threads for threads in search.fine if best.setting.threads < threads < above)
+    return replace(best.setting, threads=open_[(len(open_) - 1) // 2]) if open_ else None
+
+
+def _is_above(one: Judged, best: Judged | None, line: Mapping[float, Setting]) -> bool:
+    threads = one.setting.threads
+    return best is not None and one.setting == line.get(threads) and threads > best.setting.threads
 
 
 def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
@@ -180,7 +205,7 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
     best = _best_on_the_grid(search, judged)
     if best is None:
         return None
-    line = _grid(search, low=not search.start.low)
+    line = _grid(search, judged, low=not search.start.low)
     known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
     compared = best.setting.threads in known
     wanted = _on_a_line(search, line, judged, confirm=False) if compared else line[best.setting.threads]
@@ -195,12 +220,14 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
     return wanted if gains else None
 
 
-def _grid(search: Search, *, low: bool) -> dict[float, Setting]:
-    return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads})}
+def _grid(search: Search, judged: Sequence[Judged], *, low: bool) -> dict[float, Setting]:
+    """Return the settings without a cap on production, by the cap: those of the grid, and what was tried between them."""
+    tried = {one.setting.threads for one in judged if one.setting.production_threads is None}
+    return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads, *tried})}
 
 
 def _best_on_the_grid(search: Search, judged: Sequence[Judged]) -> Judged | None:
-    line = _grid(search, low=search.start.low)
+    line = _grid(search, judged, low=search.start.low)
     return best_of([one for one in judged if one.setting == line.get(one.setting.threads)])
 
 

@@ -46,13 +46,15 @@ def _duty(goal: Goal, whole: Judged, parts: Sequence[Judged]) -> float | None:
     """Return the duty cycle of a setting, in whole percent, that should be safe with room for another error; or None."""
     high = min((_percent(one) for one in parts if not one.safe), default=100.0)
     low = max((_percent(one) for one in parts if one.safe and _percent(one) < high), default=0.0)
-    room = 1 - goal.keep - whole.error
+    # Of the first measurement alone it may be luck, good or bad.
+    error = math.fsum(one.error for one in (whole, *parts)) / (1 + len(parts))
+    room = 1 - goal.keep - error
     if room <= 0:
         return None
     nearest = min([whole, *parts], key=lambda one: abs(_loss(one) - room))
     duty = _percent(nearest) * (room / _loss(nearest)) ** (1 / _power(whole, nearest))
     # A step that changes less than the error of a measurement tells nothing.
-    step = max(1.0, 100 * whole.error / _loss(whole))
+    step = max(1.0, 100 * error / _loss(whole))
     duty = math.floor(min(duty, high - step))
     return float(duty) if duty >= low + step and duty >= LEAST_DUTY else None
 

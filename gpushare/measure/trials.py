@@ -88,7 +88,7 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
         runs = [trial for trial in trials if trial.setting == setting]
         kept = _mean([run.kept for run in runs])
         p99 = _mean_known([run.p99 for run in runs])
-        error = _pooled([run.error for run in runs])
+        error = _scattered([run.kept for run in runs], _pooled([run.error for run in runs]))
         tail = safe_tail = math.inf
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
             tail = goal.p99_factor / p99
@@ -115,6 +115,14 @@ def _mean(values: Sequence[float]) -> float:
 def _pooled(errors: Sequence[float]) -> float:
     """Return the standard error of the mean of several."""
     return math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)
+
+
+def _scattered(values: Sequence[float], error: float) -> float:
+    """Return the standard error of the mean of runs: larger than their own errors say, where the runs lie further apart."""
+    if len(values) < 2:
+        return error
+    mean = _mean(values)
+    return max(error, math.sqrt(math.fsum((one - mean) ** 2 for one in values) / (len(values) - 1) / len(values)))
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:

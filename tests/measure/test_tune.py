@@ -257,7 +257,7 @@ def test_where_memory_bounds_production_the_other_gets_a_part_of_the_time(host: 
 @pytest.mark.usefixtures("bound")
 def test_processes_that_differ_make_a_cap_on_production_uncertain(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run under a cap has a process of its own, which may be faster than the one before by luck."""
-    monkeypatch.setattr(MemoryBound, "starts", (100.0, 104.0, 99.0, 103.0, 98.0, 105.0))
+    monkeypatch.setattr(MemoryBound, "starts", (100.0, 104.0, 99.0, 103.0, 98.0, 105.0, 97.0, 106.0, 96.0))
     result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
     capped = [one for one in result.trials if one.trial.setting.production_threads is not None]
     assert all(one.trial.error > 0.015 for one in capped)
