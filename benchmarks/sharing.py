@@ -4,7 +4,7 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 
 - ``jobs``: what each job does alone, and what it draws of the GPU.
 - ``pairs``: for each pair of a production and an opportunistic job, what ``gpushare tune`` finds, and then that setting
-  measured anew: eight times together and alone in turn beside one production process.
+  measured anew: eight times and more together and alone in turn beside one production process.
 - ``ways``: the pairs that published systems are compared by, under time-slicing, MPS, and MPS with low priority.
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
@@ -79,7 +79,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         words = ["--production", " ".join(bench.job(pair.production))]
         words += ["--opportunistic", " ".join(bench.job(pair.opportunistic))]
         words += ["--keep", f"{pair.keep:g}%", "--window", f"{bench.window * pair.longer}s"]
-        words += ["--name", f"bench-{pair.production}"]
+        words += ["--rounds", str(pair.rounds), "--name", f"bench-{pair.production}"]
         metric, other = bench.metric(pair.production), bench.metric(pair.opportunistic)
         words += [] if metric is None else ["--metric", metric]
         words += [] if other is None else ["--opportunistic-metric", other]
@@ -95,7 +95,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"{pair.name}: {setting.title}, measured anew\n")
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
         share = open_mps_share(bench.host, bench.device, sys.executable, MpsLimits())
-        reports = compare(bench.host, share, options_of(bench, pair, ROUNDS), [*uncapped, setting], Lines())
+        reports = compare(bench.host, share, options_of(bench, pair, pair.anew), [*uncapped, setting], Lines())
         # Right after it: what tune saw minutes ago may have been another state of the machine's CPU.
         alone = alone_rate(bench, pair.opportunistic)
         found[pair.name] = {
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gpu": device.gpu.name,
         "driver": host.nvml.driver_version(),
         "gpushare": __version__,
-        "method": f"{ROUNDS} windows together and alone in turn, one production process",
+        "method": f"{ROUNDS} windows together and alone in turn (repeats says where more), one production process",
     }
 
     def keep() -> None:

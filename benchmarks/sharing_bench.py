@@ -25,7 +25,7 @@ RATE: Final = r"rate=([0-9.]+)"
 REPEATS: Final = 5
 ROUNDS: Final = 8
 # Jobs of a simulated GPU: what each needs of it, in percent.
-PRETENDED: Final = {"mid": 18, "mid10": 18, "infer": 25, "big": 96, "membw": 70, "tiny": 5}
+PRETENDED: Final = {"mid": 18, "infer": 25, "big": 96, "membw": 70, "tiny": 5}
 
 
 @dataclass(frozen=True)
