@@ -382,7 +382,7 @@ complete -c gpushare -n '__gpushare_at tune' -l metric -x -d 'The rate that both
 complete -c gpushare -n '__gpushare_at tune' -l opportunistic-metric -x -d 'The opportunistic job\'s, if it differs.'
 complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a request. [default: latency_ms=NUMBER]'
 complete -c gpushare -n '__gpushare_at tune' -l production-caps -x -d 'Caps on production to try too, the other gets the rest: 70,60,50; none: leave it uncapped. [default: where memory bounds it, 99 to 80; it starts anew for each]'
-complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10, and between two where the larger gives much more]'
+complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10, and between the best and the next where that gives the other job much more]'
 complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of one window of measuring.'
 complete -c gpushare -n '__gpushare_at tune' -l rounds -x -d 'Least windows together per trial.'
 complete -c gpushare -n '__gpushare_at tune' -l timeout -x -d 'How long a job may take until it prints for the first time.'

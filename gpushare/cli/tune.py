@@ -67,7 +67,7 @@ def tune(
         typer.Option(
             "--caps",
             metavar="LIST",
-            help="Caps to choose from. [default: 100,95,90 and so on to 10, and between two where the larger gives much more]",
+            help="Caps to choose from. [default: 100,95,90 and so on to 10, and between the best and the next where that gives the other job much more]",
         ),
     ] = None,
     window: Annotated[

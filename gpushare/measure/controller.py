@@ -15,9 +15,9 @@ from gpushare.measure.duty import next_duty
 from gpushare.measure.trials import Goal, Judged, Setting, Trial, judge
 
 GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
-# Tried between two of the grid only where the larger one gives much more. The 132 SMs of an H200 are given by twos: no
-# step below 1 percent makes a difference.
-FINE: Final = tuple(float(threads) for threads in range(100, 5, -1))
+# Tried between two of the grid, but only where the larger gives the other job much more. An MPS client of an H200 gets its
+# 132 SMs by twos, 1.5 percent each: nothing finer makes a difference.
+FINE: Final = tuple(1.25 * step for step in range(80, 7, -1))
 # Caps on a production job that the memory's bandwidth bounds: half of the SMs draw all of it, and the other gets the rest.
 SPARED: Final = (99.0, 98.0, 96.0, 94.0, 92.0, 90.0, 85.0, 80.0)
 # Runs of one setting that are believed, and the most that are made of it.
@@ -50,7 +50,7 @@ class Search:
     fine: Sequence[float] = ()
     start: Setting = START
     confirmed: int = CONFIRMED
-    most: int = 20
+    most: int = 24
     production_caps: Sequence[float] | None = None
     spared: Sequence[float] = ()
     duty: bool = False
@@ -86,10 +86,9 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
     )
     if wanted is not None:
         return wanted
-    best, most = best_of(judged), _most_of([one for one in judged if one.meets])
     # One that met the goal only by luck so far, and would be better, may turn out to be safe.
-    for one in (most, best):
-        if one is not None and one.trials < (search.confirmed if one.safe else max(search.confirmed, MOST_TRIALS)):
+    for one in (_most_of([one for one in judged if one.meets]), best_of(judged)):
+        if one is not None and one.trials < (min(search.confirmed, MOST_TRIALS) if one.safe else MOST_TRIALS):
             return one.setting
     return None
 
@@ -178,22 +177,18 @@ def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
 
 
 def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
-    """Return a cap between the best of the grid and the next one, where that would give the other job much more."""
+    """Return a cap between the best of a line and the next one known, where that gives the other job much more."""
     best = _best_on_the_grid(search, judged)
-    above = min((one.setting.threads for one in judged if _is_above(one, best, line)), default=None)
-    if best is None or above is None:
+    if best is None:
         return None
-    gives = next(one.opportunistic for one in judged if one.setting == line[above])
-    # Half of the way has to stand out.
+    known = {one.setting.threads: one.opportunistic for one in judged if one.setting == line.get(one.setting.threads)}
+    above = min((threads for threads in known if threads > best.setting.threads), default=math.inf)
+    gives = known.get(above)
+    # Each half of the step has to stand out.
     if gives is None or gives <= _FASTER**2 * (best.opportunistic or 0.0):
         return None
     open_ = sorted(threads for threads in search.fine if best.setting.threads < threads < above)
     return replace(best.setting, threads=open_[(len(open_) - 1) // 2]) if open_ else None
-
-
-def _is_above(one: Judged, best: Judged | None, line: Mapping[float, Setting]) -> bool:
-    threads = one.setting.threads
-    return best is not None and one.setting == line.get(threads) and threads > best.setting.threads
 
 
 def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:

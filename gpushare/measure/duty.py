@@ -46,7 +46,7 @@ def _duty(goal: Goal, whole: Judged, parts: Sequence[Judged]) -> float | None:
     """Return the duty cycle of a setting, in whole percent, that should be safe with room for another error; or None."""
     high = min((_percent(one) for one in parts if not one.safe), default=100.0)
     low = max((_percent(one) for one in parts if one.safe and _percent(one) < high), default=0.0)
-    # Of the first measurement alone it may be luck, good or bad.
+    # The mean of all: a single one may be large or small by luck.
     error = math.fsum(one.error for one in (whole, *parts)) / (1 + len(parts))
     room = 1 - goal.keep - error
     if room <= 0:

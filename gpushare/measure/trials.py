@@ -87,12 +87,14 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
     for setting in dict.fromkeys(trial.setting for trial in trials):
         runs = [trial for trial in trials if trial.setting == setting]
         kept = _mean([run.kept for run in runs])
+        tails = [(run.p99, run.p99_error) for run in runs if run.p99 is not None]
         p99 = _mean_known([run.p99 for run in runs])
         error = _scattered([run.kept for run in runs], _pooled([run.error for run in runs]))
         tail = safe_tail = math.inf
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
             tail = goal.p99_factor / p99
-            safe_tail = goal.p99_factor / (p99 + _pooled([run.p99_error for run in runs if run.p99 is not None]))
+            late = _scattered([one for one, _ in tails], _pooled([error for _, error in tails]))
+            safe_tail = goal.p99_factor / (p99 + late)
         found.append(
             Judged(
                 setting=setting,

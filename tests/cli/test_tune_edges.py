@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from gpushare.cli.common import Ended
-from gpushare.cli.tune import _production_caps
+from gpushare.cli.tune import _production_caps, _search
 from gpushare.cli.tune_result import _uncertain
 from gpushare.errors import OperationFailed
 from gpushare.host.tuned import find_tuned
-from gpushare.measure.controller import Search, outcome
+from gpushare.measure.controller import FINE, GRID, Search, outcome
 from gpushare.measure.pair import Pair
 from gpushare.measure.trials import Goal, Setting, Trial
 from gpushare.measure.tune import Tuning
@@ -142,6 +142,12 @@ def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World
     admin.set_mig(world.spec, "0", ["1g.18gb"])
     lines = refused("tune", *PAIR, code="mig_mode", exit_code=3, host=H200)
     assert "gpushare run --mig" in lines
+
+
+def test_only_caps_that_are_asked_for_are_tried_where_some_are() -> None:
+    free, asked = _search("97%", None, None, None), _search("97%", None, "80,40", None)
+    assert (free.grid, free.fine, free.start.threads) == (GRID, FINE, 60.0)
+    assert (asked.grid, asked.fine, asked.start.threads) == ((80.0, 40.0), (), 80.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import random
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from gpushare.measure.controller import (
     FINE,
     GRID,
+    MOST_TRIALS,
     SPARED,
     START,
     Outcome,
@@ -68,19 +70,19 @@ def test_the_largest_cap_below_the_knee_is_found_with_few_runs(at: float, depth:
     assert len(trials) <= 10
 
 
-@given(st.integers(11, 98), st.floats(0.05, 0.9), st.integers(0, 1000))
+@given(st.sampled_from([one for one in FINE if 10 < one < 99]), st.floats(0.05, 0.9), st.integers(0, 1000))
 def test_between_two_caps_of_the_grid_the_largest_is_found_where_it_gives_much_more(
-    at: int, depth: float, seed: int
+    at: float, depth: float, seed: int
 ) -> None:
     """Steps of the grid of which half is worth more than the spread are halved again, with few runs more."""
-    grid, trials = searched(SEARCH, knee(float(at), depth, noise=0.01, seed=seed))
-    found, more = searched(replace(SEARCH, fine=FINE), knee(float(at), depth, noise=0.01, seed=seed))
+    grid, trials = searched(SEARCH, knee(at, depth, noise=0.01, seed=seed))
+    found, more = searched(replace(SEARCH, fine=FINE), knee(at, depth, noise=0.01, seed=seed))
     assert grid.best is not None
     assert found.best is not None
     assert found.stable
     assert len(more) <= len(trials) + 6
     assert grid.best.setting.threads <= found.best.setting.threads <= at
-    assert at <= max(found.best.setting.threads * 1.03**2, found.best.setting.threads + 1)
+    assert at <= max(found.best.setting.threads * 1.03**2, found.best.setting.threads + 1.25)
 
 
 def test_no_cap_between_two_is_tried_where_the_larger_gives_hardly_more() -> None:
@@ -89,7 +91,7 @@ def test_no_cap_between_two_is_tried_where_the_larger_gives_hardly_more() -> Non
     steep = [flat[0], ran(65, 0.9, opportunistic=64.0)]
     told = [ran(60, 0.99, low=False, opportunistic=60.0), ran(60, 0.99, opportunistic=60.0)]
     assert next_setting(search, [*flat, *told]) is None
-    assert next_setting(search, [*steep, *told]) == Setting(threads=62.0)
+    assert next_setting(search, [*steep, *told]) == Setting(threads=62.5)
     assert next_setting(SEARCH, [*steep, *told]) is None
     # A job of which nothing is heard gives nothing that could be compared.
     silent = replace(steep[1], opportunistic=None)
@@ -258,8 +260,12 @@ def test_a_search_ends_whatever_is_measured(seed: int, noise: float) -> None:
     def pair(setting: Setting) -> Trial:
         return Trial(setting=setting, kept=source.uniform(0.9 - noise, 1.05), opportunistic=source.uniform(1, 2))
 
-    found, trials = searched(Search(goal=Goal(), production_caps=(60.0, 50.0)), pair)
-    assert len(trials) <= 20
+    # Far more than it may take are never made, nor one of them again and again.
+    search = Search(goal=Goal(), production_caps=(60.0, 50.0), fine=FINE, most=500)
+    found, trials = searched(search, pair)
+    assert len(trials) < 150
+    assert max(collections.Counter(trial.setting for trial in trials).values()) <= MOST_TRIALS
+    assert found.stable
     assert (found.best is None) == (found.nearest is not None)
     assert [one.setting for one in found.curve if one.setting.production_threads is None] == sorted(
         (one.setting for one in found.curve if one.setting.production_threads is None),
@@ -339,7 +345,7 @@ def test_no_more_runs_are_made_than_allowed() -> None:
     search = Search(goal=Goal(keep=0.97), most=3)
     found, trials = searched(search, knee(80.0))
     assert len(trials) == 3
-    assert Search(goal=Goal()).most == 20
+    assert Search(goal=Goal()).most == 24
     # What was seen holds, and is called what it is.
     assert found.best is not None
     assert found.best.trials == 1
@@ -467,6 +473,10 @@ def test_errors_of_several_runs_count_together() -> None:
     # Two starts of one program that differ by more than their windows tell are no surer than they agree.
     (one,) = judge(Goal(keep=0.5), [ran(60.0, 0.5, error=0.03), ran(60.0, 0.6, error=0.04)])
     assert one.error == pytest.approx(0.05)
+    # So with their p99.
+    apart = [ran(60.0, 0.9, p99=p99, p99_error=0.02) for p99 in (0.65, 1.95)]
+    (one,) = judge(Goal(keep=0.5, p99_factor=1.35), apart)
+    assert (one.meets, one.safe) == (True, False)
     (late,) = judge(Goal(keep=0.5, p99_factor=1.2), [ran(60.0, 0.9, error=0.01, p99=1.0)])
     assert late.safe_margin == pytest.approx(1.2)
     (slow,) = judge(Goal(keep=0.5, p99_factor=1.2), [ran(60.0, 0.9, error=0.01, p99=2.0)])
