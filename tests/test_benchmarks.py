@@ -75,10 +75,16 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
         assert row(name, f"{one['gain']:.2f}x", *(f"{one['means'][way]:.0f}" for way in one["means"]))
     one = results["pause"]
     assert row(one["pair"], f"{one['kept']:.2f}", f"{one['opportunistic']:.2f}")
-    # Beneath the tables: jobs as they were.
-    text = " ".join(Path(__file__).parents[1].joinpath("README.md").read_text().split())
+    # Beneath the tables: jobs as they were, a duty cycle, and how far production alone moved.
+    text = " ".join(Path(__file__).parents[1].joinpath("README.md").read_text().replace("`", "").split())
     for one in results.get("earlier", {}).values():
         assert f"had {one['gain']:.3f} times time-slicing" in text
+    whole, part = results["duty"]["curve"]
+    assert f"kept {whole['kept']:.2f} beside {whole['opportunistic_share']:.2f}" in text
+    assert f"for {part['duty_percent']:g} % of the time, as tune found, {part['kept']:.2f} beside" in text
+    for one in (results["pairs"]["mid + big"], results["ways"]["mid + big: time-slicing"]):
+        alone = one["production_windows_alone"]
+        assert f"from {min(alone):.0f} to {max(alone):.0f}" in text
 
 
 def test_the_table_judges_by_the_goals() -> None:
