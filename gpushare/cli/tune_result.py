@@ -53,7 +53,8 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
 def _uncertain(result: TuneResult) -> list[str]:
     """Return how far the figures can be trusted, where that is not far."""
     best, spread = result.outcome.best, result.production_spread
-    more = "longer windows tell more: --window 5s"
+    # So many at least, and three times as many where that is still not enough.
+    more = f"more windows tell more: --rounds {max(one.rounds for one in result.trials)}"
     notes = []
     if best is not None and not best.safe:
         notes.append(f"the goal is met by less than the figures scatter ({best.kept:.2f} ±{best.error:.2f}); {more}")

@@ -23,23 +23,37 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
-# Fewer numbers in a window than this say little; then windows become longer, up to the most.
+# Fewer numbers of production in a window than this say little, and of the other, whose first one after a pause may count
+# the pause; then windows become longer, up to the most.
 _LEAST_NUMBERS: Final = 5
+_LEAST_NUMBERS_OF_OTHER: Final = 3
 _LONGEST_WINDOW_SECONDS: Final = 30.0
+# What slows a machine's CPU for a second or two falls into a window of either kind: many short ones in turn share it out
+# evenly (simulated by what was seen in a virtual machine with an H200: 0.6 s tell 1.5 times as well as 1.5 s in the same time).
+WINDOW_SECONDS: Final = 0.6
+_ROUNDS: Final = 8
+_LEAST_ROUNDS: Final = 3
+# More of them where that is not enough; a percentile needs far more requests than a rate needs windows.
+_MOST: Final = 3
+_MOST_FOR_P99: Final = 4
+_ALONE_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What to run and how long to watch (seconds). ``rounds`` pairs of windows a trial, up to ``most_rounds``."""
+    """What to run and how long to watch (seconds). ``rounds`` pairs of windows a trial, up to ``most_rounds``.
+
+    None: as many as the windows need, and up to three or four times as many where the figures scatter.
+    """
 
     production: Sequence[str]
     opportunistic: Sequence[str]
     search: Search
     metric: Metric = field(default_factory=Metric)
     opportunistic_metric: Metric = field(default_factory=Metric)
-    window_seconds: float = 1.5
-    rounds: int = 3
-    most_rounds: int = 6
+    window_seconds: float = WINDOW_SECONDS
+    rounds: int | None = None
+    most_rounds: int | None = None
     settle_seconds: float = 0.4
     warm_seconds: float = 1.0
     start_seconds: float = 600.0
@@ -60,13 +74,18 @@ class Pair:
         self.dram: list[float] = []
         self.memory: int | None = None
         self._usage = UsageMeter(host, device)
+        # When the other was let go on after a pause; None: it was not paused yet.
+        self._resumed: float | None = None
 
     def opportunistic_alone(self) -> tuple[float | None, float | None, int | None]:
         """Return the opportunistic job's rate, percent of the DRAM's bandwidth, and memory (bytes), all without production."""
         program, seen = self.start_opportunistic(MpsLimits())
         self._bandwidth.since_last()
-        window = self._watch([program], seen, 2 * self._window_seconds)
+        seconds = max(2 * self._window_seconds, min(5 * self._window_seconds, _ALONE_SECONDS))
+        started = self._now()
+        window = self._watch([program], seen, seconds)
         dram = self._bandwidth.since_last()
+        self._hold(_LEAST_NUMBERS_OF_OTHER, seen.count(started, time.monotonic()), seconds)
         memory = peak_memory(self._host, self._device, program)
         self.several.kill(program)
         if window.rate == 0:
@@ -84,7 +103,14 @@ class Pair:
             "opportunistic", self._options.opportunistic, limits, listen=_bounded(seen), redrawn=True
         )
         self._until_warm(program, seen)
+        self._resumed = None
         return program, seen
+
+    def resume(self, program: Program) -> None:
+        """Let the other go on after a pause, and wait until it works as before."""
+        self._resumed = time.monotonic()
+        self.several.resume(program)
+        self.several.wait(self._options.settle_seconds)
 
     def start_production(self, cap: float | None) -> None:
         """Start the production job; one with another cap is ended first."""
@@ -153,8 +179,7 @@ class Pair:
             took = time.monotonic() - started
             count = self._seen.count(started, time.monotonic())
             if count >= _LEAST_NUMBERS:
-                wanted = _LEAST_NUMBERS * took / count
-                self._window_seconds = min(max(self._window_seconds, wanted), _LONGEST_WINDOW_SECONDS)
+                self._hold(_LEAST_NUMBERS, count, took)
                 return
             if took > 3 * _LONGEST_WINDOW_SECONDS:
                 raise TimedOut(
@@ -162,6 +187,24 @@ class Pair:
                     "let it print its rate at least once a second",
                     code="no_numbers",
                 )
+
+    def _hold(self, least: int, count: int, seconds: float) -> None:
+        """Make the windows so long that each holds the least of numbers, of which ``count`` came in so many seconds."""
+        wanted = least * seconds / count if count else seconds
+        self._window_seconds = max(self._window_seconds, min(wanted, _LONGEST_WINDOW_SECONDS))
+
+    @property
+    def rounds(self) -> int:
+        """Return how many windows together a trial has at least; fewer where they are long."""
+        if self._options.rounds is not None:
+            return self._options.rounds
+        return max(_LEAST_ROUNDS, round(_ROUNDS * min(1.0, WINDOW_SECONDS / self._window_seconds)))
+
+    @property
+    def most_rounds(self) -> int:
+        """Return how many it has at most."""
+        tails = self._options.search.goal.p99_factor is not None
+        return self._options.most_rounds or (_MOST_FOR_P99 if tails else _MOST) * self.rounds
 
     def alone_window(self) -> Window:
         """Watch the production job while the other does not run or is paused."""
@@ -190,8 +233,10 @@ class Pair:
             phases = self._cycle(program, duty_percent / 100)
         self._demand_alive(program)
         ended = time.monotonic()
-        other = seen.part_time(phases, started, ended, full) if phases else seen.window(started, ended).rate
-        return self._seen.window(started, ended), other
+        if phases:
+            return self._seen.window(started, ended), seen.part_time(phases, started, ended, full)
+        spans = self._resumed is not None and seen.count(self._resumed, started) == 0
+        return self._seen.window(started, ended), seen.window(started, ended, skip=int(spans)).rate
 
     def _cycle(self, program: Program, duty: float) -> list[tuple[float, float]]:
         """Let a window of whole duty cycles pass, and return when the program ran. In each it first stands still."""

@@ -64,10 +64,13 @@ class Progress:
         """Return how many rates, or lines, were seen in a window."""
         return len(_within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
 
-    def window(self, start: float, end: float) -> Window:
-        """Return what was seen in a window: the mean of the printed rates, or lines per second."""
+    def window(self, start: float, end: float, *, skip: int = 0) -> Window:
+        """Return what was seen in a window: the mean of the printed rates, or lines per second.
+
+        The first so many rates are left out where there are others: the first after a pause may count the pause.
+        """
         if self.metric.printed:
-            speeds = self._speeds(start, end)
+            speeds = self._speeds(start, end, skip=skip) or self._speeds(start, end)
             rate = sum(speeds) / len(speeds) if speeds else None
         else:
             done = self._done(end) - self._done(start)

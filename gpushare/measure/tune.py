@@ -26,6 +26,7 @@ from gpushare.measure.controller import (
     next_setting,
     outcome,
 )
+from gpushare.measure.enough import sure
 from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, neighbours, p99, p99_factor_interval, p99_interval, rates
 from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio
@@ -43,8 +44,6 @@ _GRACE_SECONDS: Final = 5.0
 _DRAINED_SECONDS: Final = 0.25
 # Neighbouring pairs share a window alone: what scatters at random is by so much more than they tell (simulated).
 _SHARED: Final = 1.2
-# Two p99s of a few hundred requests differ by this much on their own.
-_P99_SURE: Final = 0.08
 
 
 def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> TuneResult:
@@ -205,10 +204,9 @@ class Tuning:
             if report is not None and self._enough(report):
                 break
             silent = not any(window.latencies or window.printed_p99 for window in (*alone, *together))
-            if len(together) >= 2 * self._options.most_rounds or (self._asks_for_p99 and silent):
+            if len(together) >= 2 * self._pair.most_rounds or (self._asks_for_p99 and silent):
                 raise self._nothing_printed(report)
-            self._several.resume(program)
-            self._several.wait(self._options.settle_seconds)
+            self._pair.resume(program)
         # It is stopped and its queue has drained: it can be killed.
         self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
         if setting.production_threads is None:
@@ -226,7 +224,7 @@ class Tuning:
             self._pair.start_production(cap)
         if cap is None:
             return same
-        before, capped = rates(self._alone), rates([self._pair.alone_window() for _ in range(self._options.rounds)])
+        before, capped = rates(self._alone), rates([self._pair.alone_window() for _ in range(self._pair.rounds)])
         factor = ratio(capped, before)
         if factor is None:
             return same
@@ -249,7 +247,8 @@ class Tuning:
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        kept = product(_widened(kept, _SHARED), factor)
+        own = _widened(kept, _SHARED)
+        kept = product(own, factor)
         quiet = self._quiet(setting, alone)
         before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
@@ -277,6 +276,7 @@ class Tuning:
             alone_rates=tuple(window.rate for window in alone),
             together_rates=tuple(window.rate for window in together),
             cap_factor=factor.value,
+            windows_error=own.error,
         )
 
     def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
@@ -297,9 +297,9 @@ class Tuning:
     def _enough(self, report: TrialReport) -> bool:
         if self._asks_for_p99 and report.trial.p99 is None:
             return False
-        if report.rounds < self._options.rounds:
+        if report.rounds < self._pair.rounds:
             return False
-        return report.rounds >= self._options.most_rounds or self._sure(report)
+        return report.rounds >= self._pair.most_rounds or sure(report, self._options.search.goal)
 
     @staticmethod
     def _nothing_printed(report: TrialReport | None) -> OperationFailed:
@@ -314,18 +314,6 @@ class Tuning:
             "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
             code="no_latencies",
         )
-
-    def _sure(self, report: TrialReport) -> bool:
-        """Return whether more windows would hardly change the verdict."""
-        goal = self._options.search.goal
-        rate = report.kept.low is not None and report.kept.high is not None
-        sure = rate and ((report.kept.low or 0) >= goal.keep or (report.kept.high or 0) < goal.keep)
-        if goal.p99_factor is None or report.trial.p99 is None:
-            return sure
-        if report.p99_interval is not None:
-            low, high = report.p99_interval
-            return sure and (high <= goal.p99_factor or low > goal.p99_factor)
-        return sure and abs(report.trial.p99 / goal.p99_factor - 1) > _P99_SURE
 
 
 def _widened(one: Ratio, factor: float) -> Ratio:

@@ -34,6 +34,8 @@ class TrialReport:
     together_rates: tuple[float | None, ...] = ()
     # What a cap on production alone leaves of its rate; it is in what is kept.
     cap_factor: float = 1.0
+    # The standard error of what is kept, as far as more windows lessen it: without that of the factor.
+    windows_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,10 +162,10 @@ def test_only_caps_that_are_asked_for_are_tried_where_some_are() -> None:
 def test_figures_that_scatter_are_said_to(kept: float, error: float, spread: float | None, said: str | None) -> None:
     search = Search(goal=Goal(keep=0.97))
     found = outcome(search, [Trial(setting=Setting(threads=60.0), kept=kept, error=error)])
-    result: Any = SimpleNamespace(outcome=found, production_spread=spread)
+    result: Any = SimpleNamespace(outcome=found, production_spread=spread, trials=[SimpleNamespace(rounds=24)])
     notes = _uncertain(result)
     assert len(notes) == (said is not None)
-    assert all(said in note and "--window 5s" in note for note in notes if said)
+    assert all(said in note and "--rounds 24" in note for note in notes if said)
 
 
 def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:
@@ -175,6 +175,8 @@ def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:
         Trial(setting=Setting(threads=60.0), kept=1.0, error=0.01, opportunistic=60.0),
         Trial(setting=Setting(threads=40.0), kept=0.98, error=0.02, opportunistic=40.0),
     ]
-    result: Any = SimpleNamespace(outcome=outcome(search, trials), production_spread=0.2)
+    result: Any = SimpleNamespace(
+        outcome=outcome(search, trials), production_spread=0.2, trials=[SimpleNamespace(rounds=24)]
+    )
     (note,) = _uncertain(result)
     assert note.startswith("cap 80 %, low priority met the goal too, but by less than its figures scatter")

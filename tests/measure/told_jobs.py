@@ -97,7 +97,11 @@ class ToldSeveral:
             squeeze = min(1.0, 100.0 / sum(other.wants for other in busy)) if self._mps else 1.0 / len(busy)
             one.lines += 1
             scatter = 1 + NOISE * (one.lines % 3 - 1)
-            one.listen(f"rate={one.rate * one.wants / one.need * squeeze * scatter:.3f}", ToldSeveral.now)
+            one.listen(f"rate={one.rate * one.wants / one.need * squeeze * scatter * self.pace():.3f}", ToldSeveral.now)
+
+    def pace(self) -> float:
+        """Return how fast the machine's CPU is now."""
+        return 1.0
 
     def attached(self, program: ToldJob) -> bool | None:
         return True if self._mps else None
@@ -127,6 +131,32 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.measure.pair.time", clock)
     monkeypatch.setattr("gpushare.measure.tune.Several", ToldSeveral)
     monkeypatch.setattr("gpushare.measure.pair.peak_memory", lambda *_: 2 * GIB)
+
+
+class SlowAtTimes(ToldSeveral):
+    """The machine's CPU is slow for a second and a half now and then, whatever the jobs do."""
+
+    def pace(self) -> float:
+        return 0.6 if ToldSeveral.now % 8.5 > 7.0 else 1.0
+
+
+class SeldomPrints(ToldSeveral):
+    """The other job prints after each second of work what it did per second since the last time, pauses included."""
+
+    def start(self, *words: Any, **more: Any) -> ToldJob:
+        job = super().start(*words, **more)
+        if job.title != "production":
+            told, done, since = job.listen, list[float](), [ToldSeveral.now]
+
+            def gather(line: str, at: float) -> None:
+                done.append(EVERY * float(line.removeprefix("rate=")))
+                if len(done) * EVERY >= 1.0:
+                    told(f"rate={sum(done) / (at - since.pop()):.3f}", at)
+                    done.clear()
+                    since.append(at)
+
+            job.listen = gather
+        return job
 
 
 class MemoryBound(ToldSeveral):
