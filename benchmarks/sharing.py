@@ -4,7 +4,7 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 
 - ``jobs``: what each job does alone, and what it draws of the GPU.
 - ``pairs``: for each pair of a production and an opportunistic job, what ``gpushare tune`` finds, and then that setting
-  measured anew: eight times and more together and alone in turn beside one production process.
+  measured anew: 24 times and more together and alone in turn beside one production process.
 - ``ways``: the pairs that published systems are compared by, under time-slicing, MPS, and MPS with low priority.
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
@@ -40,7 +40,7 @@ from gpushare.actions.share import Share, open_mps_share
 from gpushare.host.connect import connect
 from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import TuneOptions
+from gpushare.measure.pair import WINDOW_SECONDS, TuneOptions
 from gpushare.measure.trials import Goal, Setting
 from gpushare.measure.tune import compare
 from gpushare.measure.tune_report import TrialReport, TuneReporter
@@ -66,7 +66,7 @@ def options_of(bench: Bench, pair: Pair, rounds: int) -> TuneOptions:
         search=Search(goal=Goal(keep=pair.keep / 100)),
         metric=Metric(pattern=bench.metric(pair.production)),
         opportunistic_metric=Metric(pattern=bench.metric(pair.opportunistic)),
-        window_seconds=bench.window * pair.longer,
+        window_seconds=bench.window,
         rounds=rounds,
         most_rounds=rounds,
     )
@@ -78,8 +78,8 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"{pair.name}: tune\n")
         words = ["--production", " ".join(bench.job(pair.production))]
         words += ["--opportunistic", " ".join(bench.job(pair.opportunistic))]
-        words += ["--keep", f"{pair.keep:g}%", "--window", f"{bench.window * pair.longer}s"]
-        words += ["--rounds", str(pair.rounds), "--name", f"bench-{pair.production}"]
+        words += ["--keep", f"{pair.keep:g}%", "--name", f"bench-{pair.production}"]
+        words += [] if bench.window == WINDOW_SECONDS else ["--window", f"{bench.window:g}s"]
         metric, other = bench.metric(pair.production), bench.metric(pair.opportunistic)
         words += [] if metric is None else ["--metric", metric]
         words += [] if other is None else ["--opportunistic-metric", other]
@@ -102,7 +102,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
             **figures(reports[-1], alone),
             "opportunistic_alone_first": tuned["opportunistic_alone"],
             "measured": now(),
-            "window_seconds": bench.window * pair.longer,
+            "window_seconds": bench.window,
             "met_by_tune": tuned["best"] is not None,
             "goal": {"rate": pair.goal_rate, "p99": pair.p99, "opportunistic": pair.goal_share},
             "curve": tuned["curve"],
@@ -131,7 +131,7 @@ def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
                     **figures(report, alone),
                     "setting": title,
                     "measured": now(),
-                    "window_seconds": bench.window * pair.longer,
+                    "window_seconds": bench.window,
                 }
             keep()
 
@@ -160,7 +160,7 @@ def farm(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"farm: {copies} x {name}\n")
         data = bench.gpushare(
             *("bench", "--copies", str(copies), "--ways", ways_),
-            *("--repeat", "3", "--for", f"{max(1.0, bench.window):g}s", "--metric", RATE),
+            *("--repeat", "3", "--for", f"{max(1.0, 2.5 * bench.window):g}s", "--metric", RATE),
             *("-g", str(bench.device.gpu.index), "--", *bench.job(name)),
         )
         means = {
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host,
         device,
         given.pretend,
-        given.window or (0.3 if given.pretend else 1.5),
+        given.window or (0.3 if given.pretend else WINDOW_SECONDS),
         tuple(pair for pair in PAIRS if pair.name.replace(" ", "") in names),
         tuple(one for one in FARMS if one[0] in farms),
     )
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gpu": device.gpu.name,
         "driver": host.nvml.driver_version(),
         "gpushare": __version__,
-        "method": f"{ROUNDS} windows together and alone in turn (repeats says where more), one production process",
+        "method": "windows together and alone in turn (repeats says how many), one production process",
     }
 
     def keep() -> None:

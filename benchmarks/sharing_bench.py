@@ -19,11 +19,15 @@ from gpushare.actions.several import Several
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.progress import Progress, Window
+from gpushare.measure.statistics import summarize
 from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"
-REPEATS: Final = 5
-ROUNDS: Final = 8
+ROUNDS: Final = 24
+# A rate alone is measured until its 95 % interval is so narrow (half of it, as a share), in so many windows at most.
+ALONE_SURE: Final = 0.01
+LEAST_ALONE: Final = 8
+MOST_ALONE: Final = 60
 # Jobs of a simulated GPU: what each needs of it, in percent.
 PRETENDED: Final = {"mid": 18, "infer": 25, "big": 96, "membw": 70, "tiny": 5}
 
@@ -88,10 +92,17 @@ def rates(name: str, windows: Sequence[Window]) -> list[float]:
 
 
 def alone_rate(bench: Bench, name: str) -> float:
-    """Return a job's mean rate alone, over five windows."""
+    """Return a job's mean rate alone: one that is bound by the CPU moves with it, and is measured for longer."""
+    windows: list[Window] = []
     with alone(bench, name) as window:
-        found = rates(name, [window() for _ in range(REPEATS)])
-    return sum(found) / len(found)
+        while len(windows) < MOST_ALONE:
+            windows.append(window())
+            found = summarize(rates(name, windows))
+            sure = found is not None and found.low is not None and found.mean - found.low <= ALONE_SURE * found.mean
+            if len(windows) >= LEAST_ALONE and sure:
+                break
+    told = rates(name, windows)
+    return sum(told) / len(told)
 
 
 Keep = Callable[[], None]

@@ -79,10 +79,14 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
     text = " ".join(Path(__file__).parents[1].joinpath("README.md").read_text().replace("`", "").split())
     for one in results.get("earlier", {}).values():
         assert f"had {one['gain']:.3f} times time-slicing" in text
+    for one in results.get("earlier_pairs", {}).values():
+        low, high = one["kept_interval"]
+        assert f"{one['kept']:.3f} ({low:.2f}-{high:.2f}) beside {one['opportunistic']:.2f}" in text
     whole, part = results["duty"]["curve"]
     assert f"kept {whole['kept']:.2f} beside {whole['opportunistic_share']:.2f}" in text
     assert f"for {part['duty_percent']:g} % of the time, as tune found, {part['kept']:.2f} beside" in text
-    for one in (results["pairs"]["mid + big"], results["ways"]["mid + big: time-slicing"]):
+    ways, pairs = results["ways"], results["pairs"]
+    for one in (pairs["mid + big"], pairs["mid + tiny"], ways["mid + big: time-slicing"]):
         alone = one["production_windows_alone"]
         assert f"from {min(alone):.0f} to {max(alone):.0f}" in text
 
