@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.pairs import FARMS, PAIRS, Pair
-from benchmarks.sharing_bench import RATE, ROUNDS, Bench, Keep, alone_rate, now
+from benchmarks.sharing_bench import RATE, Bench, Keep, alone_rate, now
 from benchmarks.sharing_gpus import on_all, pieces
 from benchmarks.sharing_jobs import jobs
 from benchmarks.sharing_pause import pause
@@ -40,8 +41,9 @@ from gpushare.actions.share import Share, open_mps_share
 from gpushare.host.connect import connect
 from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import WINDOW_SECONDS, TuneOptions
-from gpushare.measure.trials import Goal, Setting
+from gpushare.measure.pair import TuneOptions
+from gpushare.measure.statistics import ratio
+from gpushare.measure.trials import Goal, Setting, judge
 from gpushare.measure.tune import compare
 from gpushare.measure.tune_report import TrialReport, TuneReporter
 from gpushare.selection import select_one
@@ -57,13 +59,22 @@ class Lines(TuneReporter):
         """Say it."""
         sys.stderr.write(f"  {what}\n")
 
+    def measured(self, report: TrialReport) -> None:
+        """Say what was measured: a run that is cut off keeps no more than that."""
+        rate = report.trial.opportunistic
+        other = "-" if rate is None else f"{rate:.1f} per second"
+        sys.stderr.write(
+            f"  production {report.kept.value:.3f} of alone; the other {other} ({report.rounds} windows)\n"
+        )
 
-def options_of(bench: Bench, pair: Pair, rounds: int) -> TuneOptions:
-    """Return how a pair is measured at given settings."""
+
+def options_of(bench: Bench, pair: Pair) -> TuneOptions:
+    """Return how a pair is measured at given settings, for each start of the opportunistic job."""
+    rounds = pair.anew // pair.starts
     return TuneOptions(
         production=bench.job(pair.production),
         opportunistic=bench.job(pair.opportunistic),
-        search=Search(goal=Goal(keep=pair.keep / 100)),
+        search=Search(goal=Goal(keep=pair.keep / 100, p99_factor=pair.p99)),
         metric=Metric(pattern=bench.metric(pair.production)),
         opportunistic_metric=Metric(pattern=bench.metric(pair.opportunistic)),
         window_seconds=bench.window,
@@ -79,7 +90,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         words = ["--production", " ".join(bench.job(pair.production))]
         words += ["--opportunistic", " ".join(bench.job(pair.opportunistic))]
         words += ["--keep", f"{pair.keep:g}%", "--name", f"bench-{pair.production}"]
-        words += [] if bench.window == WINDOW_SECONDS else ["--window", f"{bench.window:g}s"]
+        words += [] if bench.window is None else ["--window", f"{bench.window:g}s"]
         metric, other = bench.metric(pair.production), bench.metric(pair.opportunistic)
         words += [] if metric is None else ["--metric", metric]
         words += [] if other is None else ["--opportunistic-metric", other]
@@ -95,14 +106,13 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"{pair.name}: {setting.title}, measured anew\n")
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
         share = open_mps_share(bench.host, bench.device, sys.executable, MpsLimits())
-        reports = compare(bench.host, share, options_of(bench, pair, pair.anew), [*uncapped, setting], Lines())
+        reports = compare(bench.host, share, options_of(bench, pair), [*uncapped, *[setting] * pair.starts], Lines())
         # Right after it: what tune saw minutes ago may have been another state of the machine's CPU.
-        alone = alone_rate(bench, pair.opportunistic)
+        alone = [alone_rate(bench, pair.opportunistic) for _ in range(pair.starts)]
         found[pair.name] = {
-            **figures(reports[-1], alone),
+            **figures(reports[-pair.starts :], alone),
             "opportunistic_alone_first": tuned["opportunistic_alone"],
             "measured": now(),
-            "window_seconds": bench.window,
             "met_by_tune": tuned["best"] is not None,
             "goal": {"rate": pair.goal_rate, "p99": pair.p99, "opportunistic": pair.goal_share},
             "curve": tuned["curve"],
@@ -115,7 +125,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
 def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     """Measure the pairs that are compared with published systems, under the ways that need no tuning."""
     for pair in (pair for pair in bench.pairs if pair.compared):
-        alone = alone_rate(bench, pair.opportunistic)
+        alone = [alone_rate(bench, pair.opportunistic) for _ in range(pair.starts)]
         openers: tuple[tuple[Callable[[], Share], Mapping[str, Setting]], ...] = (
             (lambda: PlainShare(bench.host, bench.device), {"time-slicing": Setting(threads=100.0, low=False)}),
             (
@@ -125,32 +135,43 @@ def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         )
         for opener, settings in openers:
             sys.stderr.write(f"{pair.name}: {', '.join(settings)}\n")
-            reports = compare(bench.host, opener(), options_of(bench, pair, ROUNDS), list(settings.values()), Lines())
-            for title, report in zip(settings, reports, strict=True):
+            wanted = [setting for setting in settings.values() for _ in range(pair.starts)]
+            reports = compare(bench.host, opener(), options_of(bench, pair), wanted, Lines())
+            for place, title in enumerate(settings):
                 found[f"{pair.name}: {title}"] = {
-                    **figures(report, alone),
+                    **figures(reports[place * pair.starts : (place + 1) * pair.starts], alone),
                     "setting": title,
                     "measured": now(),
-                    "window_seconds": bench.window,
                 }
             keep()
 
 
-def figures(report: TrialReport, alone: float | None) -> dict[str, Any]:
-    """Return a measured setting as the results keep it."""
-    rate = report.trial.opportunistic
+def figures(reports: Sequence[TrialReport], alone: Sequence[float]) -> dict[str, Any]:
+    """Return a measured setting as the results keep it: several starts of the other job beside one production process.
+
+    ``alone`` are the rates of as many processes of it alone.
+    """
+    (found,) = judge(Goal(), [report.trial for report in reports])
+    beside = [report.trial.opportunistic for report in reports if report.trial.opportunistic]
+    share = ratio(beside, alone)
+    p99s = [report.alone_p99 for report in reports if report.alone_p99 is not None]
     return {
-        "setting": report.trial.setting.title,
-        "kept": report.kept.value,
-        "kept_interval": [report.kept.low, report.kept.high],
-        "p99": report.trial.p99,
-        "opportunistic": None if rate is None or not alone else rate / alone,
-        "repeats": report.rounds,
-        "production_alone": report.alone_rate,
-        "production_windows_alone": report.alone_rates,
-        "production_windows_together": report.together_rates,
-        "production_p99_alone": report.alone_p99,
-        "opportunistic_alone": alone,
+        "setting": found.setting.title,
+        "kept": found.kept,
+        "kept_interval": [found.kept - 2 * found.error, found.kept + 2 * found.error],
+        "p99": found.p99,
+        "opportunistic": None if share is None else share.value,
+        "opportunistic_interval": None if share is None else [share.low, share.high],
+        "window_seconds": reports[-1].window_seconds,
+        "repeats": sum(report.rounds for report in reports),
+        "starts": len(reports),
+        "production_alone": math.fsum(report.alone_rate for report in reports) / len(reports),
+        "production_windows_alone": [rate for report in reports for rate in report.alone_rates],
+        "production_windows_together": [rate for report in reports for rate in report.together_rates],
+        "production_p99_alone": math.fsum(p99s) / len(p99s) if p99s else None,
+        "opportunistic_starts": beside,
+        "opportunistic_alone_starts": list(alone),
+        "opportunistic_alone": math.fsum(alone) / len(alone),
     }
 
 
@@ -160,7 +181,7 @@ def farm(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         sys.stderr.write(f"farm: {copies} x {name}\n")
         data = bench.gpushare(
             *("bench", "--copies", str(copies), "--ways", ways_),
-            *("--repeat", "3", "--for", f"{max(1.0, 2.5 * bench.window):g}s", "--metric", RATE),
+            *("--repeat", "3", "--for", f"{max(1.0, bench.seconds):g}s", "--metric", RATE),
             *("-g", str(bench.device.gpu.index), "--", *bench.job(name)),
         )
         means = {
@@ -227,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host,
         device,
         given.pretend,
-        given.window or (0.3 if given.pretend else WINDOW_SECONDS),
+        given.window or (0.3 if given.pretend else None),
         tuple(pair for pair in PAIRS if pair.name.replace(" ", "") in names),
         tuple(one for one in FARMS if one[0] in farms),
     )
@@ -239,7 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(gpus) > 1:
         if not written:
             parser.error("several GPUs need --into FILE")
-        words = [*(["--pretend"] if given.pretend else []), "--window", str(bench.window), "--into", str(path)]
+        words = [*(["--pretend"] if given.pretend else []), "--into", str(path)]
+        words += [] if given.window is None else ["--window", str(given.window)]
         failed = on_all(gpus, words, pieces(bench, wanted))
         sys.stdout.write(table(json.loads(path.read_text())))
         return min(failed, 1)

@@ -20,14 +20,14 @@ from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.progress import Progress, Window
 from gpushare.measure.statistics import summarize
+from gpushare.measure.window_length import WINDOW_SECONDS
 from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"
-ROUNDS: Final = 24
 # A rate alone is measured until its 95 % interval is so narrow (half of it, as a share), in so many windows at most.
 ALONE_SURE: Final = 0.01
-LEAST_ALONE: Final = 8
-MOST_ALONE: Final = 60
+LEAST_ALONE: Final = 5
+MOST_ALONE: Final = 20
 # Jobs of a simulated GPU: what each needs of it, in percent.
 PRETENDED: Final = {"mid": 18, "infer": 25, "big": 96, "membw": 70, "tiny": 5}
 
@@ -39,9 +39,15 @@ class Bench:
     host: Host
     device: Device
     pretend: bool
-    window: float
+    # Seconds; None: tune's own.
+    window: float | None
     pairs: tuple[Pair, ...] = PAIRS
     farms: tuple[tuple[str, int, float, str], ...] = FARMS
+
+    @property
+    def seconds(self) -> float:
+        """Return how long a window of a job alone is."""
+        return WINDOW_SECONDS if self.window is None else self.window
 
     def job(self, name: str, *words: str) -> list[str]:
         """Return the command of a job."""
@@ -77,7 +83,7 @@ def alone(bench: Bench, name: str) -> Iterator[Callable[[], Window]]:
         def window() -> Window:
             several.look()
             started = time.monotonic()
-            several.wait(bench.window)
+            several.wait(bench.seconds)
             return seen.window(started, time.monotonic())
 
         yield window
@@ -92,7 +98,7 @@ def rates(name: str, windows: Sequence[Window]) -> list[float]:
 
 
 def alone_rate(bench: Bench, name: str) -> float:
-    """Return a job's mean rate alone: one that is bound by the CPU moves with it, and is measured for longer."""
+    """Return the mean rate alone of one process: one that is bound by the CPU moves with it, and is measured for longer."""
     windows: list[Window] = []
     with alone(bench, name) as window:
         while len(windows) < MOST_ALONE:

@@ -11,7 +11,7 @@ from gpushare.host.activity import ActivityRecorder
 from gpushare.measure.progress import p99
 from gpushare.measure.statistics import deviation, percentile
 
-WINDOWS: Final = 10
+WINDOWS: Final = 4
 METRICS: Final = {
     "sm_percent": "NVML_GPM_METRIC_SM_UTIL",
     "occupancy_percent": "NVML_GPM_METRIC_SM_OCCUPANCY",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -20,9 +20,8 @@ def table(results: Mapping[str, Any]) -> str:
             tail = "-" if one["p99"] is None else f"{one['p99']:.2f}x"
             goal = one.get("goal")
             words = "" if goal is None else _goal(goal)
-            lines.append(
-                f"| {name} | {one['setting']} | {_kept(one)} | {tail} | {_two(one['opportunistic'])} | {words} | {_met(one)} |"
-            )
+            other = _two(one["opportunistic"]) + _between(one.get("opportunistic_interval"))
+            lines.append(f"| {name} | {one['setting']} | {_kept(one)} | {tail} | {other} | {words} | {_met(one)} |")
     for name, one in results.get("farm", {}).items():
         gain = "-" if one["gain"] is None else f"{one['gain']:.2f}x time-slicing, {one['of_best']:.2f} of the best"
         met = one["gain"] is not None and one["gain"] >= one["goal"] and one["of_best"] >= 0.97
@@ -53,8 +52,12 @@ def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _kept(one: Mapping[str, Any]) -> str:
-    low, high = one["kept_interval"]
-    return f"{one['kept']:.3f}" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
+    return f"{one['kept']:.3f}" + _between(one["kept_interval"])
+
+
+def _between(interval: Sequence[float | None] | None) -> str:
+    low, high = interval or (None, None)
+    return "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
 
 
 def _goal(goal: Mapping[str, Any]) -> str:

@@ -53,11 +53,10 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
 def _uncertain(result: TuneResult) -> list[str]:
     """Return how far the figures can be trusted, where that is not far."""
     best, spread = result.outcome.best, result.production_spread
-    # So many at least, and three times as many where that is still not enough.
-    more = f"more windows tell more: --rounds {max(one.rounds for one in result.trials)}"
+    more = f"more windows tell more: --rounds {2 * max(one.rounds for one in result.trials)}"
     notes = []
     if best is not None and not best.safe:
-        notes.append(f"the goal is met by less than the figures scatter ({best.kept:.2f} ±{best.error:.2f}); {more}")
+        notes.append(f"the goal is met by less than the figures scatter ({best.kept:.3f} ±{best.error:.3f}); {more}")
     elif best is not None:
         lucky = [one for one in result.outcome.curve if one.meets and not one.safe]
         larger = [one.setting.title for one in lucky if (one.opportunistic or 0.0) > (best.opportunistic or 0.0)]

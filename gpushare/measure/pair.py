@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,32 +19,26 @@ from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric, hopeless
 from gpushare.measure.progress import Progress, Window
 from gpushare.measure.usage import UsageMeter
+from gpushare.measure.window_length import LONGEST_SECONDS, WindowLength
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
-# Fewer numbers of production in a window than this say little, and of the other, whose first one after a pause may count
-# the pause; then windows become longer, up to the most.
-_LEAST_NUMBERS: Final = 5
-_LEAST_NUMBERS_OF_OTHER: Final = 3
-_LONGEST_WINDOW_SECONDS: Final = 30.0
-# What slows a machine's CPU for a second or two falls into a window of either kind: many short ones in turn share it out
-# evenly (simulated by what was seen in a virtual machine with an H200: 0.6 s tell 1.5 times as well as 1.5 s in the same time).
-WINDOW_SECONDS: Final = 0.6
-_ROUNDS: Final = 8
-_LEAST_ROUNDS: Final = 3
-# More of them where that is not enough; a percentile needs far more requests than a rate needs windows.
-_MOST: Final = 3
-_MOST_FOR_P99: Final = 4
-_ALONE_SECONDS: Final = 3.0
+# Fewer moments at which a job prints say little in a window; of the other fewer are enough, as its rate decides less.
+_LEAST_MOMENTS: Final = 5
+_LEAST_MOMENTS_OF_OTHER: Final = 3
+_LONGEST_FOR_OTHER_SECONDS: Final = 5.0
+_LONGEST_ALONE_SECONDS: Final = 15.0
+# The loss falls with the time only over several cycles.
+_LEAST_CYCLES: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """What to run and how long to watch (seconds). ``rounds`` pairs of windows a trial, up to ``most_rounds``.
 
-    None: as many as the windows need, and up to three or four times as many where the figures scatter.
+    None: as the jobs print (`WindowLength`), and more windows where the figures scatter.
     """
 
     production: Sequence[str]
@@ -51,7 +46,7 @@ class TuneOptions:
     search: Search
     metric: Metric = field(default_factory=Metric)
     opportunistic_metric: Metric = field(default_factory=Metric)
-    window_seconds: float = WINDOW_SECONDS
+    window_seconds: float | None = None
     rounds: int | None = None
     most_rounds: int | None = None
     settle_seconds: float = 0.4
@@ -67,7 +62,7 @@ class Pair:
     def __init__(self, host: Host, device: Device, options: TuneOptions, several: Several) -> None:
         self._host, self._device, self._options, self.several = host, device, options, several
         self._bandwidth = BandwidthRecorder(host.nvml, device.gpu.index)
-        self._window_seconds = options.window_seconds
+        self._window = WindowLength(options.window_seconds, tails=options.search.goal.p99_factor is not None)
         self._production: Program | None = None
         self._seen = Progress(options.metric)
         self.production_cap: float | None = None
@@ -81,11 +76,16 @@ class Pair:
         """Return the opportunistic job's rate, percent of the DRAM's bandwidth, and memory (bytes), all without production."""
         program, seen = self.start_opportunistic(MpsLimits())
         self._bandwidth.since_last()
-        seconds = max(2 * self._window_seconds, min(5 * self._window_seconds, _ALONE_SECONDS))
         started = self._now()
-        window = self._watch([program], seen, seconds)
+        self.several.wait(2 * self._window.seconds)
+        # One that seldom prints is watched until it did so several times.
+        more = _LONGEST_ALONE_SECONDS - 2 * self._window.seconds
+        self.several.wait(more, lambda: len(seen.moments(started, time.monotonic())) >= _LEAST_MOMENTS_OF_OTHER)
+        self._demand_alive(program)
+        ended = time.monotonic()
+        window, moments = seen.window(started, ended), seen.moments(started, ended)
         dram = self._bandwidth.since_last()
-        self._hold(_LEAST_NUMBERS_OF_OTHER, seen.count(started, time.monotonic()), seconds)
+        self._window.hold(_LEAST_MOMENTS_OF_OTHER, moments, started, ended, _LONGEST_FOR_OTHER_SECONDS)
         memory = peak_memory(self._host, self._device, program)
         self.several.kill(program)
         if window.rate == 0:
@@ -103,7 +103,6 @@ class Pair:
             "opportunistic", self._options.opportunistic, limits, listen=_bounded(seen), redrawn=True
         )
         self._until_warm(program, seen)
-        self._resumed = None
         return program, seen
 
     def resume(self, program: Program) -> None:
@@ -127,7 +126,7 @@ class Pair:
             redrawn=True,
         )
         self._until_warm(self._production, self._seen)
-        self._lengthen()
+        self._fit()
 
     def _until_warm(self, program: Program, seen: Progress) -> None:
         """Wait until a job prints what is measured, and a while longer."""
@@ -170,46 +169,53 @@ class Pair:
                     code="job_ended",
                 )
 
-    def _lengthen(self) -> None:
-        """Make the windows so long that the production job prints often enough in each."""
+    def _fit(self) -> None:
+        """Make the windows so long that the production job prints often enough in each, and no longer than that needs."""
         started = time.monotonic()
         while True:
-            self.several.wait(self._window_seconds)
+            self.several.wait(self._window.seconds)
             self._demand_alive()
-            took = time.monotonic() - started
-            count = self._seen.count(started, time.monotonic())
-            if count >= _LEAST_NUMBERS:
-                self._hold(_LEAST_NUMBERS, count, took)
+            ended = time.monotonic()
+            moments = self._seen.moments(started, ended)
+            if len(moments) >= _LEAST_MOMENTS:
+                self._window.hold(_LEAST_MOMENTS, moments, started, ended)
+                self._window.shorten()
                 return
-            if took > 3 * _LONGEST_WINDOW_SECONDS:
+            if ended - started > 3 * LONGEST_SECONDS:
                 raise TimedOut(
-                    f"the production job printed only {count} numbers in {took:.0f} s",
+                    f"the production job printed only {len(moments)} numbers in {ended - started:.0f} s",
                     "let it print its rate at least once a second",
                     code="no_numbers",
                 )
 
-    def _hold(self, least: int, count: int, seconds: float) -> None:
-        """Make the windows so long that each holds the least of numbers, of which ``count`` came in so many seconds."""
-        wanted = least * seconds / count if count else seconds
-        self._window_seconds = max(self._window_seconds, min(wanted, _LONGEST_WINDOW_SECONDS))
+    @property
+    def window_seconds(self) -> float:
+        """Return how long a window is."""
+        return self._window.seconds
 
     @property
     def rounds(self) -> int:
-        """Return how many windows together a trial has at least; fewer where they are long."""
-        if self._options.rounds is not None:
-            return self._options.rounds
-        return max(_LEAST_ROUNDS, round(_ROUNDS * min(1.0, WINDOW_SECONDS / self._window_seconds)))
+        """Return how many windows together a trial has at least."""
+        return self._window.rounds(self._options.rounds)
 
     @property
     def most_rounds(self) -> int:
         """Return how many it has at most."""
-        tails = self._options.search.goal.p99_factor is not None
-        return self._options.most_rounds or (_MOST_FOR_P99 if tails else _MOST) * self.rounds
+        return self._window.most_rounds(self._options.most_rounds, self.rounds)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Return for how long production has printed nothing that is measured."""
+        last = self._seen.last
+        return math.inf if last is None else time.monotonic() - last
 
     def alone_window(self) -> Window:
         """Watch the production job while the other does not run or is paused."""
         self._bandwidth.since_last()
-        window = self._watch([], self._seen, self._window_seconds)
+        started = self._now()
+        self.several.wait(self._window.seconds)
+        self._demand_alive()
+        window = self._seen.window(started, time.monotonic())
         dram = self._bandwidth.since_last()
         if dram is not None and self.production_cap is None:
             self.dram.append(dram)
@@ -220,28 +226,31 @@ class Pair:
 
     def together_window(
         self, program: Program, seen: Progress, duty_percent: float | None = None, full: float | None = None
-    ) -> tuple[Window, float | None]:
-        """Watch both; return the production job's window and the other's rate, which is ``full`` for all of the time.
+    ) -> tuple[Window, float | None, float | None]:
+        """Watch both; return the production job's window, and the other's rate, which is ``full`` for all of the time.
 
-        The other runs on at the end of a duty cycle.
+        The second rate is with the first number after a pause, which may count the pause; the first one is without, and None
+        where there is no other. The other runs on at the end of a duty cycle.
         """
         started = self._now()
         phases = []
         if duty_percent is None:
-            self.several.wait(self._window_seconds)
+            self.several.wait(self._window.seconds)
         else:
             phases = self._cycle(program, duty_percent / 100)
         self._demand_alive(program)
         ended = time.monotonic()
+        production = self._seen.window(started, ended)
         if phases:
-            return self._seen.window(started, ended), seen.part_time(phases, started, ended, full)
-        spans = self._resumed is not None and seen.count(self._resumed, started) == 0
-        return self._seen.window(started, ended), seen.window(started, ended, skip=int(spans)).rate
+            rate = seen.part_time(phases, started, ended, full)
+            return production, rate, rate
+        spans = self._resumed is not None and not seen.moments(self._resumed, started)
+        return production, seen.window(started, ended, skip=int(spans)).rate, seen.window(started, ended).rate
 
     def _cycle(self, program: Program, duty: float) -> list[tuple[float, float]]:
         """Let a window of whole duty cycles pass, and return when the program ran. In each it first stands still."""
         phases = []
-        for _ in range(max(1, round(self._window_seconds / DUTY_SECONDS))):
+        for _ in range(max(_LEAST_CYCLES, round(self._window.seconds / DUTY_SECONDS))):
             self.several.stop(program)
             self.several.wait((1 - duty) * DUTY_SECONDS)
             self.several.resume(program)
@@ -249,12 +258,6 @@ class Pair:
             self.several.wait(duty * DUTY_SECONDS)
             phases.append((began, time.monotonic()))
         return phases
-
-    def _watch(self, programs: Sequence[Program], seen: Progress, seconds: float) -> Window:
-        started = self._now()
-        self.several.wait(seconds)
-        self._demand_alive(*programs)
-        return seen.window(started, time.monotonic())
 
     @property
     def others(self) -> Mapping[int, str]:

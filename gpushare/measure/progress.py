@@ -64,13 +64,29 @@ class Progress:
         """Return how many rates, or lines, were seen in a window."""
         return len(_within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
 
+    def moments(self, start: float, end: float) -> list[float]:
+        """Return when rates, or lines, were seen in a window; what came at once, as out of a buffer, is one moment."""
+        if self.metric.printed:
+            first = bisect.bisect_right(self.values, start, key=lambda value: value[0])
+            times = [at for at, _ in self.values[first:]]
+        else:
+            times = self.lines[bisect.bisect_right(self.lines, start) :]
+        return sorted({at for at in times if at <= end})
+
+    @property
+    def last(self) -> float | None:
+        """Return when the last rate, or line, was seen."""
+        if self.metric.printed:
+            return self.values[-1][0] if self.values else None
+        return self.lines[-1] if self.lines else None
+
     def window(self, start: float, end: float, *, skip: int = 0) -> Window:
         """Return what was seen in a window: the mean of the printed rates, or lines per second.
 
-        The first so many rates are left out where there are others: the first after a pause may count the pause.
+        The first so many rates are left out: the first after a pause may count the pause.
         """
         if self.metric.printed:
-            speeds = self._speeds(start, end, skip=skip) or self._speeds(start, end)
+            speeds = self._speeds(start, end, skip=skip)
             rate = sum(speeds) / len(speeds) if speeds else None
         else:
             done = self._done(end) - self._done(start)
@@ -162,9 +178,10 @@ def neighbours(alone: Sequence[Window], together: Sequence[Window]) -> list[tupl
     """
     found = []
     for place, window in enumerate(together):
-        near = alone[max(1, place) : place + 2]
-        if beside := rates(near) or rates(alone[:1]):
-            # A production job that stands still beside the other has a rate of nothing, not none.
+        # A production job that stands still has a rate of nothing, not none: beside the other as without it.
+        near = [one.rate or 0.0 for one in alone[max(1, place) : place + 2] or alone[:1]]
+        beside = near if any(near) else rates(alone)
+        if beside:
             found.append((window.rate or 0.0, math.fsum(beside) / len(beside)))
     return found
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _GRACE_SECONDS: Final = 5.0
 # The queue of a program that is paused has drained already; this is only to be sure.
 _DRAINED_SECONDS: Final = 0.25
+# Production may save its state, or validate, for so long without a line; more is no job that can be measured.
+_SILENT_SECONDS: Final = 10.0
 # Neighbouring pairs share a window alone: what scatters at random is by so much more than they tell (simulated).
 _SHARED: Final = 1.2
 
@@ -186,26 +188,24 @@ class Tuning:
         )
         program, seen = self._pair.start_opportunistic(limits)
         together: list[Window] = []
-        other: list[float] = []
+        other: list[tuple[float | None, float | None]] = []
         full = self._rates.get(replace(setting, duty_percent=None))
         while True:
-            production, rate = self._pair.together_window(program, seen, setting.duty_percent, full)
+            production, *rate = self._pair.together_window(program, seen, setting.duty_percent, full)
             together.append(production)
-            other += [] if rate is None else [rate]
+            other.append((rate[0], rate[1]))
             self._several.pause(program, bound_seconds=self._options.drain_seconds)
             alone.append(self._pair.alone_window())
-            if self._alone and together[-1].rate is None and alone[-1].rate is None:
-                raise OperationFailed(
-                    "the production job prints nothing any more, also without the other beside it",
-                    "see why it stands still: give a command that works on until it is ended",
-                    code="job_silent",
-                )
+            stands_still = together[-1].rate is None and alone[-1].rate is None
+            if self._alone and self._pair.silent_seconds > max(_SILENT_SECONDS, 2 * self._pair.window_seconds):
+                raise _stands_still()
             report = self._judged(setting, alone, together, other, factor)
-            if report is not None and self._enough(report):
+            if report is not None and not stands_still and self._enough(report):
                 break
-            silent = not any(window.latencies or window.printed_p99 for window in (*alone, *together))
-            if len(together) >= 2 * self._pair.most_rounds or (self._asks_for_p99 and silent):
-                raise self._nothing_printed(report)
+            tail = any(window.latencies or window.printed_p99 for window in (*alone, *together))
+            no_tail = self._asks_for_p99 and not tail and len(together) >= self._pair.rounds
+            if no_tail or len(together) >= 2 * self._pair.most_rounds:
+                raise _stands_still() if self._alone and stands_still else self._nothing_printed(report)
             self._pair.resume(program)
         # It is stopped and its queue has drained: it can be killed.
         self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
@@ -240,7 +240,7 @@ class Tuning:
         setting: Setting,
         alone: Sequence[Window],
         together: Sequence[Window],
-        other: Sequence[float],
+        other: Sequence[tuple[float | None, float | None]],
         factor: Ratio,
     ) -> TrialReport | None:
         pairs = neighbours(alone, together)
@@ -252,7 +252,7 @@ class Tuning:
         quiet = self._quiet(setting, alone)
         before, now = p99(quiet), p99(together)
         slower = now / before if before and now is not None else None
-        speed = _mean(other) if other else None
+        speed = _speed(other)
         between = p99_factor_interval(quiet, together)
         trial = Trial(
             setting=setting,
@@ -276,7 +276,9 @@ class Tuning:
             alone_rates=tuple(window.rate for window in alone),
             together_rates=tuple(window.rate for window in together),
             cap_factor=factor.value,
-            windows_error=own.error,
+            # A quarter of 95 percent: of few windows it is more than what they scatter by.
+            windows_error=None if own.low is None or own.high is None else (own.high - own.low) / 4,
+            window_seconds=self._pair.window_seconds,
         )
 
     def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
@@ -323,6 +325,21 @@ def _widened(one: Ratio, factor: float) -> Ratio:
         high=None if one.high is None else one.value + factor * (one.high - one.value),
         error=None if one.error is None else factor * one.error,
     )
+
+
+def _stands_still() -> OperationFailed:
+    return OperationFailed(
+        "the production job prints nothing any more, also without the other beside it",
+        "see why it stands still: give a command that works on until it is ended",
+        code="job_silent",
+    )
+
+
+def _speed(other: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """Return the other's rate; what may count its pauses only where there is nothing else."""
+    clean = [rate for rate, _ in other if rate is not None]
+    known = clean or [rate for _, rate in other if rate is not None]
+    return _mean(known) if known else None
 
 
 def _mean(values: Sequence[float]) -> float:

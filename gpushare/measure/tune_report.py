@@ -36,6 +36,7 @@ class TrialReport:
     cap_factor: float = 1.0
     # The standard error of what is kept, as far as more windows lessen it: without that of the factor.
     windows_error: float | None = None
+    window_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

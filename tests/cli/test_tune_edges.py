@@ -154,7 +154,7 @@ def test_only_caps_that_are_asked_for_are_tried_where_some_are() -> None:
     ("kept", "error", "spread", "said"),
     [
         (1.0, 0.01, 0.01, None),
-        (0.98, 0.02, 0.01, "met by less than the figures scatter (0.98 ±0.02)"),
+        (0.98, 0.02, 0.01, "met by less than the figures scatter (0.980 ±0.020)"),
         (1.0, 0.01, 0.12, "production alone moved by 12 % from window to window"),
         (1.0, 0.01, None, None),
     ],
@@ -165,7 +165,7 @@ def test_figures_that_scatter_are_said_to(kept: float, error: float, spread: flo
     result: Any = SimpleNamespace(outcome=found, production_spread=spread, trials=[SimpleNamespace(rounds=24)])
     notes = _uncertain(result)
     assert len(notes) == (said is not None)
-    assert all(said in note and "--rounds 24" in note for note in notes if said)
+    assert all(said in note and "--rounds 48" in note for note in notes if said)
 
 
 def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:

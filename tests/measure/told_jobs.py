@@ -159,6 +159,52 @@ class SeldomPrints(ToldSeveral):
         return job
 
 
+class Bursts(ToldSeveral):
+    """What production prints is held back by a buffer."""
+
+    seconds = 1.0
+
+    def start(self, *words: Any, **more: Any) -> ToldJob:
+        job = super().start(*words, **more)
+        if job.title == "production":
+            told, held, since = job.listen, list[str](), [ToldSeveral.now]
+
+            def gather(line: str, at: float) -> None:
+                held.append(line)
+                if at - since[-1] >= self.seconds:
+                    since[:] = [at]
+                    for one in held:
+                        told(one, at)
+                    held.clear()
+
+            job.listen = gather
+        return job
+
+
+class SavesItsState(ToldSeveral):
+    """Production prints nothing for a while, again and again."""
+
+    every, gap = 20.0, 2.0
+
+    def start(self, *words: Any, **more: Any) -> ToldJob:
+        job = super().start(*words, **more)
+        if job.title == "production":
+            told = job.listen
+            job.listen = lambda line, at: None if at % self.every < self.gap else told(line, at)
+        return job
+
+
+class PrintsP99(ToldSeveral):
+    """Production prints a p99 every nine seconds."""
+
+    def start(self, *words: Any, **more: Any) -> ToldJob:
+        job = super().start(*words, **more)
+        if job.title == "production":
+            told = job.listen
+            job.listen = lambda line, at: told(line + " p99=1.0" if at % 9.0 < EVERY else line, at)
+        return job
+
+
 class MemoryBound(ToldSeveral):
     """Production keeps its rate under any cap; what it leaves of the SMs the other gets, which takes memory from it."""
 
