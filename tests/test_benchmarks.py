@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks.pairs import FARMS, PAIRS
-from benchmarks.sharing import PARTS, add_to, main
+from benchmarks.sharing import PARTS, add_to, figures, main
 from benchmarks.sharing_bench import Bench
 from benchmarks.sharing_gpus import pieces
 from benchmarks.sharing_table import table
 from gpushare.host.connect import connect
+from gpushare.measure.statistics import Ratio
+from gpushare.measure.trials import Setting, Trial
+from gpushare.measure.tune_report import TrialReport
 from gpushare.selection import select_one
 
 RESULTS = sorted(Path(__file__).parents[1].joinpath("benchmarks").glob("results-*.json"))
@@ -89,6 +92,40 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
     for one in (pairs["mid + big"], pairs["mid + tiny"], ways["mid + big: time-slicing"]):
         alone = one["production_windows_alone"]
         assert f"from {min(alone):.0f} to {max(alone):.0f}" in text
+
+
+def report(kept: float, other: float | None, p99: float | None = None) -> TrialReport:
+    """Return a start of the other job."""
+    return TrialReport(
+        trial=Trial(setting=Setting(threads=60.0), kept=kept, error=0.01, p99=p99, opportunistic=other),
+        kept=Ratio(value=kept, low=kept - 0.02, high=kept + 0.02, error=0.01),
+        rounds=8,
+        alone_rate=100.0,
+        together_rate=100.0 * kept,
+        alone_p99=None if p99 is None else 0.5,
+        together_p99=None,
+        alone_rates=(100.0, None),
+        together_rates=(100.0 * kept,),
+        window_seconds=0.6,
+    )
+
+
+def test_several_starts_are_one_figure() -> None:
+    found = figures([report(0.96, 80.0, 1.2), report(1.0, 70.0, 1.0)], [100.0, 90.0])
+    assert (found["setting"], found["starts"], found["repeats"]) == ("cap 60 %, low priority", 2, 16)
+    # They lie further apart than their own errors say.
+    assert found["kept_interval"] == pytest.approx([0.98 - 2 * 0.02, 0.98 + 2 * 0.02])
+    assert (found["kept"], found["p99"]) == (pytest.approx(0.98), pytest.approx(1.1))
+    assert found["opportunistic"] == pytest.approx(75 / 95)
+    low, high = found["opportunistic_interval"]
+    assert low < 75 / 95 < high
+    assert (found["production_alone"], found["production_p99_alone"], found["window_seconds"]) == (100.0, 0.5, 0.6)
+    assert found["production_windows_alone"] == [100.0, None, 100.0, None]
+    # What printed nothing beside production has no share; one start has no interval.
+    assert figures([report(0.96, None)], [100.0])["opportunistic"] is None
+    one = figures([report(0.96, 80.0)], [100.0])
+    assert (one["opportunistic"], one["opportunistic_interval"]) == (0.8, [None, None])
+    assert one["kept_interval"] == pytest.approx([0.94, 0.98])
 
 
 def test_the_table_judges_by_the_goals() -> None:
