@@ -43,7 +43,7 @@ from gpushare.host.connect import connect
 from gpushare.measure.controller import Search
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
-from gpushare.measure.statistics import ratio
+from gpushare.measure.statistics import ratio, summarize
 from gpushare.measure.trials import Goal, Setting, judge
 from gpushare.measure.tune import compare
 from gpushare.measure.tune_report import TrialReport, TuneReporter
@@ -153,15 +153,19 @@ def figures(reports: Sequence[TrialReport], alone: Sequence[float]) -> dict[str,
     ``alone`` are the rates of as many processes of it alone.
     """
     (found,) = judge(Goal(), [report.trial for report in reports])
-    beside = [report.trial.opportunistic for report in reports if report.trial.opportunistic]
+    beside = [report.trial.opportunistic for report in reports if report.trial.opportunistic is not None]
     share = ratio(beside, alone)
+    mean = math.fsum(alone) / len(alone)
+    # Several starts may lie further apart than the windows of each tell.
+    kept = summarize([report.kept.value for report in reports])
+    half = 2 * found.error if kept is None or kept.high is None else max(2 * found.error, kept.high - kept.mean)
     p99s = [report.alone_p99 for report in reports if report.alone_p99 is not None]
     return {
         "setting": found.setting.title,
         "kept": found.kept,
-        "kept_interval": [found.kept - 2 * found.error, found.kept + 2 * found.error],
+        "kept_interval": [found.kept - half, found.kept + half],
         "p99": found.p99,
-        "opportunistic": None if share is None else share.value,
+        "opportunistic": math.fsum(beside) / len(beside) / mean if beside else None,
         "opportunistic_interval": None if share is None else [share.low, share.high],
         "window_seconds": reports[-1].window_seconds,
         "repeats": sum(report.rounds for report in reports),
@@ -172,7 +176,7 @@ def figures(reports: Sequence[TrialReport], alone: Sequence[float]) -> dict[str,
         "production_p99_alone": math.fsum(p99s) / len(p99s) if p99s else None,
         "opportunistic_starts": beside,
         "opportunistic_alone_starts": list(alone),
-        "opportunistic_alone": math.fsum(alone) / len(alone),
+        "opportunistic_alone": mean,
     }
 
 

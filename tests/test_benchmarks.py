@@ -114,7 +114,7 @@ def test_several_starts_are_one_figure() -> None:
     found = figures([report(0.96, 80.0, 1.2), report(1.0, 70.0, 1.0)], [100.0, 90.0])
     assert (found["setting"], found["starts"], found["repeats"]) == ("cap 60 %, low priority", 2, 16)
     # They lie further apart than their own errors say.
-    assert found["kept_interval"] == pytest.approx([0.98 - 2 * 0.02, 0.98 + 2 * 0.02])
+    assert found["kept_interval"] == pytest.approx([0.98 - 12.706 * 0.02, 0.98 + 12.706 * 0.02])
     assert (found["kept"], found["p99"]) == (pytest.approx(0.98), pytest.approx(1.1))
     assert found["opportunistic"] == pytest.approx(75 / 95)
     low, high = found["opportunistic_interval"]

@@ -80,7 +80,11 @@ class Pair:
         self.several.wait(2 * self._window.seconds)
         # One that seldom prints is watched until it did so several times.
         more = _LONGEST_ALONE_SECONDS - 2 * self._window.seconds
-        self.several.wait(more, lambda: len(seen.moments(started, time.monotonic())) >= _LEAST_MOMENTS_OF_OTHER)
+
+        def told() -> bool:
+            return not program.runs or len(seen.moments(started, time.monotonic())) >= _LEAST_MOMENTS_OF_OTHER
+
+        self.several.wait(more, told)
         self._demand_alive(program)
         ended = time.monotonic()
         window, moments = seen.window(started, ended), seen.moments(started, ended)
@@ -188,6 +192,10 @@ class Pair:
                     code="no_numbers",
                 )
 
+    def begin_trial(self) -> None:
+        """Let the windows be longer than the silences of production until now."""
+        self._window.outlast()
+
     @property
     def window_seconds(self) -> float:
         """Return how long a window is."""
@@ -215,7 +223,9 @@ class Pair:
         started = self._now()
         self.several.wait(self._window.seconds)
         self._demand_alive()
-        window = self._seen.window(started, time.monotonic())
+        ended = time.monotonic()
+        window = self._seen.window(started, ended)
+        self._window.silent(self._seen.longest_gap(started, ended))
         dram = self._bandwidth.since_last()
         if dram is not None and self.production_cap is None:
             self.dram.append(dram)

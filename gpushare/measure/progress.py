@@ -7,10 +7,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from gpushare.measure.metric import Metric, amount, number
 from gpushare.measure.statistics import percentile
+from gpushare.measure.window_length import LONGEST_SECONDS
 
 # A p99 that sums up many requests: "p99=0.5", "p99_ms: 1.2".
 _P99: Final = r"(?i)\bp99(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:e[-+]?\d+)?)"
@@ -72,6 +74,11 @@ class Progress:
         else:
             times = self.lines[bisect.bisect_right(self.lines, start) :]
         return sorted({at for at in times if at <= end})
+
+    def longest_gap(self, start: float, end: float) -> float:
+        """Return the longest time in which nothing was printed that ended in a window, or still lasts at its end."""
+        before = self.moments(start - LONGEST_SECONDS, start)[-1:] or [start]
+        return max(after - one for one, after in pairwise([*before, *self.moments(start, end), end]))
 
     @property
     def last(self) -> float | None:
@@ -180,10 +187,8 @@ def neighbours(alone: Sequence[Window], together: Sequence[Window]) -> list[tupl
     for place, window in enumerate(together):
         # A production job that stands still has a rate of nothing, not none: beside the other as without it.
         near = [one.rate or 0.0 for one in alone[max(1, place) : place + 2] or alone[:1]]
-        beside = near if any(near) else rates(alone)
-        if beside:
-            found.append((window.rate or 0.0, math.fsum(beside) / len(beside)))
-    return found
+        found.append((window.rate or 0.0, math.fsum(near) / len(near)))
+    return found if any(base for _, base in found) else []
 
 
 def rates(windows: Sequence[Window]) -> list[float]:

@@ -107,11 +107,13 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
     """Return the ratio of two means of which each pair was measured at about the same time; None when there is none.
 
+    One of nothing over nothing is a pair, too; only all of them may not be.
+
     What drifts slowly is the same in both of a pair and cancels out: the interval comes from how far each pair is from
     the common ratio (the ratio estimator of survey sampling, Student's t).
     """
     count = len(above)
-    if not count or count != len(below) or min(below) <= 0:
+    if not count or count != len(below) or min(below) < 0 or not any(below):
         return None
     mean = math.fsum(below) / count
     value = math.fsum(above) / count / mean

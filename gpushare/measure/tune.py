@@ -181,6 +181,7 @@ class Tuning:
     def trial(self, setting: Setting) -> TrialReport:
         """Run the opportunistic job under a setting, with windows together and alone in turn; errors as `tune`."""
         factor = self._with_production_cap(setting.production_threads)
+        self._pair.begin_trial()
         alone = [self._pair.alone_window()]
         limits = MpsLimits(
             threads_percent=None if setting.threads >= 100 else setting.threads,
@@ -197,7 +198,7 @@ class Tuning:
             self._several.pause(program, bound_seconds=self._options.drain_seconds)
             alone.append(self._pair.alone_window())
             stands_still = together[-1].rate is None and alone[-1].rate is None
-            if self._alone and self._pair.silent_seconds > max(_SILENT_SECONDS, 2 * self._pair.window_seconds):
+            if self._pair.silent_seconds > max(_SILENT_SECONDS, 2 * self._pair.window_seconds):
                 raise _stands_still()
             report = self._judged(setting, alone, together, other, factor)
             if report is not None and not stands_still and self._enough(report):
@@ -205,7 +206,7 @@ class Tuning:
             tail = any(window.latencies or window.printed_p99 for window in (*alone, *together))
             no_tail = self._asks_for_p99 and not tail and len(together) >= self._pair.rounds
             if no_tail or len(together) >= 2 * self._pair.most_rounds:
-                raise _stands_still() if self._alone and stands_still else self._nothing_printed(report)
+                raise _stands_still() if stands_still else self._nothing_printed(report)
             self._pair.resume(program)
         # It is stopped and its queue has drained: it can be killed.
         self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
@@ -227,7 +228,7 @@ class Tuning:
         before, capped = rates(self._alone), rates([self._pair.alone_window() for _ in range(self._pair.rounds)])
         factor = ratio(capped, before)
         if factor is None:
-            return same
+            raise _stands_still()
         self._starts.append(_mean(capped))
         starts = [_mean(before), *self._starts]
         apart = deviation(starts) / _mean(starts)

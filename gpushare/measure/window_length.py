@@ -16,6 +16,9 @@ SHORTEST_SECONDS: Final = 0.6
 LONGEST_SECONDS: Final = 30.0
 # A window is so many times as long as the longest time in which nothing was printed.
 _GAPS: Final = 6
+# It saves its state again and again: a window that is all silence tells little.
+_SILENCES: Final = 2
+_LONGEST_FOR_SILENCE_SECONDS: Final = 10.0
 # So long is production watched together at least, in so many windows; more where that is not enough.
 _WATCHED_SECONDS: Final = 4.8
 _LEAST_ROUNDS: Final = 3
@@ -31,8 +34,9 @@ class WindowLength:
     def __init__(self, given: float | None, *, tails: bool) -> None:
         self.seconds = WINDOW_SECONDS if given is None else given
         self._tails = tails
+        self._given = given is not None
         self._open = given is None and not tails
-        self._gap = 0.0
+        self._gap = self._silence = 0.0
 
     def hold(
         self, least: int, moments: Sequence[float], start: float, end: float, longest: float = LONGEST_SECONDS
@@ -47,6 +51,15 @@ class WindowLength:
         if self._open and self.seconds <= WINDOW_SECONDS:
             self.seconds = min(self.seconds, max(SHORTEST_SECONDS, _GAPS * self._gap))
         self._open = False
+
+    def silent(self, seconds: float) -> None:
+        """Remember for how long production, alone, printed nothing."""
+        self._silence = max(self._silence, seconds)
+
+    def outlast(self) -> None:
+        """Make it longer than the silences until now; between trials, so that all windows of one are equal."""
+        if not self._given and self._silence > self.seconds:
+            self.seconds = max(self.seconds, min(_SILENCES * self._silence, _LONGEST_FOR_SILENCE_SECONDS))
 
     def rounds(self, given: int | None) -> int:
         """Return how many windows together a trial has at least; fewer where they are long."""

@@ -10,6 +10,7 @@ import pytest
 
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.plain_share import PlainShare
+from gpushare.errors import OperationFailed
 from gpushare.host.connect import connect
 from gpushare.measure.controller import Search
 from gpushare.measure.enough import sure
@@ -22,6 +23,8 @@ from gpushare.measure.tune_report import TrialReport, TuneReporter, TuneResult
 from gpushare.selection import select_one
 from tests.measure.told_jobs import (
     Bursts,
+    EndsEarly,
+    Hangs,
     MemoryBound,
     PrintsP99,
     SavesItsState,
@@ -57,6 +60,8 @@ def report(
     [
         (0.99, 0.01, 0.006, 0.97, True),  # above the goal, by all that it may be wrong
         (0.95, 0.01, 0.006, 0.97, True),  # below it
+        (0.982, 0.01, 0.006, 0.97, False),  # who looks often sees an interval on one side now and then
+        (0.958, 0.01, 0.006, 0.97, False),
         (0.975, 0.02, 0.01, 0.97, False),
         (0.971, 0.01, 0.005, 0.97, True),  # as precise as anybody needs
         (0.971, 0.05, 0.004, 0.97, True),  # what a cap on production costs is uncertain, and more windows do not help
@@ -100,6 +105,7 @@ def tuned(
 ) -> TuneResult:
     """Return what tune finds for two told jobs, of which production needs so much, with windows as they are by default."""
     tell(monkeypatch)
+    monkeypatch.setattr(ToldSeveral, "now", 100.0)
     if several is MemoryBound:
         tell_memory_bound(monkeypatch)
     monkeypatch.setattr("gpushare.measure.tune.Several", several)
@@ -108,7 +114,7 @@ def tuned(
     options = TuneOptions(
         production=[*words, str(need)],
         opportunistic=[*words, "95"],
-        search=Search(goal=Goal(keep=keep, p99_factor=p99), grid=(60.0,), confirmed=1),
+        search=Search(goal=Goal(keep=keep, p99_factor=p99), grid=(60.0,)),
         metric=Metric(pattern=r"rate=([0-9.]+)"),
         opportunistic_metric=Metric(pattern=r"rate=([0-9.]+)"),
     )
@@ -189,16 +195,36 @@ def test_a_job_that_prints_in_bursts_is_watched_in_long_windows(
     assert [one.kept.value for one in result.trials] == pytest.approx([1.0] * len(result.trials), abs=0.01)
 
 
-@pytest.mark.parametrize(("every", "gap"), [(20.0, 1.5), (20.0, 3.0), (60.0, 2.0)])
+@pytest.mark.parametrize(("every", "gap"), [(6.0, 1.0), (10.0, 2.0), (20.0, 4.0)])
 def test_a_job_that_is_silent_for_a_while_is_measured(
     monkeypatch: pytest.MonkeyPatch, every: float, gap: float
 ) -> None:
-    """It saves its state, whatever the other does: a rate of nothing, together as alone."""
+    """It saves its state, whatever the other does: a rate of nothing, together as alone; then windows come to outlast it."""
     monkeypatch.setattr(SavesItsState, "every", every)
     monkeypatch.setattr(SavesItsState, "gap", gap)
-    result = tuned(monkeypatch, SavesItsState, 40, keep=0.8)
+    result = tuned(monkeypatch, SavesItsState, 40, keep=0.85)
     assert result.stopped is None
     assert result.outcome.best is not None
+    assert result.outcome.best.setting.threads == 60.0
+    lengths = [one.window_seconds for one in result.trials]
+    assert lengths[0] == 0.6
+    assert (lengths[-1] or 0.0) >= 1.5 * gap
+
+
+@pytest.mark.parametrize("p99", [None, 1.2])
+def test_production_that_hangs_in_the_first_trial_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, p99: float | None
+) -> None:
+    with pytest.raises(OperationFailed) as raised:
+        tuned(monkeypatch, Hangs, 40, p99=p99)
+    assert raised.value.code == "job_silent"
+
+
+def test_another_job_that_ends_while_it_is_watched_alone_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OperationFailed) as raised:
+        tuned(monkeypatch, EndsEarly, 40)
+    assert raised.value.code == "job_ended"
+    assert ToldSeveral.now - 100.0 < 8.0
 
 
 def test_a_p99_that_is_seldom_printed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,11 @@ def test_what_drifts_alike_in_both_of_each_pair_is_no_spread(drift: list[float],
 def test_pairs_of_which_there_are_none_or_that_are_no_pairs_have_no_ratio() -> None:
     assert paired_ratio([], []) is None
     assert paired_ratio([1.0], [1.0, 2.0]) is None
-    assert paired_ratio([1.0, 1.0], [1.0, 0.0]) is None
+    assert paired_ratio([1.0, 1.0], [0.0, 0.0]) is None
+    assert paired_ratio([1.0, 1.0], [2.0, -1.0]) is None
+    once = paired_ratio([1.0, 0.0], [1.0, 0.0])
+    assert once is not None
+    assert (once.value, once.error) == (1.0, 0.0)
     one = paired_ratio([1.0], [2.0])
     assert one is not None
     assert (one.value, one.low, one.high, one.error) == (0.5, None, None, None)

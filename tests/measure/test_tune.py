@@ -117,12 +117,8 @@ def test_each_window_together_is_compared_with_those_alone_beside_it() -> None:
 def test_windows_in_which_nothing_was_printed() -> None:
     # It stood still: beside the other as without it.
     assert neighbours(windows(100.0, 100.0, 100.0), windows(None, 50.0)) == [(0.0, 100.0), (50.0, 100.0)]
-    assert neighbours(windows(100.0, None, 120.0), windows(90.0, 60.0)) == [(90.0, 110.0), (60.0, 60.0)]
-    assert neighbours(windows(100.0, None, None, None), windows(90.0, 60.0, 60.0)) == [
-        (90.0, 100.0),
-        (60.0, 100.0),
-        (60.0, 100.0),
-    ]
+    assert neighbours(windows(100.0, None, 120.0), windows(90.0, 60.0)) == [(90.0, 0.0), (60.0, 60.0)]
+    assert neighbours(windows(100.0, None, None, None), windows(90.0, 60.0, 60.0)) == []
     assert neighbours(windows(None, None), windows(90.0)) == []
 
 

@@ -48,6 +48,24 @@ def test_the_slower_of_both_decides() -> None:
     assert length.seconds == pytest.approx(1.2)
 
 
+@pytest.mark.parametrize(
+    ("window", "silence", "expected"),
+    [(None, 0.5, 0.6), (None, 1.0, 2.0), (None, 4.0, 8.0), (None, 9.0, 10.0), (0.6, 4.0, 0.6), (12.0, 9.0, 12.0)],
+)
+def test_between_trials_a_window_comes_to_outlast_silences(
+    window: float | None, silence: float, expected: float
+) -> None:
+    length = WindowLength(window, tails=False)
+    length.hold(5, evenly(0.02, 1.5), 0.0, 1.5)
+    length.shorten()
+    before = length.seconds
+    length.silent(silence)
+    length.silent(0.1)
+    assert length.seconds == before
+    length.outlast()
+    assert length.seconds == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("window", "tails"), [(1.5, False), (0.1, False), (None, True)])
 def test_what_is_given_or_holds_a_p99_is_not_shortened(window: float | None, tails: bool) -> None:
     length = WindowLength(window, tails=tails)

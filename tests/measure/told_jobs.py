@@ -194,6 +194,34 @@ class SavesItsState(ToldSeveral):
         return job
 
 
+class EndsEarly(ToldSeveral):
+    """The other job prints once, and ends after five seconds."""
+
+    def start(self, *words: Any, **more: Any) -> ToldJob:
+        job = super().start(*words, **more)
+        if job.title != "production":
+            told, began = job.listen, ToldSeveral.now
+
+            def seldom(line: str, at: float) -> None:
+                if at - began < 0.1:
+                    told(line, at)
+                job.runs = at - began < 5.0
+
+            job.listen = seldom
+        return job
+
+
+class Hangs(ToldSeveral):
+    """Production prints for six seconds, and then nothing any more."""
+
+    def start(self, *words: Any, **more: Any) -> ToldJob:
+        job = super().start(*words, **more)
+        if job.title == "production":
+            told, began = job.listen, ToldSeveral.now
+            job.listen = lambda line, at: None if at - began > 6.0 else told(line, at)
+        return job
+
+
 class PrintsP99(ToldSeveral):
     """Production prints a p99 every nine seconds."""
 
