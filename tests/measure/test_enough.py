@@ -218,6 +218,7 @@ def test_production_that_hangs_in_the_first_trial_is_given_up(
     with pytest.raises(OperationFailed) as raised:
         tuned(monkeypatch, Hangs, 40, p99=p99)
     assert raised.value.code == "job_silent"
+    assert ToldSeveral.now - 100.0 < 40.0
 
 
 def test_another_job_that_ends_while_it_is_watched_alone_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
