@@ -163,7 +163,7 @@ def figures(reports: Sequence[TrialReport], alone: Sequence[float]) -> dict[str,
     return {
         "setting": found.setting.title,
         "kept": found.kept,
-        "kept_interval": [found.kept - half, found.kept + half],
+        "kept_interval": [max(0.0, found.kept - half), found.kept + half],
         "p99": found.p99,
         "opportunistic": math.fsum(beside) / len(beside) / mean if beside else None,
         "opportunistic_interval": None if share is None else [share.low, share.high],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
     for one in results.get("earlier_pairs", {}).values():
         low, high = one["kept_interval"]
         assert f"{one['kept']:.3f} ({low:.2f}-{high:.2f}) beside {one['opportunistic']:.2f}" in text
+    for part in table(results).partition("| job alone |")[2].splitlines()[2:]:
+        assert part in [line.replace("`", "") for line in readme]
+    # Two runs of one setting, from each of the runs that were cut off.
+    for run, setting in zip(results["unfinished"]["membw + big"], ("cap 81 %", "cap 55 %"), strict=True):
+        told = text.partition("cut off before their end: ")[2].partition(f"{setting} with low priority")[2]
+        twice = [one for one in run["trials"] if one["setting"] == f"{setting}, low priority"]
+        assert len(twice) == 2
+        numbers = re.findall(r"0\.\d\d", told)[:4]
+        assert {f"{one[key]:.2f}" for one in twice for key in ("kept", "opportunistic_share")} <= set(numbers)
+    (best,) = (one for one in results["pairs"]["mid + tiny"]["curve"] if one["chosen"])
+    assert f"{best['opportunistic_share']:.2f} in the mean of tune's two trials" in text
     whole, part = results["duty"]["curve"]
     assert f"kept {whole['kept']:.2f} beside {whole['opportunistic_share']:.2f}" in text
     assert f"for {part['duty_percent']:g} % of the time, as tune found, {part['kept']:.2f} beside" in text

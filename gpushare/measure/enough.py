@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from gpushare.measure.statistics import widened
 from gpushare.measure.trials import Goal
 from gpushare.measure.tune_report import TrialReport
 
@@ -26,8 +27,8 @@ def sure(report: TrialReport, goal: Goal) -> bool:
 
 
 def _fails(report: TrialReport, goal: Goal) -> bool:
-    kept = report.kept
-    slow = kept.high is not None and kept.value + _LOOKED_AT_OFTEN * (kept.high - kept.value) < goal.keep
+    high = widened(report.kept, _LOOKED_AT_OFTEN).high
+    slow = high is not None and high < goal.keep
     late = goal.p99_factor is not None and report.p99_interval is not None and report.p99_interval[0] > goal.p99_factor
     return slow or late
 
@@ -36,8 +37,8 @@ def _rate_is_known(report: TrialReport, goal: Goal) -> bool:
     precise = max(_FINEST, min(_PRECISE, _PRECISE_SHARE * (1 - goal.keep)))
     if report.windows_error is not None and report.windows_error <= precise:
         return True
-    kept = report.kept
-    return kept.low is not None and kept.value - _LOOKED_AT_OFTEN * (kept.value - kept.low) >= goal.keep
+    low = widened(report.kept, _LOOKED_AT_OFTEN).low
+    return low is not None and low >= goal.keep
 
 
 def _tail_is_known(report: TrialReport, goal: Goal) -> bool:

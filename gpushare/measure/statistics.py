@@ -142,6 +142,16 @@ def product(one: Ratio, other: Ratio) -> Ratio:
     )
 
 
+def widened(one: Ratio, factor: float) -> Ratio:
+    """Return a ratio whose interval and error are so many times as wide, around the same value."""
+    return Ratio(
+        value=one.value,
+        low=None if one.low is None else max(0.0, one.value - factor * (one.value - one.low)),
+        high=None if one.high is None else one.value + factor * (one.high - one.value),
+        error=None if one.error is None else factor * one.error,
+    )
+
+
 def _apart(value: float, bound: float | None) -> float | None:
     return None if bound is None else abs(value - bound)
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpushare.measure.statistics import deviation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -123,8 +125,7 @@ def _scattered(values: Sequence[float], error: float) -> float:
     """Return the standard error of the mean of runs: larger than their own errors say, where the runs lie further apart."""
     if len(values) < 2:
         return error
-    mean = _mean(values)
-    return max(error, math.sqrt(math.fsum((one - mean) ** 2 for one in values) / (len(values) - 1) / len(values)))
+    return max(error, deviation(values) / math.sqrt(len(values)))
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:

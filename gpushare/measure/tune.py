@@ -29,7 +29,7 @@ from gpushare.measure.controller import (
 from gpushare.measure.enough import sure
 from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, neighbours, p99, p99_factor_interval, p99_interval, rates
-from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio
+from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio, widened
 from gpushare.measure.trials import Setting, Trial
 from gpushare.measure.tune_report import TrialReport, TuneReporter, TuneResult
 from gpushare.model import Priority
@@ -192,9 +192,9 @@ class Tuning:
         other: list[tuple[float | None, float | None]] = []
         full = self._rates.get(replace(setting, duty_percent=None))
         while True:
-            production, *rate = self._pair.together_window(program, seen, setting.duty_percent, full)
+            production, clean, known = self._pair.together_window(program, seen, setting.duty_percent, full)
             together.append(production)
-            other.append((rate[0], rate[1]))
+            other.append((clean, known))
             self._several.pause(program, bound_seconds=self._options.drain_seconds)
             alone.append(self._pair.alone_window())
             stands_still = together[-1].rate is None and alone[-1].rate is None
@@ -248,7 +248,7 @@ class Tuning:
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        own = _widened(kept, _SHARED)
+        own = widened(kept, _SHARED)
         kept = product(own, factor)
         quiet = self._quiet(setting, alone)
         before, now = p99(quiet), p99(together)
@@ -317,15 +317,6 @@ class Tuning:
             "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
             code="no_latencies",
         )
-
-
-def _widened(one: Ratio, factor: float) -> Ratio:
-    return Ratio(
-        value=one.value,
-        low=None if one.low is None else max(0.0, one.value - factor * (one.value - one.low)),
-        high=None if one.high is None else one.value + factor * (one.high - one.value),
-        error=None if one.error is None else factor * one.error,
-    )
 
 
 def _stands_still() -> OperationFailed:

@@ -16,9 +16,9 @@ from gpushare.measure.controller import SPARED, Search
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.progress import Window, neighbours
-from gpushare.measure.statistics import Ratio
+from gpushare.measure.statistics import Ratio, widened
 from gpushare.measure.trials import Goal, Setting
-from gpushare.measure.tune import Tuning, _widened, compare, tune
+from gpushare.measure.tune import Tuning, compare, tune
 from gpushare.measure.tune_report import TrialReport, TuneReporter
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
@@ -331,11 +331,11 @@ def test_who_else_is_on_the_gpu_is_told(host: Host, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_interval_is_widened_around_its_value() -> None:
-    assert _widened(Ratio(value=1.0, low=0.9, high=1.1, error=0.05), 2.0) == Ratio(
+    assert widened(Ratio(value=1.0, low=0.9, high=1.1, error=0.05), 2.0) == Ratio(
         value=1.0, low=pytest.approx(0.8), high=pytest.approx(1.2), error=0.1
     )
-    assert _widened(Ratio(value=0.1, low=0.0, high=0.4), 2.0) == Ratio(value=0.1, low=0.0, high=pytest.approx(0.7))
-    assert _widened(Ratio(value=1.0, low=None, high=None), 2.0) == Ratio(value=1.0, low=None, high=None)
+    assert widened(Ratio(value=0.1, low=0.0, high=0.4), 2.0) == Ratio(value=0.1, low=0.0, high=pytest.approx(0.7))
+    assert widened(Ratio(value=1.0, low=None, high=None), 2.0) == Ratio(value=1.0, low=None, high=None)
 
 
 def test_real_processes_are_measured_and_ended(host: Host) -> None:
