@@ -9,8 +9,9 @@ All settings are found by ``gpushare tune`` and ``gpushare bench``, none is set 
 - ``farm``: copies of one job under each way, by ``gpushare bench``.
 - ``pause``: a production job that works 2 s in 10 without MPS, and an opportunistic one that stands still meanwhile.
 
-The figures go to benchmarks/results-GPU-DATE.json; what is run again replaces itself in ``--into FILE``. Several GPUs of
-one host (``-g 0,1``) share the work: each takes the next pair, farm or pause.
+The figures go to benchmarks/results-GPU-DATE.json; what is run again replaces itself in ``--into FILE``, or, with
+``--again``, is kept beside it: one search says little where the machine is unsteady. Several GPUs of one host (``-g 0,1``)
+share the work: each takes the next pair, farm or pause.
 ``--pretend`` rehearses all of it on a simulated H200 with jobs whose need is known.
 """
 
@@ -239,6 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-g", "--gpu", default="0", help="a GPU; or several, 0,1, that share the work")
     parser.add_argument("--into", type=Path, default=None, help="results of an earlier run to add to")
     parser.add_argument("--window", type=float, default=None, help="seconds of one window of measuring")
+    parser.add_argument(
+        "--again", action="store_true", help="keep the pairs beside those in the file, as a second search"
+    )
     parser.add_argument("--pretend", action="store_true", help="rehearse on a simulated H200")
     given = parser.parse_args(arguments)
     wanted = _chosen(parser, "--parts", given.parts, PARTS)
@@ -266,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not written:
             parser.error("several GPUs need --into FILE")
         words = [*(["--pretend"] if given.pretend else []), "--into", str(path)]
+        words += ["--again"] if given.again else []
         words += [] if given.window is None else ["--window", str(given.window)]
         failed = on_all(gpus, words, pieces(bench, wanted))
         sys.stdout.write(table(json.loads(path.read_text())))
@@ -286,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in wanted:
         started = time.monotonic()
         {"jobs": jobs, "pairs": pairs, "ways": ways, "farm": farm, "pause": pause}[part](
-            bench, results.setdefault(part, {}), keep
+            bench, results.setdefault("again" if given.again and part == "pairs" else part, {}), keep
         )
         results.setdefault("seconds", {})[f"{part} on GPU {device.gpu.index}"] = round(time.monotonic() - started, 1)
         keep()

@@ -15,13 +15,15 @@ def table(results: Mapping[str, Any]) -> str:
         "| what | setting | production rate (95 %) | p99 | opportunistic | goal | met |",
         "|" + "---|" * 7,
     ]
-    for part in ("pairs", "ways"):
+    for part, which in (("pairs", ""), ("again", ", again"), ("ways", "")):
         for name, one in results.get(part, {}).items():
             tail = "-" if one["p99"] is None else f"{one['p99']:.2f}x"
             goal = one.get("goal")
             words = "" if goal is None else _goal(goal)
             other = _two(one["opportunistic"]) + _between(one.get("opportunistic_interval"))
-            lines.append(f"| {name} | {one['setting']} | {_kept(one)} | {tail} | {other} | {words} | {_met(one)} |")
+            lines.append(
+                f"| {name}{which} | {one['setting']} | {_kept(one)} | {tail} | {other} | {words} | {_met(one)} |"
+            )
     for name, one in results.get("farm", {}).items():
         gain = "-" if one["gain"] is None else f"{one['gain']:.2f}x time-slicing, {one['of_best']:.2f} of the best"
         met = one["gain"] is not None and one["gain"] >= one["goal"] and one["of_best"] >= 0.97
