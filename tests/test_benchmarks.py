@@ -103,12 +103,16 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
         assert part in [line.replace("`", "") for line in readme]
     searches = (results["pairs"], results["again"])
     for which, one in zip(("", ", again"), (search["membw + big"] for search in searches), strict=True):
-        assert row(f"membw + big{which}", f"just short ({one['opportunistic']:.3f})")
+        assert row(f"membw + big{which}", f"no ({one['opportunistic']:.3f})")
         (best,) = (trial for trial in one["curve"] if trial["chosen"])
         assert f"{best['kept']:.3f} beside {best['opportunistic_share']:.3f}" in text
     (best,) = (one for one in results["pairs"]["infer + membw"]["curve"] if one["setting"] == "no cap")
     assert f"its p99 was {best['p99']:.1f}x" in text
+    took = [one["tune_seconds"] / 60 for search in searches for one in search.values()]
+    assert f"A search took {min(took):.0f} to {max(took):.0f} minutes" in text
     whole, part = results["duty"]["curve"]
+    assert f"the loss fell to {100 * (1 - part['kept']) / (1 - whole['kept']):.0f} %" in text
+    assert f"rate to {100 * part['opportunistic_share'] / whole['opportunistic_share']:.0f} %" in text
     assert f"kept {whole['kept']:.2f} beside {whole['opportunistic_share']:.2f}" in text
     assert f"for {part['duty_percent']:g} % of the time, as tune found, {part['kept']:.2f} beside" in text
     for one in (results["pairs"]["mid + big"], results["ways"]["mid + big: time-slicing"]):
@@ -140,6 +144,7 @@ def test_several_starts_are_one_figure() -> None:
     # They lie further apart than their own errors say.
     assert found["kept_interval"] == pytest.approx([0.98 - 12.706 * 0.02, 0.98 + 12.706 * 0.02])
     assert (found["kept"], found["p99"]) == (pytest.approx(0.98), pytest.approx(1.1))
+    assert found["p99_starts"] == [1.2, 1.0]
     assert found["opportunistic"] == pytest.approx(75 / 95)
     low, high = found["opportunistic_interval"]
     assert low < 75 / 95 < high

@@ -173,7 +173,21 @@ def memory_warning(
 def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
     """Return the next cap beside an uncapped production job, with the start's priority; None: the knee is found."""
     line = _grid(search, judged, low=search.start.low)
-    return _on_a_line(search, line, judged, confirm=True) or _between(search, line, judged)
+    return (
+        _on_a_line(search, line, judged, confirm=True)
+        or _between(search, line, judged)
+        or _better_if_safe(search, judged)
+    )
+
+
+def _better_if_safe(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the cap of a line that would be the best of it, but met the goal only by luck so far.
+
+    What is tried after it is tried beside the best, and would be tried once more beside another one.
+    """
+    line = _line_of_caps(search, judged)
+    best, most = best_of(line), _most_of([one for one in line if one.meets])
+    return most.setting if most is not None and most is not best and most.trials < MOST_TRIALS else None
 
 
 def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
@@ -222,8 +236,12 @@ def _grid(search: Search, judged: Sequence[Judged], *, low: bool) -> dict[float,
 
 
 def _best_on_the_grid(search: Search, judged: Sequence[Judged]) -> Judged | None:
+    return best_of(_line_of_caps(search, judged))
+
+
+def _line_of_caps(search: Search, judged: Sequence[Judged]) -> list[Judged]:
     line = _grid(search, judged, low=search.start.low)
-    return best_of([one for one in judged if one.setting == line.get(one.setting.threads)])
+    return [one for one in judged if one.setting == line.get(one.setting.threads)]
 
 
 def _rest(search: Search) -> dict[float, Setting]:

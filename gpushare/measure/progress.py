@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from gpushare.measure.metric import Metric, amount, number
-from gpushare.measure.statistics import percentile
+from gpushare.measure.statistics import percentile, ratio
 from gpushare.measure.window_length import LONGEST_SECONDS
 
 # A p99 that sums up many requests: "p99=0.5", "p99_ms: 1.2".
@@ -142,11 +142,15 @@ class Progress:
 
 def p99(windows: Sequence[Window]) -> float | None:
     """Return the 99th percentile of all windows together; what the program printed itself where it prints no latencies."""
-    latencies = [latency for window in windows for latency in window.latencies]
+    latencies = _latencies(windows)
     if len(latencies) >= LEAST_LATENCIES:
         return percentile(latencies, 99)
     printed = [window.printed_p99 for window in windows if window.printed_p99 is not None]
     return percentile(printed, 50) if printed else None
+
+
+def _latencies(windows: Sequence[Window]) -> list[float]:
+    return [latency for window in windows for latency in window.latencies]
 
 
 def _within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:
@@ -163,7 +167,7 @@ def p99_interval(windows: Sequence[Window]) -> tuple[float, float] | None:
 
     By the ranks of the latencies: how many of n lie above their 99th percentile is binomial.
     """
-    latencies = sorted(latency for window in windows for latency in window.latencies)
+    latencies = sorted(_latencies(windows))
     count = len(latencies)
     middle, width = 0.99 * count, 1.96 * math.sqrt(count * 0.99 * 0.01)
     low, high = math.floor(middle - width), math.ceil(middle + width)
@@ -173,9 +177,21 @@ def p99_interval(windows: Sequence[Window]) -> tuple[float, float] | None:
 
 
 def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float] | None:
-    """Return between what the p99 of windows together is, in those of windows alone; None: too few latencies to tell."""
+    """Return between what the p99 of windows together is, in those of windows alone; None: too few latencies to tell.
+
+    Where the program printed its p99 itself, by how far those of the windows lie apart.
+    """
     before, now = p99_interval(alone), p99_interval(together)
-    return None if before is None or now is None else (now[0] / before[1], now[1] / before[0])
+    if before is not None and now is not None:
+        return now[0] / before[1], now[1] / before[0]
+    if max(len(_latencies(alone)), len(_latencies(together))) >= LEAST_LATENCIES:
+        return None
+    apart = ratio(*([one.printed_p99 for one in some if one.printed_p99 is not None] for some in (together, alone)))
+    if apart is None or apart.low is None or apart.high is None:
+        return None
+    # The factor is one of medians, around which they lie as around the mean.
+    factor = (p99(together) or 0.0) / (p99(alone) or math.inf)
+    return factor * apart.low / apart.value, factor * apart.high / apart.value
 
 
 def neighbours(alone: Sequence[Window], together: Sequence[Window]) -> list[tuple[float, float]]:

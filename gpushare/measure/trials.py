@@ -44,14 +44,14 @@ class Trial:
     """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
 
     ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured; ``p99_error``
-    that of ``p99``, from how many latencies it was read off.
+    that of ``p99``, from how many latencies it was read off (None: too few to tell).
     """
 
     setting: Setting
     kept: float
     error: float = 0.0
     p99: float | None = None
-    p99_error: float = 0.0
+    p99_error: float | None = None
     opportunistic: float | None = None
 
 
@@ -95,8 +95,9 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
         tail = safe_tail = math.inf
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
             tail = goal.p99_factor / p99
-            late = _scattered([one for one, _ in tails], _pooled([error for _, error in tails]))
-            safe_tail = goal.p99_factor / (p99 + late)
+            late = _late(tails)
+            # Of one run of which nobody knows how exact it is, nothing is safe.
+            safe_tail = 0.0 if late is None else goal.p99_factor / (p99 + late)
         found.append(
             Judged(
                 setting=setting,
@@ -126,6 +127,14 @@ def _scattered(values: Sequence[float], error: float) -> float:
     if len(values) < 2:
         return error
     return max(error, deviation(values) / math.sqrt(len(values)))
+
+
+def _late(tails: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the standard error of the mean of p99s with their own errors; None for one whose error is unknown."""
+    known = [error for _, error in tails if error is not None]
+    if len(known) < len(tails) < 2:
+        return None
+    return _scattered([one for one, _ in tails], _pooled(known) if len(known) == len(tails) else 0.0)
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:

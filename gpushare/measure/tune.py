@@ -117,7 +117,7 @@ class Tuning:
         reports: list[TrialReport] = []
         stopped: KeyboardInterrupt | GpushareError | None = None
         try:
-            while (setting := next_setting(self._search(), [one.trial for one in reports])) is not None:
+            while (setting := next_setting(self._search(), self._counted(reports))) is not None:
                 self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
                 reports += self._tried(setting)
         except (KeyboardInterrupt, GpushareError) as error:
@@ -125,7 +125,7 @@ class Tuning:
                 raise
             stopped = error
         alone = rates(self._alone)
-        found = outcome(self._search(), [one.trial for one in reports])
+        found = outcome(self._search(), self._counted(reports))
         duty = None if found.best is None else found.best.setting.duty_percent
         return TuneResult(
             outcome=found,
@@ -156,6 +156,11 @@ class Tuning:
             self._several.resume(program)
         self._several.end(left)
         return []
+
+    def _counted(self, reports: Sequence[TrialReport]) -> list[Trial]:
+        """Return the trials to search by: none with a cap on production once that is given up, as none can be repeated."""
+        trials = [one.trial for one in reports]
+        return [one for one in trials if self._given_up is None or one.setting.production_threads is None]
 
     def _dram(self) -> float | None:
         """Return what production alone draws of the DRAM's bandwidth in percent, as far as it is known."""
@@ -261,7 +266,7 @@ class Tuning:
             error=kept.error or 0.0,
             p99=slower,
             # Four standard errors lie between the ends of 95 percent.
-            p99_error=0.0 if between is None else (between[1] - between[0]) / 4,
+            p99_error=None if between is None else (between[1] - between[0]) / 4,
             opportunistic=speed,
         )
         return TrialReport(

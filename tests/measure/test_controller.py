@@ -465,6 +465,42 @@ def test_what_meets_the_goal_only_by_luck_gets_a_third_run_before_it_is_the_answ
     assert next_setting(narrow, [*safe, other]) is None
 
 
+def test_what_would_be_the_best_cap_gets_its_third_run_before_anything_is_tried_beside_the_best() -> None:
+    """As on an H200, `membw` + `big`: six trials beside 80 were made again beside 81.25, which was safe after its third."""
+    runs = {
+        (60.0, True, None): [(0.9132, 31.5)],
+        (80.0, True, None): [(0.918, 33.2)],
+        (90.0, True, None): [(0.8426, 40.0)],
+        (85.0, True, None): [(0.8757, 38.6)],
+        (82.5, True, None): [(0.8803, 42.4)],
+        (81.25, True, None): [(0.8985, 39.5), (0.9075, 35.0), (0.9095, 37.8)],
+        (80.0, False, None): [(0.8177, 53.2)],
+        (81.25, False, None): [(0.7905, 58.5)],
+        (70.0, False, None): [(0.8569, 43.7)],
+        (35.0, False, None): [(0.8464, 24.9)],
+        (80.0, True, 94.0): [(0.8871, 44.2)],
+        (80.0, True, 99.0): [(0.8841, 44.2)],
+        (81.25, True, 94.0): [(0.868, 48.3)],
+        (81.25, True, 99.0): [(0.867, 48.0)],
+    }
+
+    def pair(setting: Setting) -> Trial:
+        left = runs[setting.threads, setting.low, setting.production_threads]
+        kept, rate = left.pop(0) if len(left) > 1 else left[0]
+        duty = (setting.duty_percent or 100.0) / 100
+        return Trial(setting=setting, kept=1 - (1 - kept) * duty, error=0.005, opportunistic=rate * duty)
+
+    search = Search(goal=Goal(keep=0.9), fine=FINE, spared=SPARED, duty=True, most=32)
+    found, trials = searched(search, pair)
+    assert found.best is not None
+    assert (found.best.setting, found.best.trials, found.best.safe) == (Setting(threads=81.25), 3, True)
+    assert found.stable
+    # Twenty, when the third run came last.
+    assert len(trials) == 14
+    beside_80 = [one for one in trials if one.setting.threads == 80.0 and one.setting != Setting(threads=80.0)]
+    assert beside_80 == []
+
+
 def test_errors_of_several_runs_count_together() -> None:
     (one,) = judge(Goal(keep=0.5), [ran(60.0, 0.54, error=0.03), ran(60.0, 0.56, error=0.04)])
     assert one.margin == pytest.approx(1.1)
@@ -477,7 +513,7 @@ def test_errors_of_several_runs_count_together() -> None:
     apart = [ran(60.0, 0.9, p99=p99, p99_error=0.02) for p99 in (0.65, 1.95)]
     (one,) = judge(Goal(keep=0.5, p99_factor=1.35), apart)
     assert (one.meets, one.safe) == (True, False)
-    (late,) = judge(Goal(keep=0.5, p99_factor=1.2), [ran(60.0, 0.9, error=0.01, p99=1.0)])
+    (late,) = judge(Goal(keep=0.5, p99_factor=1.2), [ran(60.0, 0.9, error=0.01, p99=1.0, p99_error=0.0)])
     assert late.safe_margin == pytest.approx(1.2)
     (slow,) = judge(Goal(keep=0.5, p99_factor=1.2), [ran(60.0, 0.9, error=0.01, p99=2.0)])
     assert (slow.meets, slow.safe) == (False, False)
@@ -493,6 +529,19 @@ def test_a_p99_that_may_as_well_be_too_long_is_not_safe() -> None:
     assert one.safe_margin == pytest.approx(1.2 / 1.35)
     (sure,) = judge(goal, [ran(60.0, 1.0, p99=1.1, p99_error=0.05)])
     assert sure.safe
+
+
+def test_a_p99_of_which_nobody_knows_how_exact_it_is_is_safe_once_several_runs_agree() -> None:
+    goal = Goal(keep=0.5, p99_factor=1.35)
+    (one,) = judge(goal, [ran(60.0, 1.0, p99=1.33)])
+    assert (one.meets, one.safe) == (True, False)
+    (two,) = judge(goal, [ran(60.0, 1.0, p99=1.33), ran(60.0, 1.0, p99=1.32, p99_error=0.5)])
+    assert two.safe
+    (apart,) = judge(goal, [ran(60.0, 1.0, p99=1.33), ran(60.0, 1.0, p99=1.2)])
+    assert apart.p99 == pytest.approx(1.265)
+    assert apart.safe
+    (wide,) = judge(goal, [ran(60.0, 1.0, p99=1.5), ran(60.0, 1.0, p99=1.1)])
+    assert (wide.meets, wide.safe) == (True, False)
 
 
 def test_caps_on_production_that_leave_nothing_are_not_tried() -> None:

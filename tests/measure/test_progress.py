@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress, Window, p99, p99_interval
+from gpushare.measure.progress import Progress, Window, p99, p99_factor_interval, p99_interval
 
 
 def test_a_printed_rate_is_the_mean_of_the_window() -> None:
@@ -219,3 +219,25 @@ def test_lines_of_a_part_of_the_time_are_counted_over_all_of_it() -> None:
         lines.listen("step", at)
     assert lines.part_time([(0.2, 0.5), (0.7, 1.0)], 0.0, 1.0, 100.0) == lines.window(0.0, 1.0).rate
     assert Progress(Metric()).part_time([(0.2, 0.5)], 0.0, 0.5, None) is None
+
+
+def told_p99(*values: float | None) -> list[Window]:
+    return [Window(rate=1.0, printed_p99=value) for value in values]
+
+
+def test_what_a_program_prints_as_its_p99_is_as_exact_as_its_windows_agree() -> None:
+    assert p99_factor_interval(told_p99(1.0, 1.0, None), told_p99(1.2, 1.2)) == (pytest.approx(1.2), pytest.approx(1.2))
+    low, high = p99_factor_interval(told_p99(1.0, 1.1, 0.9), told_p99(1.2, 1.3, 1.1)) or (0.0, 0.0)
+    assert 0.8 < low < 1.2 < high < 1.7
+    # Around the factor that is reported, which is one of medians.
+    low, high = p99_factor_interval(told_p99(1.0, 1.0, 1.0), told_p99(1.0, 1.0, 4.0)) or (0.0, 0.0)
+    assert low < 1.0 < high
+
+
+def test_one_number_tells_nothing_of_how_exact_a_p99_is() -> None:
+    assert p99_factor_interval(told_p99(1.0), told_p99(1.2, 1.2)) is None
+    assert p99_factor_interval(told_p99(1.0, 1.0), told_p99(None)) is None
+    assert p99_factor_interval(told_p99(0.0, 0.0), told_p99(1.0, 1.0)) is None
+    # Latencies count before what is printed, and these are too few.
+    few = [Window(rate=1.0, latencies=(1.0,) * 20, printed_p99=1.0)] * 2
+    assert p99_factor_interval(few, few) is None

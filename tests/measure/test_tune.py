@@ -284,6 +284,32 @@ def test_production_that_does_not_start_under_a_cap_costs_no_answer(
     assert isinstance(asked.stopped, TimedOut)
 
 
+@pytest.mark.usefixtures("bound")
+@pytest.mark.parametrize("starts", [1, 2, 3])
+def test_production_that_starts_under_a_cap_only_a_few_times_ends_the_search_without_caps(
+    host: Host, monkeypatch: pytest.MonkeyPatch, starts: int
+) -> None:
+    """What was measured under a cap cannot be repeated, nor taken for a part of the time: neither is tried for ever."""
+    start = Pair.start_production
+    capped: list[float] = []
+
+    def refused(self: Pair, cap: float | None) -> None:
+        assert cap is None or len(capped) <= starts, "it was given up, and is tried again"
+        start(self, cap)
+        capped.extend([] if cap is None else [cap])
+        if cap is not None and len(capped) > starts:
+            raise TimedOut("the port is in use", "wait", code="no_numbers")
+
+    monkeypatch.setattr(Pair, "start_production", refused)
+    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
+    assert result.given_up is not None
+    assert (result.stopped, result.outcome.stable) == (None, True)
+    assert result.outcome.best is not None
+    assert result.outcome.best.setting == Setting(threads=80.0)
+    # What was measured is kept.
+    assert sum(one.trial.setting.production_threads is not None for one in result.trials) == starts
+
+
 @pytest.mark.usefixtures("told")
 def test_a_production_job_that_stops_printing_is_no_measurement(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     told = ToldSeveral._print
