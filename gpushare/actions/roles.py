@@ -195,6 +195,12 @@ def living_productions(host: Host, device: Device) -> list[Production]:
     return [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
 
 
+def place_of_production(host: Host, beside: str) -> str | None:
+    """Return the UUID of the device on which the production job of this name or PID runs; None: none is known to."""
+    found = (one for one in productions(host) if beside in {one.name, str(one.pid)} and lives(host, one))
+    return next((one.device_uuid for one in found), None)
+
+
 def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:
     """Return the production job that is to be spared: of this name or PID, or the only one that lives on the device.
 
@@ -282,15 +288,16 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
         notes.append(f"tuned on another GPU ({tuned.gpu_name or 'unknown'}); tune it again here")
     elif tuned.driver != host.nvml.driver_version():
         notes.append(f"tuned under driver {tuned.driver or 'unknown'}; tune it again under this one")
-    return [*notes, *production_cap_note(tuned)]
+    return [*notes, *production_cap_note(device, tuned)]
 
 
-def production_cap_note(tuned: Tuned | None, given: float | None = None) -> list[str]:
+def production_cap_note(device: Device, tuned: Tuned | None, given: float | None = None) -> list[str]:
     """Return how the production job has to be started where it was tuned under another cap than the given one."""
     if tuned is None or tuned.production_threads_percent in {None, given}:
         return []
     cap = f"{tuned.production_threads_percent:g}"
-    return [f"tuned with production capped at {cap} %: gpushare run --production {tuned.name} --threads {cap} -- CMD"]
+    run = f"gpushare run --production {tuned.name} --threads {cap} -g {device.selector} -- CMD"
+    return [f"tuned with production capped at {cap} %: {run}"]
 
 
 def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tuned | None) -> int | None:

@@ -44,10 +44,9 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
     Raises:
         BadUsage: there is no command, or a value is none.
     """
-    from gpushare.cli.bench import positive
+    from gpushare.cli.limits import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
-    from gpushare.units import parse_seconds
 
     copies, repeat, window, timeout = (asked[name] for name in ("--copies", "--repeat", "--for", "--timeout"))
     repeat = 3 if repeat is None else repeat
@@ -70,8 +69,8 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
         metric=parse_metric(asked["--metric"], higher_is_better=not asked["--lower-is-better"]),
         copies=copies,
         repeat=repeat,
-        window=None if window is None else positive("--for", window),
-        limit=None if timeout is None else parse_seconds(timeout),
+        window=None if window is None else positive("--for", window, "3s"),
+        limit=None if timeout is None else positive("--timeout", timeout, "10m"),
     )
 
 

@@ -168,9 +168,9 @@ def _request(
     words: tuple[Any, ...],
 ) -> tuple[Request, Mapping[str, Any] | None]:
     """Return what to measure, and what the built-in workload is, if it is that."""
+    from gpushare.cli.limits import positive
     from gpushare.measure.session import Request
     from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
-    from gpushare.units import parse_seconds
 
     copies, ways, repeat, window, timeout = words
     streams = () if command else ("--streams", "{}")
@@ -192,26 +192,12 @@ def _request(
         ways=parse_ways(ways or default),
         copies=parse_copies(copies),
         repeat=repeat,
-        window=None if window is None else positive("--for", window),
-        limit=None if timeout is None else parse_seconds(timeout),
+        window=None if window is None else positive("--for", window, "3s"),
+        limit=None if timeout is None else positive("--timeout", timeout, "10m"),
         streams=streams,
         environment=environment,
     )
     return request, workload
-
-
-def positive(option: str, text: str) -> float:
-    """Return a time in seconds.
-
-    Raises:
-        BadUsage: it is none, or zero.
-    """
-    from gpushare.units import parse_seconds
-
-    seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise BadUsage(f"{option} {text} is no time", "give --for 3s", code="bad_duration")
-    return seconds
 
 
 def _result(

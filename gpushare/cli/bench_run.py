@@ -89,7 +89,9 @@ def bench_notes(data: Mapping[str, Any]) -> list[str]:
 
     notes = [*data["notes"]]
     notes += [
-        f"{cell['way']}, {cell['copies']} copies: {failure}" for cell in data["cells"] for failure in cell["failures"]
+        f"{cell['way']}, {cell['copies']} {'copy' if cell['copies'] == 1 else 'copies'}: {failure}"
+        for cell in data["cells"]
+        for failure in cell["failures"]
     ]
     if data["others"]:
         names = data.get("other_names", {})

@@ -162,24 +162,29 @@ class Ended(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def ended_by_exception() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: rolled back, the terminal as it was."""
+def ended_by_exception(*numbers: int, ignored: bool = False) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (or these signals) end a command as Ctrl-C does: rolled back, the terminal as it was.
+
+    A signal that the caller set is left so; with ``ignored`` not one that he only ignores, as a shell's script does
+    with the SIGINT of what it runs in the background.
+    """
 
     def end(number: int, _frame: object) -> None:
         raise Ended(number)
 
-    taken = []
+    taken: list[tuple[int, Any]] = []
     # Another thread than the main one (ValueError) has no say in signals.
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
+        for number in numbers or (signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            if before is signal.SIG_DFL or (ignored and before is signal.SIG_IGN):
                 signal.signal(number, end)
-                taken.append(number)
+                taken.append((number, before))
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        for number, before in taken:
+            signal.signal(number, before)
 
 
 def interrupted(error: KeyboardInterrupt) -> Interrupted:

@@ -36,6 +36,20 @@ def percentage(option: str, text: str, *, example: str, hint: str, code: str) ->
     return percent
 
 
+def positive(option: str, text: str, example: str) -> float:
+    """Return a time in seconds, as typed.
+
+    Raises:
+        BadUsage: it is none, or zero.
+    """
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise BadUsage(f"{option} {text} is no time", f"give {option} {example}", code="bad_duration")
+    return seconds
+
+
 class Limits:
     """Limits as typed: one value for all devices, or one per GPU (``0=4G,1=8G``).
 

@@ -152,6 +152,8 @@ def run(
     host = settings.connect()
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
+    if gpu is None and roles.beside is not None:
+        gpu = place_of(host, roles.beside)
     device = select_one(gpu, gpus_of(host))
     if farming.copies is not None:
         return run_copies(host, device, command, options, farming)
@@ -162,6 +164,13 @@ def run(
     return run_program(
         host, device, command, options, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
     )
+
+
+def place_of(host: Host, beside: str) -> str | None:
+    """Return the UUID of the device on which the production job of a name or PID runs; None: it is not known to run."""
+    from gpushare.actions.roles import place_of_production
+
+    return place_of_production(host, beside)
 
 
 def run_copies(host: Host, device: Device, command: list[str], options: RunOptions, farming: Farming) -> Any:

@@ -35,7 +35,7 @@ def _production(host: Host, device: Device, command: Sequence[str], options: Run
     from gpushare.host.tuned import check_job_name, find_tuned
 
     check_job_name(name)
-    for text in production_cap_note(find_tuned(host, name), options.limits.threads_percent):
+    for text in production_cap_note(device, find_tuned(host, name), options.limits.threads_percent):
         note(text)
     if settings.dry_run:
         return planned(host, device, list(command), options.limits)
@@ -89,13 +89,13 @@ def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
     if roles.pause or roles.duty is not None:
         return NotFound(
             f"no production job runs on {device.title} that could be spared",
-            "start it: gpushare run --production NAME -- CMD; or name a process: --for PID",
+            f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
             code="no_production",
         )
     name = roles.beside or "production"
     return NotFound(
         f"'{name}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
-        f"start it: gpushare run --production {name} -- CMD; or for all of the time: --duty-cycle 100",
+        f"start it: gpushare run --production {name} -g {device.selector} -- CMD; or for all of the time: --duty-cycle 100",
         code="no_production",
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import Command, gpus_of, settings
+from gpushare.cli.common import Command, ended_by_exception, gpus_of, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def tune(
     Where a job draws the memory's bandwidth, which no cap limits, and no --p99 is asked for, settings that cost too much
     are tried for a part of the time too (a duty cycle: the opportunistic job is stopped for the rest of each half second).
     """
+    from gpushare.cli.limits import positive
     from gpushare.host.tuned import check_job_name
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.pair import TuneOptions
@@ -121,13 +123,14 @@ def tune(
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         window_seconds=None if window is None else _window(window),
         rounds=rounds,
-        start_seconds=_seconds("--timeout", timeout, "10m"),
+        start_seconds=positive("--timeout", timeout, "10m"),
     )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     from gpushare.measure.tune import tune as measured
 
-    with _reporter() as reporter:
+    # As bench does: a script that runs it in the background has nothing else than a signal to end it by.
+    with ended_by_exception(signal.SIGINT, ignored=True), _reporter() as reporter:
         result = measured(host, device, options, reporter)
     from gpushare.cli.tune_result import finished
 
@@ -171,15 +174,6 @@ def _production_caps(text: str | None) -> tuple[float, ...] | None:
             code="bad_cap",
         )
     return caps
-
-
-def _seconds(option: str, text: str, example: str) -> float:
-    from gpushare.units import parse_seconds
-
-    seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise BadUsage(f"{option} {text} is no time", f"give {option} {example}", code="bad_duration")
-    return seconds
 
 
 def _window(text: str) -> float:

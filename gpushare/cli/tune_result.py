@@ -34,20 +34,27 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
         notes.append(others_note(result.others))
     if result.given_up is not None:
         notes.append(f"caps on production were not tried to the end: {result.given_up.message}")
+    failed = None
+    where = f"-g {device.selector}"
     if tuned is not None:
-        data["file"] = str(keep_tuned(host, tuned))
-        notes.append(f"apply it: gpushare run --opportunistic --for {name} -- {options.opportunistic[0]} ...")
+        try:
+            data["file"] = str(keep_tuned(host, tuned))
+        except GpushareError as error:
+            # What was measured is shown, whatever becomes of the file.
+            failed = error
+    if tuned is not None and failed is None:
+        notes.append(f"apply it: gpushare run --opportunistic --for {name} {where} -- {options.opportunistic[0]} ...")
         if tuned.duty_percent is not None:
             notes.append(f"it is stopped for {100 - tuned.duty_percent:g} % of the time then; {DUTY_COSTS}")
         if tuned.production_threads_percent is not None:
-            notes.append(
-                f"with production capped: gpushare run --production {name} --threads {tuned.production_threads_percent:g} -- ..."
-            )
+            cap = f"--threads {tuned.production_threads_percent:g}"
+            notes.append(f"with production capped: gpushare run --production {name} {cap} {where} -- ...")
     elif result.stopped is not None:
         return tune_result(data, [*notes, "ended before the answer stood: nothing is kept"], _early(result.stopped))
     elif result.outcome.best is None:
-        notes.append("nothing is kept; pause the opportunistic job instead: gpushare run --opportunistic --pause")
-    return tune_result(data, notes)
+        pause = f"gpushare run --opportunistic --pause {where}"
+        notes.append(f"nothing is kept; pause the opportunistic job instead: {pause}")
+    return tune_result(data, notes, failed)
 
 
 def _uncertain(result: TuneResult) -> list[str]:

@@ -26,7 +26,7 @@ def keep_applied(host: Host, text: str) -> Path:
     Raises:
         NoPermission: the directory is not this user's.
     """
-    make_private_directory(host.state_directory)
+    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     path = applied_path(host)
     try:
         replace_file(path, text, durable=True)

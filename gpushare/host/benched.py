@@ -52,7 +52,7 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mappi
         NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
     directory = host.state_directory / "benched"
-    make_private_directory(directory)
+    make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
     path = directory / _file_name(device, command)
     known = _read(path, device, command)
     known.update({str(copies): vars(cap) for copies, cap in caps.items()})

@@ -132,11 +132,11 @@ def _make(path: Path, mode: int) -> None:
         path.chmod(mode)
 
 
-def make_private_directory(path: Path, mode: int = 0o755) -> None:
+def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GPUSHARE_RUN_DIR") -> None:
     """Create a directory (and its parents) that only its owner may write.
 
     The MPS daemon itself would create it 0777 without a sticky bit. An existing directory must be ours
-    or root's and not writable for others: its pipe decides who talks to whose GPU.
+    or root's and not writable for others: its pipe decides who talks to whose GPU. ``variable`` is the one that moves it.
 
     Raises:
         NoPermission: it cannot be created, belongs to somebody else, or others may write into it.
@@ -147,7 +147,7 @@ def make_private_directory(path: Path, mode: int = 0o755) -> None:
     except OSError as error:
         raise NoPermission(
             f"cannot create the directory {path}: {error.strerror}",
-            "set GPUSHARE_RUN_DIR to a short directory that you may write",
+            f"set {variable} to a {'short ' if variable == 'GPUSHARE_RUN_DIR' else ''}directory that you may write",
             code="directory_unwritable",
         ) from None
     # A link is another's way to choose where our files go.
@@ -155,13 +155,13 @@ def make_private_directory(path: Path, mode: int = 0o755) -> None:
     if strangers:
         raise NoPermission(
             f"the directory {path} belongs to user {strangers.pop()}",
-            "remove it, or set GPUSHARE_RUN_DIR to a directory of your own",
+            f"remove it, or set {variable} to a directory of your own",
             code="wrong_owner",
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise NoPermission(
             f"the directory {path} is not writable",
-            "run as its owner, or set GPUSHARE_RUN_DIR",
+            f"run as its owner, or set {variable}",
             code="directory_unwritable",
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:

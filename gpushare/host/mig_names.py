@@ -80,7 +80,7 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
         NoPermission: the directory or its files are not this user's.
         OperationFailed: they cannot be written; the names are as they were.
     """
-    make_private_directory(host.state_directory)
+    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     path = host.state_directory / "mig-names.json"
     descriptor = open_lock(host.state_directory / "mig-names.lock", "the lock of the names", mode=0o600)
     try:

@@ -78,7 +78,7 @@ def keep_tuned(host: Host, tuned: Tuned) -> Path:
         NoPermission: it cannot be written.
     """
     directory = host.state_directory / "tuned"
-    make_private_directory(directory)
+    make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
     path = directory / f"{tuned.name}.json"
     try:
         replace_file(path, json.dumps(asdict(tuned), indent=2))

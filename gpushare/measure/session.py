@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
@@ -63,7 +64,8 @@ def prepare(host: Host, device: Device, request: Request) -> Prepared:
     check_program(request.argv[0])
     why = reasons(host, device, request.argv[0])
     alone = _alone(why, {way.kind for way in request.ways})
-    instances = len(device.gpu.mig_instances)
+    profiles = Counter(one.profile for one in device.gpu.mig_instances)
+    instances = max(profiles.values(), default=0)
     cells, left = sort_out(
         request.ways,
         request.copies,
@@ -206,8 +208,5 @@ def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftO
         raise NotSupported(
             "no MIG instance is free", "see who is in them: gpushare mig status", code="no_free_instance"
         )
-    left = [
-        LeftOut(way=way.name, copies=copies, reason=f"only {free} of the MIG instances are free")
-        for way, copies in short
-    ]
+    left = [LeftOut(way=way.name, copies=copies, reason=_too_few(copies, free)) for way, copies in short]
     return replace(settings, cells=kept), left

@@ -222,6 +222,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
         (("--measure", "--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
         (("--measure", "--metric", "x", "--", "true"), "bad_metric", 2),
         (("--measure", "--timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--measure", "--timeout", "0", "--", "true"), "bad_duration", 2),
         (("--measure", "--mechanism", "mps", "--", "true"), "bad_combination", 2),
         (("--copies", "3"), "bad_combination", 2),
         (("--processes", "2", "--", "true"), "bad_combination", 2),

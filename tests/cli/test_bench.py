@@ -16,7 +16,7 @@ import pytest
 from gpushare.cli import common
 from gpushare.host.benched import BenchedCap, keep_benched
 from gpushare.host.connect import connect
-from gpushare.host.mig_leases import live_leases
+from gpushare.host.mig_leases import live_leases, take_lease
 from gpushare.measure.bench_data import read_bench
 from gpushare.measure.copies import Copies
 from gpushare.selection import select_one
@@ -115,9 +115,21 @@ def test_mig_uses_the_instances_that_are_there(cli: Cli, world: World) -> None:
     assert {cell["way"] for cell in data["cells"]} == {"mig"}
     assert cells[2]["throughput"]["mean"] == pytest.approx(2 * cells[1]["throughput"]["mean"], rel=0.1)
     reasons = {(one["way"], one["copies"]): one["reason"] for one in data["left_out"]}
-    assert "there are 2" in reasons["mig", 4]
+    assert reasons["mig", 4] == "4 copies need 4 free MIG instances of one profile, and there are 2"
     assert "MIG mode" in reasons["timeslice", None]
     assert len(world.state.gpus[0].mig) == 2
+
+
+def test_instances_of_several_profiles_count_by_the_one_of_which_there_are_most(cli: Cli, world: World) -> None:
+    world.mig("2g.35gb", "1g.18gb", "1g.18gb")
+    words = ("--copies", "1,2,3", "--ways", "mig", "--repeat", "1", *WINDOW)
+    left = {one["copies"]: one["reason"] for one in bench(cli, *words, *job(10))["left_out"]}
+    assert left == {3: "3 copies need 3 free MIG instances of one profile, and there are 2"}
+    lease = take_lease(world.host, world.state.gpus[0].mig[2].uuid)
+    assert lease is not None
+    left = {one["copies"]: one["reason"] for one in bench(cli, *words, *job(10))["left_out"]}
+    lease.release()
+    assert left[2] == "2 copies need 2 free MIG instances of one profile, and there is 1"
 
 
 def test_under_mps_inside_one_instance(cli: Cli, world: World) -> None:
@@ -316,6 +328,7 @@ def test_a_command_that_fails_already_alone(
         (("--for", "1s", "--", "true"), "bad_combination", 2),
         (("--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
         (("--timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--timeout", "0s", "--", "true"), "bad_duration", 2),
         (("--size", "256", "--", "true"), "bad_combination", 2),
         (("--cpu", "--", "true"), "bad_combination", 2),
         (("--metric", "(x)"), "bad_combination", 2),

@@ -40,14 +40,16 @@ def running(world: World) -> Iterator[int]:
         process.kill()
 
 
-def recorded(world: World, pid: int, peak: int | None = 20 * GIB) -> None:
+def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0) -> None:
     """Write the record of a production job."""
     host = world.host
     info = host.processes.describe(pid)
     assert info is not None
     write_production(
         host,
-        Production(name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid(), memory_peak_bytes=peak),
+        Production(
+            name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid(index), memory_peak_bytes=peak
+        ),
     )
 
 
@@ -104,6 +106,20 @@ def test_without_tuning_the_safe_default_holds_and_what_it_does_not_protect_is_s
     assert "nothing was tuned" in answer.err
     assert "not protected: a GPU fault of either job ends both" in answer.err
     assert "no memory limit" in answer.err
+
+
+def test_beside_a_job_that_runs_the_gpu_is_the_one_that_it_is_on(cli: Cli, running: int) -> None:
+    world = World("sim:2xh200")
+    keep_tuned(world.host, TUNED)
+    assert (
+        "this host has 2 GPUs" in cli("run", "--opportunistic", "--for", "web", "-n", "--", "true", host=world.spec).err
+    )
+    recorded(world, running, index=1)
+    # Outside MPS, where a pause protects it.
+    for beside in ("web", str(running)):
+        planned = cli("run", "--opportunistic", "--for", beside, "-n", "--", "true", host=world.spec).ok()
+        assert world.uuid(1) in planned.out
+        assert world.uuid(0) not in planned.out
 
 
 def test_given_limits_win(cli: Cli, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -64,6 +65,42 @@ def test_what_was_measured_until_then_is_shown_and_not_kept(
     assert world.state.daemons == []
 
 
+def test_a_script_that_runs_it_in_the_background_can_end_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell lets what it runs there ignore SIGINT."""
+    tell(monkeypatch)
+    monkeypatch.setattr(Tuning, "trial", lambda _self, _setting: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        answer = cli("tune", *PAIR, *QUICK)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert answer.code == 130
+    assert "error: interrupted" in answer.err
+
+
+def test_what_cannot_be_kept_is_shown_all_the_same(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch)
+    world.host.state_directory.mkdir()
+    (world.host.state_directory / "tuned").write_text("no directory")
+    answer = cli("tune", *PAIR, *QUICK, "--caps", "60", output="json")
+    assert answer.data["best"]["setting"] == "cap 60 %, low priority"
+    assert (answer.data["file"], answer.json["errors"][0]["code"]) == (None, "directory_unwritable")
+    assert answer.code == 4
+    assert "GPUSHARE_STATE_DIR" in answer.json["errors"][0]["hint"]
+    assert "apply it" not in answer.err
+
+
+def test_what_it_says_to_run_names_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch)
+    words = ("-g", "1", "--caps", "60")
+    assert "--for production -g 1 -- " in cli("tune", *PAIR, *QUICK, *words, host="sim:2xh200").err
+    words = ("--production", f"{JOB} --need 95", *PAIR[2:], *QUICK, *words)
+    answer = cli("tune", *words, host="sim:2xh200")
+    assert answer.code == 7
+    assert "gpushare run --opportunistic --pause -g 1" in answer.err
+
+
 def test_before_the_first_trial_there_is_nothing_to_show(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     ending_at(monkeypatch, 0, KeyboardInterrupt())
     answer = cli("tune", *PAIR, *QUICK)
@@ -103,11 +140,11 @@ def test_a_cap_on_production_that_was_found_is_told_and_kept(
     assert found.data["best"]["production_threads_percent"] == 96.0
     assert found.data["stable"] is True
     assert {one["production_threads_percent"] for one in found.data["trials"]} >= {None, 94.0, 96.0, 98.0}
-    assert "with production capped: gpushare run --production web --threads 96 -- ..." in found.err
+    assert "with production capped: gpushare run --production web --threads 96 -g 0 -- ..." in found.err
     kept = find_tuned(world.host, "web")
     assert kept is not None
     assert (kept.threads_percent, kept.production_threads_percent) == (80.0, 96.0)
-    note = "tuned with production capped at 96 %: gpushare run --production web --threads 96 -- CMD"
+    note = "tuned with production capped at 96 %: gpushare run --production web --threads 96 -g 0 -- CMD"
     assert note in cli("run", "--dry-run", "--opportunistic", "--for", "web", "--", "true").err
     assert note in cli("run", "--dry-run", "--production", "web", "--", "true").err
     assert note not in cli("run", "--dry-run", "--production", "web", "--threads", "96", "--", "true").err
