@@ -1,8 +1,4 @@
-"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log.
-
-200/N percent for each of N copies beat 100/N and no cap at all on an H200 (up to half again as much as without one);
-the caps overlap on purpose, because copies are rarely all busy at once.
-"""
+"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log."""
 
 from __future__ import annotations
 
@@ -13,24 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.farm_logs import hint_on_space, log_of, remove_earlier_logs
+from gpushare.actions.farm_room import CONTEXT_BYTES, check_room, free_memory, no_room
 from gpushare.actions.listened import Program, make_logs
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.run_end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
 from gpushare.actions.several import Several, peak_memory
 from gpushare.actions.share import open_mps_share
 from gpushare.actions.wakeups import Wakeups
-from gpushare.errors import BadUsage, GpushareError, InUse
+from gpushare.errors import BadUsage, GpushareError
 from gpushare.host.mps_control import MpsControl
-from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
-# What a CUDA context takes beside what a program allocates; a pinned memory limit does not count it.
-CONTEXT_BYTES: Final = 512 * MIB
-# Left free, against fragmentation and what was not foreseen.
-_MARGIN: Final = 0.02
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -69,6 +62,8 @@ class Copy:
     log: str | None = None
     # What to do about the failure, where its output does not tell.
     hint: str | None = None
+    # What its program left running when it ended, at any try; it was ended.
+    left_behind: tuple[int, ...] = ()
     # Seen among the daemon's clients; None: it was never looked for.
     attached: bool | None = None
 
@@ -99,57 +94,11 @@ class FarmReporter:
     def ended(self, copy: Copy, *, again: bool) -> None:
         """A copy has ended; ``again``: it will be started once more."""
 
+    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
+        """A copy's program has ended and left processes running, which were ended."""
+
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         """So far it has come; called often."""
-
-
-def share_of_threads(copies: int) -> float | None:
-    """Return the thread cap of each of N copies, 200/N percent; None (no cap) for one or two."""
-    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
-
-
-def share_of_memory(host: Host, device: Device, copies: int) -> int | None:
-    """Return the memory limit of each of N copies: its share of what is free now; None when that is not known.
-
-    Raises:
-        InUse: the share would be nothing.
-    """
-    free = free_memory(host, device)
-    if free is None:
-        return None
-    share = int(free * (1 - _MARGIN) / copies) - CONTEXT_BYTES
-    if share < MIB:
-        raise _no_room(device, free, copies, None)
-    return share // MIB * MIB
-
-
-def free_memory(host: Host, device: Device) -> int | None:
-    """Return the free memory of a device in bytes (nvmlDeviceGetMemoryInfo_v2), or None when it is not known."""
-    gpu = host.nvml.gpu(device.gpu.index)
-    if device.mig is not None:
-        mig = next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
-        if mig is None or mig.memory_total_bytes is None or mig.memory_used_bytes is None:
-            return None
-        return mig.memory_total_bytes - mig.memory_used_bytes
-    if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
-        return None
-    return gpu.memory_total_bytes - gpu.memory_used_bytes - (gpu.memory_reserved_bytes or 0)
-
-
-def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
-    """Return how many copies fit into the memory that is free now; None when that is not known.
-
-    Raises:
-        InUse: not even one.
-    """
-    limit = options.limits.memory_limit_bytes
-    free = free_memory(host, device)
-    if limit is None or free is None:
-        return None
-    fitting = free // (limit + CONTEXT_BYTES)
-    if fitting < 1:
-        raise _no_room(device, free, 1, limit)
-    return min(options.copies, fitting)
 
 
 def numbered(command: Sequence[str], number: int) -> list[str]:
@@ -173,6 +122,8 @@ def farm(
     program = numbered(command, 0)[0]
     share = open_mps_share(host, device, program, options.limits)
     with Several(host, share, grace_seconds=options.grace_seconds) as several:
+        if options.logs is not None:
+            remove_earlier_logs(options.logs, options.copies)
         return _Farm(host, device, command, options, reporter, several, share.home.pipe).run()
 
 
@@ -200,17 +151,25 @@ class _Farm:
         with Wakeups(_ENDING) as wakeups:
             while True:
                 self._start_what_fits()
-                self._collect()
+                self._collect(lambda: self._hurried(wakeups))
                 self._prove()
                 self._reporter.progress(self._copies, time.monotonic() - self._started)
-                if not self._running and not any(copy.state == "waiting" for copy in self._copies):
-                    break
-                numbers = [number for number in wakeups.wait(_STEP_SECONDS) if number in _ENDING]
-                if numbers:
-                    self._interrupt(numbers[0], lambda: bool(wakeups.wait(0.0)))
+                if self._ended_by is None:
+                    if not self._running and not any(copy.state == "waiting" for copy in self._copies):
+                        break
+                    self._hurried(wakeups, _STEP_SECONDS)
+                if self._ended_by is not None:
+                    self._interrupt(lambda: self._hurried(wakeups))
                     break
         seconds = time.monotonic() - self._started
         return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._ended_by)
+
+    def _hurried(self, wakeups: Wakeups, seconds: float = 0.0) -> bool:
+        """Return whether the user asked for the end within so long; the first signal is kept."""
+        numbers = [number for number in wakeups.wait(seconds) if number in _ENDING]
+        if numbers and self._ended_by is None:
+            self._ended_by = numbers[0]
+        return bool(numbers)
 
     # -- starting ------------------------------------------------------------------------------------
 
@@ -244,7 +203,7 @@ class _Farm:
         if free >= limit + CONTEXT_BYTES:
             return True
         if not self._running:
-            self._wait_for_room(_no_room(self._device, free, 1, limit))
+            self._wait_for_room(no_room(self._device, free, 1, limit))
         return False
 
     def _wait_for_room(self, error: GpushareError) -> None:
@@ -264,12 +223,10 @@ class _Farm:
         def listen(line: str, _at: float) -> None:
             self._reporter.line(number, line)
 
-        log = None
-        if self._options.logs is not None:
-            again = f".{copy.tries}" if copy.tries else ""
-            log = self._options.logs / f"copy-{number}{again}.log"
+        log = None if self._options.logs is None else log_of(self._options.logs, number, copy.tries)
         copy.tries += 1
-        copy.failure, copy.exit_code, copy.attached, copy.log = None, None, None, None if log is None else str(log)
+        copy.failure, copy.hint, copy.exit_code, copy.attached = None, None, None, None
+        copy.log = None if log is None else str(log)
         program = self._several.start(
             f"copy {number}",
             numbered(self._command, number),
@@ -284,37 +241,64 @@ class _Farm:
 
     # -- ending --------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
+    def _collect(self, hurry: Callable[[], bool] = lambda: False) -> None:
         self._several.look()
-        for number, program in list(self._running.items()):
-            if program.runs:
-                if self._stalled(program):
-                    self._several.kill(program)
-                    self._close(
-                        number, program, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
-                    )
-                continue
-            self._close(number, program, program.failure)
+        over: dict[int, str | None] = {}
+        for number, program in self._running.items():
+            if not program.runs:
+                over[number] = program.failure
+            elif self._stalled(program):
+                self._several.kill(program)
+                over[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
+        stuck = self._end_left_behind(list(over), hurry)
+        for number, failure in over.items():
+            self._close(number, failure, stuck.get(number))
+
+    def _end_left_behind(self, numbers: Sequence[int], hurry: Callable[[], bool]) -> dict[int, GpushareError]:
+        """End what programs that have ended left running; return what could not be ended, by copy, and why."""
+        left = self._several.left_behind([self._running[number] for number in numbers])
+        failed: GpushareError | None = None
+        if left:
+            try:
+                self._several.end_left_behind(left, hurry=hurry)
+            except GpushareError as error:
+                failed = error
+        stuck = {}
+        for number in numbers:
+            copy, pids = self._copies[number], left.get(self._running[number].pid, ())
+            copy.left_behind += pids
+            if failed is not None and any(self._host.processes.alive(pid) for pid in pids):
+                stuck[number] = failed
+            elif pids:
+                self._reporter.left_behind(copy, pids)
+        return stuck
 
     def _stalled(self, program: Program) -> bool:
         seconds = self._options.stall_seconds
         return seconds is not None and time.monotonic() - program.heard > seconds
 
-    def _close(self, number: int, program: Program, failure: str | None) -> None:
-        del self._running[number]
-        copy = self._copies[number]
+    def _close(self, number: int, failure: str | None, stuck: GpushareError | None = None) -> None:
+        copy, program = self._copies[number], self._running.pop(number)
         copy.seconds = (program.ended or time.monotonic()) - program.started
         copy.exit_code, copy.failure = program.status, failure
-        again = failure is not None and copy.tries <= self._options.restarts and self._ended_by is None
-        copy.state = "waiting" if again else "failed" if failure is not None else "done"
+        if program.no_space:
+            copy.hint = hint_on_space(self._options.logs)
+        if stuck is not None:
+            copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
+            copy.hint = stuck.hint
+        # Nothing is started on top of what could not be ended.
+        more = stuck is None and self._ended_by is None and copy.tries <= self._options.restarts
+        again = copy.failure is not None and more
+        copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         self._reporter.ended(copy, again=again)
 
-    def _interrupt(self, number: int, hurry: Callable[[], bool]) -> None:
-        self._ended_by = number
+    def _interrupt(self, hurry: Callable[[], bool]) -> None:
+        # Who has ended by itself meanwhile keeps its result.
+        self._collect(hurry)
         self._several.end(list(self._running.values()), hurry=hurry)
-        for copy, program in list(self._running.items()):
-            self._close(copy, program, None)
-            self._copies[copy].state = "ended"
+        for number in list(self._running):
+            self._close(number, None)
+            self._copies[number].state = "ended"
         for one in self._copies:
             if one.state == "waiting":
                 one.state = "never started" if one.tries == 0 else "failed"
@@ -332,16 +316,3 @@ class _Farm:
             copy = self._copies[number]
             if not copy.attached:
                 copy.attached = bool(clients & set(self._host.processes.descendants(program.pid)))
-
-
-def _no_room(device: Device, free: int, copies: int, limit: int | None) -> GpushareError:
-    if limit is None:
-        wanted = f"{copies} copies and their CUDA contexts do" if copies > 1 else "a copy and its CUDA context do"
-    else:
-        wanted = f"a copy with a limit of {format_bytes(limit)} and its CUDA context do"
-    return InUse(
-        f"{wanted} not fit into the {format_bytes(max(0, free))} that are free on {device.title}",
-        "see who holds it: gpushare status; or give fewer --copies, or a smaller --memory",
-        gpu=str(device.gpu.index),
-        code="memory_does_not_fit",
-    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, OperationFailed
+from gpushare.host.file_system import is_full
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ class Program:
     """One of several programs. ``listen`` gets each line that it prints, and when it was seen (monotonic seconds).
 
     ``redrawn``: also each state of a progress bar, that draws over itself (a return, no new line). ``heard`` is when
-    it has printed last, whatever it was.
+    it has printed last, whatever it was. ``no_space``: it ended badly, and what it printed to had no room left.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Program:
     ended: float | None = None
     status: int | None = None
     last_line: str = ""
+    no_space: bool = False
     redrawn: bool = False
     heard: float = field(default_factory=time.monotonic)
     _offset: int = 0
@@ -60,6 +62,9 @@ class Program:
         """Return how it ended badly, with its last line; None while it runs and after a good end."""
         if self.status is None or self.status == 0:
             return None
+        if self.no_space:
+            # Its last line is what still fitted, and tells nothing.
+            return f"{exit_text(self.status)}, with no space left for what it prints"
         return f"{exit_text(self.status)}{f': {self.last_line}' if self.last_line else ''}"
 
     def look(self) -> bool:
@@ -73,6 +78,8 @@ class Program:
             if self._rest:
                 self._tell(self._rest, self.ended)
             self._rest = b""
+            # Before the end of a temporary file makes room again.
+            self.no_space = status != 0 and is_full(self.file.fileno())
             self.file.close()
         return status is not None
 

@@ -24,7 +24,8 @@ from gpushare.actions.share import MpsShare
 from gpushare.actions.wakeups import Wakeups
 from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import Streams
+from gpushare.host.process import Streams, wait_gone
+from gpushare.host.process_group import group_members
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 POLL_SECONDS: Final = 0.01
+# Helpers of a program (Python's resource tracker) end a moment after it; what stays longer was left behind.
+HELPER_SECONDS: Final = 1.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -134,9 +137,7 @@ class Several:
         self._tell(f"program {child.pid} -")
         program = Program(title, child, file, log is not None, listen, redrawn=redrawn)
         self.programs.append(program)
-        info = self._host.processes.describe(child.pid)
-        if info is not None and info.started_at is not None:
-            self._tell(f"program {child.pid} {info.started_at}")
+        self._tell_start(child.pid)
         return program
 
     def look(self) -> None:
@@ -187,7 +188,7 @@ class Several:
         Raises:
             GpushareError: one could not be ended.
         """
-        pids = [program.pid for program in programs if program.runs]
+        pids = [pid for program in programs for pid in _group(program)]
         if not pids:
             return None
         drain = end_programs(
@@ -202,13 +203,50 @@ class Several:
         Raises:
             GpushareError: it could not be ended.
         """
-        pids = [pid for pid in self._host.processes.descendants(program.pid) if self._host.processes.alive(pid)]
+        tree = dict.fromkeys(pid for member in _group(program) for pid in self._host.processes.descendants(member))
+        pids = [pid for pid in tree if self._host.processes.alive(pid)]
         drain = None
         if self._share.meter is None:
             kill_all(self._host, pids)
         elif pids:
             drain = end_clients(self._host, pids, self._share.meter, bound_seconds=bound_seconds)
         self._reap([program])
+        return drain
+
+    def left_behind(self, programs: Sequence[Program]) -> dict[int, tuple[int, ...]]:
+        """Return what programs that have just ended left running, by their PID: who stays in a program's process group.
+
+        Who went to a session of its own cannot be known any more.
+        """
+        found = {program.pid: group_members(program.pid) for program in programs}
+        members = [pid for pids in found.values() for pid in pids]
+        left = set(wait_gone(self._host.processes, members, HELPER_SECONDS))
+        kept = {program: tuple(pid for pid in pids if pid in left) for program, pids in found.items()}
+        return {program: pids for program, pids in kept.items() if pids}
+
+    def end_left_behind(
+        self, left: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
+    ) -> Drain | None:
+        """End what `left_behind` has found, as `end` does; it gets SIGTERM, for a shell's background jobs are deaf to SIGINT.
+
+        Raises:
+            GpushareError: one could not be ended.
+        """
+        pids = [pid for found in left.values() for pid in found]
+        for pid in pids:
+            # Should gpushare die now, it must not stay stopped for ever.
+            self._tell_start(pid)
+        drain = end_programs(
+            self._host,
+            pids,
+            self._clients,
+            self._share.meter,
+            number=signal.SIGTERM,
+            grace_seconds=self.grace_seconds,
+            hurry=hurry,
+        )
+        for pid in pids:
+            self._tell(f"ended {pid}")
         return drain
 
     def _reap(self, programs: Sequence[Program]) -> None:
@@ -220,12 +258,23 @@ class Several:
     def _clients(self) -> set[int] | None:
         return self._share.watch(os.getpid()).clients()
 
+    def _tell_start(self, pid: int) -> None:
+        """Tell the guard of a process with what guards against a reused PID."""
+        info = self._host.processes.describe(pid)
+        if info is not None and info.started_at is not None:
+            self._tell(f"program {pid} {info.started_at}")
+
     def _tell(self, word: str) -> None:
         # A guard that somebody killed must not end the programs.
         if self._pipe is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._pipe.write(word.encode() + b"\n")
                 self._pipe.flush()
+
+
+def _group(program: Program) -> list[int]:
+    """Return a program and who is in its process group, orphans too; nobody once it has ended: its PID may be another's."""
+    return [program.pid, *group_members(program.pid)] if program.runs else []
 
 
 def peak_memory(host: Host, device: Device, program: Program) -> int | None:

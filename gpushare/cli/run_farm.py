@@ -25,7 +25,8 @@ def run_copies(host: Host, device: Device, command: Sequence[str], run: RunOptio
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     from dataclasses import replace
 
-    from gpushare.actions.farm import farm, share_of_memory
+    from gpushare.actions.farm import farm
+    from gpushare.actions.farm_room import share_of_memory
     from gpushare.units import parse_seconds
 
     copies, limits = farming.copies or 1, run.limits
@@ -67,7 +68,7 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
     Raises:
         NotFound: the file of --bench did not measure so many copies under MPS; or as `read_bench`.
     """
-    from gpushare.actions.farm import share_of_threads
+    from gpushare.actions.farm_room import share_of_threads
     from gpushare.host.benched import find_benched
     from gpushare.measure.bench_caps import best_caps
     from gpushare.measure.bench_data import read_bench
@@ -102,7 +103,7 @@ def _most_at_once(host: Host, device: Device, copies: int) -> int | None:
 
 
 def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
-    from gpushare.actions.farm import check_room
+    from gpushare.actions.farm_room import check_room
     from gpushare.units import format_bytes, format_percent
 
     threads = (
@@ -144,6 +145,11 @@ class _Lines(FarmReporter):
             self.clear()
             more = "; it is started again" if again else ""
             note(f"copy {copy.number} failed: {copy.failure}{more}")
+
+    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
+        self.clear()
+        named = ", ".join(map(str, pids))
+        note(f"copy {copy.number} left process {named} behind, which was ended; it must stay in the foreground")
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         if settings.quiet or not sys.stderr.isatty() or time.monotonic() < self._next:
@@ -195,6 +201,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
                 "tries": copy.tries,
                 "attached": copy.attached,
                 "failure": copy.failure,
+                "left_behind": list(copy.left_behind),
                 "log": copy.log,
             }
             for copy in result.copies
@@ -205,7 +212,8 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
 
 
 def _planned(host: Host, device: Device, command: Sequence[str], options: FarmOptions) -> Any:
-    from gpushare.actions.farm import check_room, numbered
+    from gpushare.actions.farm import numbered
+    from gpushare.actions.farm_room import check_room
     from gpushare.actions.plan import Step
     from gpushare.actions.run_environment import client_environment
     from gpushare.actions.share import check_mps_share

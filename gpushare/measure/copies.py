@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
+from gpushare.actions.several import HELPER_SECONDS
 from gpushare.host.process import Streams, wait_gone
 from gpushare.host.process_group import group_members
 from gpushare.measure.bounded import bounded
@@ -28,8 +29,6 @@ _POLL_SECONDS: Final = 0.05
 _FIRST_SECONDS: Final = 2.0
 _FIRST_POLL_SECONDS: Final = 0.01
 _REAP_SECONDS: Final = 5.0
-# Helpers of a program (Python's resource tracker) end a moment after it; what stays longer was left behind.
-_HELPER_SECONDS: Final = 1.0
 # What a copy prints is read and thrown away: more than this is not kept on the disk.
 _MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
 
@@ -267,11 +266,18 @@ class Copies:
         for copy in copies:
             found = set() if copy.by_us else {*group_members(copy.child.pid), *elsewhere}
             elsewhere -= found
-            copy.left_behind = tuple(wait_gone(self.host.processes, found, _HELPER_SECONDS)) if found else ()
+            copy.left_behind = tuple(wait_gone(self.host.processes, found, HELPER_SECONDS)) if found else ()
         left = [pid for copy in copies for pid in copy.left_behind]
         if left:
             end_programs(
-                self.host, left, self.clients, self.meter, grace_seconds=self.limits.grace, hurry=self.watcher.hurry
+                self.host,
+                left,
+                self.clients,
+                self.meter,
+                # A shell lets what it runs in the background ignore SIGINT.
+                number=signal.SIGTERM,
+                grace_seconds=self.limits.grace,
+                hurry=self.watcher.hurry,
             )
 
     def _reap(self, copies: Sequence[_Copy]) -> None:

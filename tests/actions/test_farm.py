@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.actions.farm import Copy, FarmOptions, FarmReporter, farm, numbered, share_of_memory, share_of_threads
+from gpushare.actions.farm import Copy, FarmOptions, FarmReporter, farm, numbered
+from gpushare.actions.farm_room import share_of_memory, share_of_threads
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.host.connect import connect

@@ -11,17 +11,8 @@ from typing import Any
 import pytest
 
 from gpushare.actions import farm as module
-from gpushare.actions.farm import (
-    CONTEXT_BYTES,
-    Copy,
-    FarmOptions,
-    FarmReporter,
-    check_room,
-    farm,
-    free_memory,
-    share_of_memory,
-    share_of_threads,
-)
+from gpushare.actions.farm import Copy, FarmOptions, FarmReporter, farm
+from gpushare.actions.farm_room import CONTEXT_BYTES, check_room, free_memory, share_of_memory, share_of_threads
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.errors import GpushareError, InUse, NotFound
 from gpushare.host.connect import connect
@@ -122,6 +113,7 @@ class Running:
     started: float = 0.0
     ended: float | None = None
     heard: float = 100.0
+    no_space: bool = False
 
 
 @dataclass
@@ -140,6 +132,10 @@ class Several:
 
     def kill(self, program: Running) -> None:
         self.killed.append(program)
+
+    def left_behind(self, programs: Sequence[Running]) -> dict[int, tuple[int, ...]]:
+        """They start nobody."""
+        return {}
 
 
 class Step:
@@ -381,5 +377,6 @@ def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     step.farm._collect()
     assert step.states == ["waiting", "running", "waiting", "waiting"]
     step.farm._copies[3].state = "done"
-    step.farm._interrupt(15, lambda: False)
+    step.farm._ended_by = 15
+    step.farm._interrupt(lambda: False)
     assert step.states == ["failed", "ended", "never started", "done"]

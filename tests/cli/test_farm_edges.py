@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import Answer, World
+from tests.cli.drive import Answer, World, alive
 
 Cli = Callable[..., Answer]
 BAR = "import sys, time\nfor n in range(30):\n    sys.stdout.write(f'\\r{n}%')\n    sys.stdout.flush()\n    time.sleep(0.01)"
@@ -37,6 +37,30 @@ def test_a_copy_whose_log_cannot_be_written_leaves_the_others_alone(cli: Cli, tm
     assert answer.code == 1
     assert "[0] 0" in answer.out
     assert list(answer.lines("error")) == [f"error: copy 1: cannot write {tmp_path}/copy-1.log: Is a directory"]
+
+
+def test_what_a_copy_has_left_behind_is_ended_and_named(cli: Cli, tmp_path: Path) -> None:
+    command = ("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
+    answer = cli("-o", "json", "run", "--copies", "2", "--", *command).ok()
+    left = [int((tmp_path / str(number)).read_text()) for number in range(2)]
+    assert [copy["left_behind"] for copy in answer.data["copies"]] == [[pid] for pid in left]
+    for number, pid in enumerate(left):
+        assert not alive(pid)
+        assert (
+            f"note: copy {number} left process {pid} behind, which was ended; it must stay in the foreground\n"
+            in answer.err
+        )
+
+
+def test_a_full_disk_of_logs_is_the_reason_and_says_where(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("gpushare.actions.listened.is_full", lambda _descriptor: True)
+    answer = cli("-o", "json", "run", "--copies", "2", "--logs", str(tmp_path), "--", "sh", "-c", "echo xx; exit {}")
+    assert answer.code == 1
+    (error,) = answer.json["errors"]
+    assert error["message"] == "copy 1: exit code 1, with no space left for what it prints"
+    assert error["hint"] == f"free space in {tmp_path}, or keep what copies print elsewhere: --logs DIR"
 
 
 def test_a_progress_bar_is_no_silence(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
