@@ -39,6 +39,14 @@ def recover(host: Host, journal: Journal) -> tuple[str, ...]:
     return said
 
 
+def is_complete(host: Host, entry: JournalEntry) -> bool:
+    """Return whether a change that was interrupted had come to its end: nothing of it would be undone."""
+    try:
+        return _is_done(host, _found_again(host, entry))
+    except GpushareError:
+        return False
+
+
 def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
     """Forget what could not come back, and set a journal aside that cannot be read; return what was, in words.
 

@@ -12,7 +12,7 @@ from gpushare.errors import OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.mig_journal import Journal
+    from gpushare.host.mig_journal import Journal, JournalEntry
 
 
 def recover(
@@ -55,11 +55,7 @@ def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str
         return (), ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
-        done = (
-            ()
-            if left is None
-            else (f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone",)
-        )
+        done = () if left is None else (_foreseen(host, left),)
     else:
         need_root(host)
         with journal.locked():
@@ -69,6 +65,14 @@ def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str
         hints = dict.fromkeys(one.remedy for one in lost)
         raise OperationFailed("; ".join(one.seen for one in lost), "; ".join(hints), code="not_restored")
     return done, tuple(map(str, lost))
+
+
+def _foreseen(host: Host, left: JournalEntry) -> str:
+    from gpushare.actions.mig_recover import is_complete
+
+    if is_complete(host, left):
+        return f"'{left.title}' was interrupted, and is complete; nothing would be undone"
+    return f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
 
 
 def _forgotten(host: Host, journal: Journal) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
     Raises:
         GpushareError: of the look, of the plan, or of the step that failed and was rolled back.
     """
+    from gpushare.actions.mig_recover import is_complete, recover
     from gpushare.actions.mig_transact import transact
     from gpushare.host.mig_journal import Journal
 
@@ -107,16 +108,15 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
     if settings.dry_run:
         change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
         left = journal.left()
-        notes: tuple[str, ...] = (
-            () if left is None else (f"first '{left.title}', which was interrupted, would be undone",)
-        )
+        notes: tuple[str, ...] = ()
+        # One that is complete would not be touched.
+        if left is not None and not is_complete(host, left):
+            notes = (f"first '{left.title}', which was interrupted, would be undone",)
         return _shown(host, command, change, notes, dry_run=True)
     # Once before the lock: what is refused anyway changes nothing, also not what was interrupted.
     _looked(host, journal, make)
     need_root(host)
     with journal.locked():
-        from gpushare.actions.mig_recover import recover
-
         notes = recover(host, journal)
         change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
         transact(host, journal, change, _say if settings.verbose else None)

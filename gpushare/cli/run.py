@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.actions.run import RunOptions
     from gpushare.host.host import Host
+    from gpushare.model import Gpu
     from gpushare.selection import Device
 
 
@@ -152,9 +153,10 @@ def run(
     host = settings.connect()
     if mig is not None:
         return in_instance(host, mig, gpu, command, options)
+    gpus = gpus_of(host)
     if gpu is None and roles.beside is not None:
-        gpu = place_of(host, roles.beside)
-    device = select_one(gpu, gpus_of(host))
+        gpu = place_of(host, gpus, roles.beside)
+    device = select_one(gpu, gpus)
     if farming.copies is not None:
         return run_copies(host, device, command, options, farming)
     if roles.any:
@@ -166,11 +168,13 @@ def run(
     )
 
 
-def place_of(host: Host, beside: str) -> str | None:
+def place_of(host: Host, gpus: Sequence[Gpu], beside: str) -> str | None:
     """Return the UUID of the device on which the production job of a name or PID runs; None: it is not known to run."""
     from gpushare.actions.roles import place_of_production
 
-    return place_of_production(host, beside)
+    uuid = place_of_production(host, beside)
+    known = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
+    return uuid if uuid in known else None
 
 
 def run_copies(host: Host, device: Device, command: list[str], options: RunOptions, farming: Farming) -> Any:

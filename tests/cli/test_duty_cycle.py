@@ -155,7 +155,7 @@ def test_beside_a_job_that_does_not_run_yet_it_is_refused(refused: Callable[...,
     words = ("run", "--opportunistic", "--for", "web")
     text = refused(*words, "--", "true", code="no_production", exit_code=6)
     assert "tuned for 55 % of the time" in text
-    assert "gpushare run --production web -- CMD" in text
+    assert "gpushare run --production web -g 0 -- CMD" in text
     assert "PERCENTAGE=70.0" in cli(*words, "--duty-cycle", "100", "-n", "--", "true").ok().out
 
 

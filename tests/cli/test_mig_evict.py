@@ -85,6 +85,16 @@ def test_the_next_change_undoes_what_was_interrupted_first(cli: Cli) -> None:
     assert not host.journal.exists()
 
 
+def test_what_was_interrupted_after_its_last_step_is_complete_also_for_a_dry_run(cli: Cli) -> None:
+    host = MigHost(EIGHT)
+    assert host.run("mig", "apply", "-g", "2", "1g.10gb:0").code == 0
+    crashed(host, "destroy", "-g", "2", "all", step=2)
+    assert "is complete; nothing would be undone" in cli("mig", "recover", "-n", host=EIGHT).ok().out
+    assert "interrupted, would" not in cli("mig", "enable", "-g", "5", "--dry-run", host=EIGHT).ok().err
+    assert "was complete; nothing had to be undone" in cli("mig", "enable", "-g", "5", host=EIGHT).ok().err
+    assert host.look()[2].instances == ()
+
+
 def test_a_refusal_names_the_interrupted_change_that_may_be_why(cli: Cli) -> None:
     host = MigHost(A100)
     assert host.run("mig", "enable").code == 0

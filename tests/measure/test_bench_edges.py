@@ -94,7 +94,7 @@ def test_the_time_of_a_run_begins_with_its_first_copy(together: Together) -> Non
 def test_what_a_copy_leaves_behind_is_ended_and_told_of(
     together: Together, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpushare.measure.copies._HELPER_SECONDS", 0.05)
+    monkeypatch.setattr("gpushare.measure.copies.HELPER_SECONDS", 0.05)
     file = tmp_path / "pid"
     found = together(f"sleep 600 & echo $! > {file}; echo rate=2", "echo rate=2", metric=RATE)
     pid = int(file.read_text())
