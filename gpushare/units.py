@@ -131,6 +131,11 @@ def format_bytes(size: int | None) -> str:
     return f"{size // KIB} KiB" if size >= KIB else f"{size} B"
 
 
+def format_copies(number: int) -> str:
+    """Return a number of copies for people: ``1 copy``, ``8 copies``."""
+    return f"{number} {'copy' if number == 1 else 'copies'}"
+
+
 def format_percent(value: float | None) -> str:
     """Return a percentage for people: ``25 %``, ``33.3 %``, ``-`` when unknown."""
     return "-" if value is None else f"{value:g} %"

@@ -106,6 +106,20 @@ def test_the_readme_shows_what_is_kept(path: Path) -> None:
         assert row(f"membw + big{which}", f"no ({one['opportunistic']:.3f})")
         (best,) = (trial for trial in one["curve"] if trial["chosen"])
         assert f"{best['kept']:.3f} beside {best['opportunistic_share']:.3f}" in text
+    trials = [one for search in searches for one in search["membw + big"]["curve"]]
+    spared = [
+        one
+        for one in trials
+        if (one["low_priority"] and one["threads_percent"] <= 82.5) or one["production_threads_percent"]
+    ]
+    costs = [
+        [(1 - one["kept"]) / one["opportunistic_share"] / 100 for one in some]
+        for some in (spared, [one for one in trials if one not in spared])
+    ]
+    assert f"costs membw {min(costs[0]):.4f} to {max(costs[0]):.4f} in the best settings" in text
+    assert f"and {min(costs[1]):.4f} and more in others" in text
+    (part,) = (one for one in trials if one["duty_percent"] == 85)
+    assert f"{part['kept']:.3f} beside {part['opportunistic_share']:.3f}, once" in text
     (best,) = (one for one in results["pairs"]["infer + membw"]["curve"] if one["setting"] == "no cap")
     assert f"its p99 was {best['p99']:.1f}x" in text
     took = [one["tune_seconds"] / 60 for search in searches for one in search.values()]

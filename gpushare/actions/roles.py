@@ -23,6 +23,7 @@ from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.model import Gpu
     from gpushare.selection import Device
 
 # Beside four different production jobs on an H200 this ended the harm, where anything does.
@@ -195,10 +196,11 @@ def living_productions(host: Host, device: Device) -> list[Production]:
     return [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
 
 
-def place_of_production(host: Host, beside: str) -> str | None:
+def place_of_production(host: Host, gpus: Sequence[Gpu], beside: str) -> str | None:
     """Return the UUID of the device on which the production job of this name or PID runs; None: none is known to."""
-    found = (one for one in productions(host) if beside in {one.name, str(one.pid)} and lives(host, one))
-    return next((one.device_uuid for one in found), None)
+    there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
+    known = (one for one in productions(host) if beside in {one.name, str(one.pid)} and one.device_uuid in there)
+    return next((one.device_uuid for one in known if lives(host, one)), None)
 
 
 def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
+from gpushare.actions.left_behind import end_left_behind, still_there
 from gpushare.actions.listened import Program, opened
 from gpushare.actions.run import start_guard
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
@@ -24,7 +25,7 @@ from gpushare.actions.share import MpsShare
 from gpushare.actions.wakeups import Wakeups
 from gpushare.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import Streams, wait_gone
+from gpushare.host.process import Streams
 from gpushare.host.process_group import group_members
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 POLL_SECONDS: Final = 0.01
-# Helpers of a program (Python's resource tracker) end a moment after it; what stays longer was left behind.
-HELPER_SECONDS: Final = 1.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -218,16 +217,12 @@ class Several:
 
         Who went to a session of its own cannot be known any more.
         """
-        found = {program.pid: group_members(program.pid) for program in programs}
-        members = [pid for pids in found.values() for pid in pids]
-        left = set(wait_gone(self._host.processes, members, HELPER_SECONDS))
-        kept = {program: tuple(pid for pid in pids if pid in left) for program, pids in found.items()}
-        return {program: pids for program, pids in kept.items() if pids}
+        return still_there(self._host, {program.pid: group_members(program.pid) for program in programs})
 
     def end_left_behind(
         self, left: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
     ) -> Drain | None:
-        """End what `left_behind` has found, as `end` does; it gets SIGTERM, for a shell's background jobs are deaf to SIGINT.
+        """End what `left_behind` has found.
 
         Raises:
             GpushareError: one could not be ended.
@@ -236,14 +231,8 @@ class Several:
         for pid in pids:
             # Should gpushare die now, it must not stay stopped for ever.
             self._tell_start(pid)
-        drain = end_programs(
-            self._host,
-            pids,
-            self._clients,
-            self._share.meter,
-            number=signal.SIGTERM,
-            grace_seconds=self.grace_seconds,
-            hurry=hurry,
+        drain = end_left_behind(
+            self._host, pids, self._clients, self._share.meter, grace_seconds=self.grace_seconds, hurry=hurry
         )
         for pid in pids:
             self._tell(f"ended {pid}")

@@ -66,11 +66,12 @@ def planned(prepared: Prepared, command: str = "bench") -> Any:
     from gpushare.actions.plan import Step
     from gpushare.measure.bench import schedule
     from gpushare.show.plan import plan_result
+    from gpushare.units import format_copies
 
     line = shlex.join(prepared.settings.argv)
     steps = [
         Step(
-            what=f"run {number} {'copy' if number == 1 else 'copies'} under {way.name}, {prepared.settings.repeat} times",
+            what=f"run {format_copies(number)} under {way.name}, {prepared.settings.repeat} times",
             command=line,
             do=lambda: None,
         )
@@ -86,10 +87,11 @@ def planned(prepared: Prepared, command: str = "bench") -> Any:
 def bench_notes(data: Mapping[str, Any]) -> list[str]:
     """Return what to know of the figures of a benchmark, from its document."""
     from gpushare.cli.measured import others_note
+    from gpushare.units import format_copies
 
     notes = [*data["notes"]]
     notes += [
-        f"{cell['way']}, {cell['copies']} {'copy' if cell['copies'] == 1 else 'copies'}: {failure}"
+        f"{cell['way']}, {format_copies(cell['copies'])}: {failure}"
         for cell in data["cells"]
         for failure in cell["failures"]
     ]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.actions.run import RunOptions
     from gpushare.host.host import Host
-    from gpushare.model import Gpu
     from gpushare.selection import Device
 
 
@@ -155,7 +154,9 @@ def run(
         return in_instance(host, mig, gpu, command, options)
     gpus = gpus_of(host)
     if gpu is None and roles.beside is not None:
-        gpu = place_of(host, gpus, roles.beside)
+        from gpushare.actions.roles import place_of_production
+
+        gpu = place_of_production(host, gpus, roles.beside)
     device = select_one(gpu, gpus)
     if farming.copies is not None:
         return run_copies(host, device, command, options, farming)
@@ -166,15 +167,6 @@ def run(
     return run_program(
         host, device, command, options, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
     )
-
-
-def place_of(host: Host, gpus: Sequence[Gpu], beside: str) -> str | None:
-    """Return the UUID of the device on which the production job of a name or PID runs; None: it is not known to run."""
-    from gpushare.actions.roles import place_of_production
-
-    uuid = place_of_production(host, beside)
-    known = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
-    return uuid if uuid in known else None
 
 
 def run_copies(host: Host, device: Device, command: list[str], options: RunOptions, farming: Farming) -> Any:

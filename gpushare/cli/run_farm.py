@@ -104,7 +104,7 @@ def _most_at_once(host: Host, device: Device, copies: int) -> int | None:
 
 def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
     from gpushare.actions.farm_room import check_room
-    from gpushare.units import format_bytes, format_percent
+    from gpushare.units import format_bytes, format_copies, format_percent
 
     threads = (
         "no thread cap"
@@ -113,9 +113,7 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
     )
     memory = options.limits.memory_limit_bytes
     limit = "no memory limit" if memory is None else f"memory limit {format_bytes(memory)}"
-    note(
-        f"{options.copies} {'copy' if options.copies == 1 else 'copies'} on {device.title}, each with {threads} and {limit}"
-    )
+    note(f"{format_copies(options.copies)} on {device.title}, each with {threads} and {limit}")
     fitting = check_room(host, device, options)
     bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
     if bounds:

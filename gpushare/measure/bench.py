@@ -12,7 +12,7 @@ from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watche
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import ALONE, MIG, MPS, QUEUE, STREAMS, TIMESLICE, LeftOut, Way
-from gpushare.units import format_bytes
+from gpushare.units import format_bytes, format_copies
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -295,7 +295,7 @@ def throughput(way: Way, result: CopiesResult, metric: Metric) -> float | None:
 
 def _title(cell: Cell) -> str:
     way, copies = cell
-    return ALONE if way.name == ALONE else f"{way.name}, {copies} {'copy' if copies == 1 else 'copies'}"
+    return ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
 
 
 def _broken(run: RunResult, settings: Settings) -> OperationFailed:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from gpushare.actions.left_behind import end_left_behind, still_there
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
-from gpushare.actions.several import HELPER_SECONDS
-from gpushare.host.process import Streams, wait_gone
+from gpushare.host.process import Streams
 from gpushare.host.process_group import group_members
 from gpushare.measure.bounded import bounded
 from gpushare.measure.metric import Metric, Printed, hopeless
@@ -263,21 +263,17 @@ class Copies:
         ``seen`` are those that were of the run when somebody new came to the GPU: one in a session of its own is only there.
         """
         elsewhere = {pid for pid in seen - {copy.child.pid for copy in copies} if self.host.processes.alive(pid)}
+        found = {copy.child.pid: set(group_members(copy.child.pid)) for copy in copies if not copy.by_us}
+        if found:
+            # Nobody knows whose these are: they count as the first one's.
+            next(iter(found.values())).update(elsewhere.difference(*found.values()))
+        left = still_there(self.host, found)
         for copy in copies:
-            found = set() if copy.by_us else {*group_members(copy.child.pid), *elsewhere}
-            elsewhere -= found
-            copy.left_behind = tuple(wait_gone(self.host.processes, found, HELPER_SECONDS)) if found else ()
-        left = [pid for copy in copies for pid in copy.left_behind]
-        if left:
-            end_programs(
-                self.host,
-                left,
-                self.clients,
-                self.meter,
-                # A shell lets what it runs in the background ignore SIGINT.
-                number=signal.SIGTERM,
-                grace_seconds=self.limits.grace,
-                hurry=self.watcher.hurry,
+            copy.left_behind = left.get(copy.child.pid, ())
+        pids = [pid for each in left.values() for pid in each]
+        if pids:
+            end_left_behind(
+                self.host, pids, self.clients, self.meter, grace_seconds=self.limits.grace, hurry=self.watcher.hurry
             )
 
     def _reap(self, copies: Sequence[_Copy]) -> None:

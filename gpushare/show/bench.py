@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_bytes
+from gpushare.units import format_bytes, format_copies
 
 _MARK: Final = "*"
 _MOST_COMMAND: Final = 60
@@ -70,12 +70,8 @@ def _answer(data: Mapping[str, Any]) -> list[str]:
     # One copy shares with nobody: how it does under each way stands in the table.
     lines = [_sentence(pick) for pick in data["picks"] if pick["copies"] > 1 or len(data["picks"]) == 1]
     if len(lines) > 1:
-        lines.append(f"The most in all: {_copies(best['copies'])}, {best['way']}.")
+        lines.append(f"The most in all: {format_copies(best['copies'])}, {best['way']}.")
     return lines
-
-
-def _copies(number: int) -> str:
-    return f"{number} {'copy' if number == 1 else 'copies'}"
 
 
 def _sentence(pick: Mapping[str, Any]) -> str:
@@ -89,10 +85,10 @@ def _sentence(pick: Mapping[str, Any]) -> str:
         way += f" (not certain: {left} more not measured)" if left else " (not certain: single runs)"
     elif others and len(others) == pick["ways"] - 1:
         near = "had the most" if pick["way"] == pick["fastest"] else "is the simplest"
-        return f"{_copies(pick['copies'])}: no difference between the ways; {pick['way']} {near}."
+        return f"{format_copies(pick['copies'])}: no difference between the ways; {pick['way']} {near}."
     elif others:
         way += f"; no difference to {', '.join(others)}"
-    return f"{_copies(pick['copies'])}: {way}."
+    return f"{format_copies(pick['copies'])}: {way}."
 
 
 def _throughput(data: Mapping[str, Any]) -> Table:
@@ -106,7 +102,7 @@ def _throughput(data: Mapping[str, Any]) -> Table:
         *(
             Column(
                 key=f"n{number}",
-                title=_copies(number),
+                title=format_copies(number),
                 right=True,
                 style=lambda value: "bold green" if str(value or "").startswith(_MARK) else None,
             )
@@ -229,7 +225,7 @@ def _reasons(rows: Sequence[Mapping[str, Any]], width: int) -> list[Any]:
 
     lines = []
     for row in rows:
-        name = row["way"] if row["copies"] is None else f"{row['way']}, {_copies(row['copies'])}"
+        name = row["way"] if row["copies"] is None else f"{row['way']}, {format_copies(row['copies'])}"
         lines += _wrapped(f"{name}: {row['reason']}", width)
     return [Text(line) for line in lines]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpushare.actions import several as several_module
+from gpushare.actions import left_behind
 from gpushare.actions.farm import Copy, FarmOptions, FarmReporter, farm
 from gpushare.actions.several import Several
 from gpushare.errors import NoPermission
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.selection import Device, select_one
+from gpushare.selection import Device
+from tests.actions.farm_command import shell
 from tests.cli.drive import alive, until
 
 
@@ -40,22 +40,6 @@ class Heard(FarmReporter):
             self.gone_at_start.append(bool(copy.left_behind) and not any(alive(pid) for pid in copy.left_behind))
 
 
-@pytest.fixture
-def host() -> Host:
-    """Return a simulated H200."""
-    return connect("sim:h200")
-
-
-def device_of(host: Host) -> Device:
-    """Return its GPU."""
-    return select_one(None, host.nvml.sweep())
-
-
-def shell(text: str) -> list[str]:
-    """Return a command that runs a line of shell."""
-    return ["sh", "-c", text]
-
-
 def pid_in(file: Path) -> int:
     """Return the PID that a program has written."""
     return int(file.read_text())
@@ -64,10 +48,12 @@ def pid_in(file: Path) -> int:
 # -- processes ---------------------------------------------------------------------------------------
 
 
-def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(host: Host, tmp_path: Path) -> None:
+def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(
+    host: Host, device: Device, tmp_path: Path
+) -> None:
     heard = Heard()
     command = shell(f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
-    result = farm(host, device_of(host), command, FarmOptions(copies=2), heard)
+    result = farm(host, device, command, FarmOptions(copies=2), heard)
     left = [pid_in(tmp_path / str(number)) for number in range(2)]
     assert not any(alive(pid) for pid in left)
     assert [copy.left_behind for copy in result.copies] == [(left[0],), (left[1],)]
@@ -76,10 +62,10 @@ def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(host: H
     assert [(copy.state, copy.exit_code) for copy in result.copies] == [("done", 0)] * 2
 
 
-def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: Host) -> None:
+def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: Host, device: Device) -> None:
     heard = Heard()
     command = shell("sleep 600 & exit 7")
-    result = farm(host, device_of(host), command, FarmOptions(copies=1, restarts=1), heard)
+    result = farm(host, device, command, FarmOptions(copies=1, restarts=1), heard)
     assert result.copies[0].tries == 2
     assert heard.gone_at_start == [True]
     assert len(result.copies[0].left_behind) == 2
@@ -87,29 +73,31 @@ def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: 
     assert result.copies[0].failure == "exit code 7"
 
 
-def test_a_helper_that_ends_a_moment_later_was_not_left_behind(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several_module, "HELPER_SECONDS", 600.0)
-    result = farm(host, device_of(host), shell("sleep 0.2 & exit 0"), FarmOptions(copies=1), Heard())
+def test_a_helper_that_ends_a_moment_later_was_not_left_behind(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_behind, "HELPER_SECONDS", 600.0)
+    result = farm(host, device, shell("sleep 0.2 & exit 0"), FarmOptions(copies=1), Heard())
     assert result.copies[0].left_behind == ()
 
 
-def test_what_does_not_heed_its_signal_is_killed(host: Host, tmp_path: Path) -> None:
+def test_what_does_not_heed_its_signal_is_killed(host: Host, device: Device, tmp_path: Path) -> None:
     deaf = f"(trap '' INT TERM; touch {tmp_path}/deaf; while :; do sleep 0.05; done) & echo $! > {tmp_path}/pid"
     command = shell(f"{deaf}; while ! [ -e {tmp_path}/deaf ]; do sleep 0.02; done")
-    result = farm(host, device_of(host), command, FarmOptions(copies=1, grace_seconds=0.2), Heard())
+    result = farm(host, device, command, FarmOptions(copies=1, grace_seconds=0.2), Heard())
     assert result.copies[0].left_behind[0] == pid_in(tmp_path / "pid")
     assert not alive(pid_in(tmp_path / "pid"))
 
 
 def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def may_not(*_words: Any, **_more: Any) -> None:
         raise NoPermission("may not send SIGTERM to process 7: it belongs to another user", "ask its owner")
 
-    monkeypatch.setattr(several_module, "end_programs", may_not)
+    monkeypatch.setattr(left_behind, "end_programs", may_not)
     command = shell("if [ {} = 0 ]; then sleep 600 & fi; echo good")
-    result = farm(host, device_of(host), command, FarmOptions(copies=2, restarts=3), Heard())
+    result = farm(host, device, command, FarmOptions(copies=2, restarts=3), Heard())
     assert [(copy.state, copy.tries) for copy in result.copies] == [("failed", 1), ("done", 1)]
     (pid,) = result.copies[0].left_behind
     os.kill(pid, signal.SIGKILL)
@@ -119,10 +107,10 @@ def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top
     assert result.copies[0].hint == "ask its owner"
 
 
-def test_the_guard_knows_what_is_being_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_knows_what_is_being_ended(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were gpushare killed meanwhile, what it had stopped would stay so, and keep its memory."""
     told: list[str] = []
-    tell, end = Several._tell, several_module.end_programs
+    tell, end = Several._tell, left_behind.end_programs
 
     def noted(self: Several, word: str) -> None:
         told.append(word)
@@ -133,8 +121,8 @@ def test_the_guard_knows_what_is_being_ended(host: Host, monkeypatch: pytest.Mon
         return end(*words, **more)
 
     monkeypatch.setattr(Several, "_tell", noted)
-    monkeypatch.setattr(several_module, "end_programs", ends)
-    (copy,) = farm(host, device_of(host), shell("sleep 600 & exit 0"), FarmOptions(copies=1), Heard()).copies
+    monkeypatch.setattr(left_behind, "end_programs", ends)
+    (copy,) = farm(host, device, shell("sleep 600 & exit 0"), FarmOptions(copies=1), Heard()).copies
     (pid,) = copy.left_behind
     at = told.index("now")
     assert told[at - 1].startswith(f"program {pid} ")
@@ -142,7 +130,7 @@ def test_the_guard_knows_what_is_being_ended(host: Host, monkeypatch: pytest.Mon
     assert told[at + 1] == f"ended {pid}"
 
 
-def test_a_hung_copy_takes_with_it_what_it_has_orphaned(host: Host, tmp_path: Path) -> None:
+def test_a_hung_copy_takes_with_it_what_it_has_orphaned(host: Host, device: Device, tmp_path: Path) -> None:
     # The subshell ends, so that the sleep is no descendant any more.
     command = shell(f"(sleep 600 & echo $! > {tmp_path}/pid); exec sleep 600")
 
@@ -150,14 +138,14 @@ def test_a_hung_copy_takes_with_it_what_it_has_orphaned(host: Host, tmp_path: Pa
         def started(self, copy: Copy) -> None:
             until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), "it has begun")
 
-    result = farm(host, device_of(host), command, FarmOptions(copies=1, stall_seconds=0.1), Never())
+    result = farm(host, device, command, FarmOptions(copies=1, stall_seconds=0.1), Never())
     assert "printed nothing for 0.1 s" in (result.copies[0].failure or "")
     # It went together with the copy: one drain for both.
     assert result.copies[0].left_behind == ()
     assert not alive(pid_in(tmp_path / "pid"))
 
 
-def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, tmp_path: Path) -> None:
+def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, device: Device, tmp_path: Path) -> None:
     heard = Heard()
 
     def interrupt() -> None:
@@ -167,14 +155,14 @@ def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, tmp_path: Path)
     thread = threading.Thread(target=interrupt)
     thread.start()
     command = shell(f"(sleep 600 & echo $! > {tmp_path}/{{}}); echo on; exec sleep 600")
-    result = farm(host, device_of(host), command, FarmOptions(copies=2, grace_seconds=0.2), heard)
+    result = farm(host, device, command, FarmOptions(copies=2, grace_seconds=0.2), heard)
     thread.join()
     assert result.ended_by == signal.SIGTERM
     assert not any(alive(pid_in(tmp_path / str(number))) for number in range(2))
 
 
 def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_ends_the_farm(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = Several.end_left_behind
 
@@ -186,7 +174,7 @@ def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_end
     command = shell("(trap '' INT TERM; echo deaf; while :; do sleep 0.05; done) & sleep 0.2; exit {}")
     # Were it not cut short, this would never end.
     options = FarmOptions(copies=2, at_once=1, restarts=1, grace_seconds=1e6)
-    result = farm(host, device_of(host), command, options, Heard())
+    result = farm(host, device, command, options, Heard())
     assert result.ended_by == signal.SIGTERM
     assert [(copy.state, copy.tries) for copy in result.copies] == [("done", 1), ("never started", 0)]
     assert not alive(result.copies[0].left_behind[0])
@@ -195,29 +183,31 @@ def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_end
 # -- logs --------------------------------------------------------------------------------------------
 
 
-def test_logs_of_an_earlier_farms_restarts_do_not_stay_beside_new_ones(host: Host, tmp_path: Path) -> None:
+def test_logs_of_an_earlier_farms_restarts_do_not_stay_beside_new_ones(
+    host: Host, device: Device, tmp_path: Path
+) -> None:
     options = FarmOptions(copies=2, restarts=2, logs=tmp_path)
-    farm(host, device_of(host), shell("exit {}"), options, Heard())
+    farm(host, device, shell("exit {}"), options, Heard())
     assert (tmp_path / "copy-1.2.log").exists()
     others = ["copy-1.old.log", "copy-11.1.log", "copy-1.1.log.gz", "my-copy-1.1.log"]
     for name in others:
         (tmp_path / name).write_text("mine")
     (tmp_path / "copy-0.1.log").mkdir()
-    farm(host, device_of(host), shell("exit 0"), options, Heard())
+    farm(host, device, shell("exit 0"), options, Heard())
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", *others])
 
 
-def test_a_refused_farm_removes_no_log(host: Host, tmp_path: Path) -> None:
+def test_a_refused_farm_removes_no_log(host: Host, device: Device, tmp_path: Path) -> None:
     (tmp_path / "copy-0.1.log").write_text("kept")
     with pytest.raises(Exception, match="no program"):
-        farm(host, device_of(host), ["no-such-program"], FarmOptions(copies=1, logs=tmp_path), Heard())
+        farm(host, device, ["no-such-program"], FarmOptions(copies=1, logs=tmp_path), Heard())
     assert (tmp_path / "copy-0.1.log").read_text() == "kept"
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_full_disk_is_named_as_the_reason(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
 ) -> None:
     looked: list[str] = []
 
@@ -230,7 +220,7 @@ def test_a_full_disk_is_named_as_the_reason(
     (tmp_path / "tmp").mkdir()
     logs = tmp_path / "logs"
     options = FarmOptions(copies=2, logs=logs if kept else None)
-    result = farm(host, device_of(host), shell("echo xxx; exit {}"), options, Heard())
+    result = farm(host, device, shell("echo xxx; exit {}"), options, Heard())
     # Of a copy that did well nobody asks.
     assert result.copies[0].failure is None
     assert result.copies[1].failure == "exit code 1, with no space left for what it prints"
@@ -240,7 +230,7 @@ def test_a_full_disk_is_named_as_the_reason(
     assert looked[0].startswith(str(where))
 
 
-def test_with_space_left_a_failure_is_the_programs_own(host: Host, tmp_path: Path) -> None:
+def test_with_space_left_a_failure_is_the_programs_own(host: Host, device: Device, tmp_path: Path) -> None:
     options = FarmOptions(copies=1, logs=tmp_path)
-    result = farm(host, device_of(host), shell("echo bad luck; exit 1"), options, Heard())
+    result = farm(host, device, shell("echo bad luck; exit 1"), options, Heard())
     assert (result.copies[0].failure, result.copies[0].hint) == ("exit code 1: bad luck", None)

@@ -263,33 +263,8 @@ def test_processes_that_differ_make_a_cap_on_production_uncertain(host: Host, mo
     assert best.setting == Setting(threads=80.0)
 
 
-@pytest.mark.usefixtures("bound")
-def test_production_that_does_not_start_under_a_cap_costs_no_answer(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = Pair.start_production
-
-    def refused(self: Pair, cap: float | None) -> None:
-        start(self, cap)
-        if cap is not None:
-            raise TimedOut("the port is in use", "wait", code="no_numbers")
-
-    monkeypatch.setattr(Pair, "start_production", refused)
-    result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
-    assert result.given_up is not None
-    assert (result.stopped, result.outcome.stable) == (None, True)
-    assert result.outcome.best is not None
-    assert result.outcome.best.setting == Setting(threads=80.0)
-    asked = tune(host, device_of(host), options(job(90), job(95), production_caps=(20.0,), **BOUND), TuneReporter())
-    assert isinstance(asked.stopped, TimedOut)
-
-
-@pytest.mark.usefixtures("bound")
-@pytest.mark.parametrize("starts", [1, 2, 3])
-def test_production_that_starts_under_a_cap_only_a_few_times_ends_the_search_without_caps(
-    host: Host, monkeypatch: pytest.MonkeyPatch, starts: int
-) -> None:
-    """What was measured under a cap cannot be repeated, nor taken for a part of the time: neither is tried for ever."""
+def start_under_caps(monkeypatch: pytest.MonkeyPatch, starts: int) -> None:
+    """Let production start under a cap only so many times; it is tried once more, and no more than that."""
     start = Pair.start_production
     capped: list[float] = []
 
@@ -301,6 +276,15 @@ def test_production_that_starts_under_a_cap_only_a_few_times_ends_the_search_wit
             raise TimedOut("the port is in use", "wait", code="no_numbers")
 
     monkeypatch.setattr(Pair, "start_production", refused)
+
+
+@pytest.mark.usefixtures("bound")
+@pytest.mark.parametrize("starts", [0, 1, 2, 3])
+def test_production_that_does_not_start_under_a_cap_any_more_costs_no_answer(
+    host: Host, monkeypatch: pytest.MonkeyPatch, starts: int
+) -> None:
+    """What was measured under a cap cannot be repeated, nor taken for a part of the time: neither is tried for ever."""
+    start_under_caps(monkeypatch, starts)
     result = tune(host, device_of(host), options(job(90), job(95), **BOUND), TuneReporter())
     assert result.given_up is not None
     assert (result.stopped, result.outcome.stable) == (None, True)
@@ -308,6 +292,15 @@ def test_production_that_starts_under_a_cap_only_a_few_times_ends_the_search_wit
     assert result.outcome.best.setting == Setting(threads=80.0)
     # What was measured is kept.
     assert sum(one.trial.setting.production_threads is not None for one in result.trials) == starts
+
+
+@pytest.mark.usefixtures("bound")
+def test_a_cap_that_was_asked_for_and_does_not_start_ends_the_search(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_under_caps(monkeypatch, 0)
+    asked = tune(host, device_of(host), options(job(90), job(95), production_caps=(20.0,), **BOUND), TuneReporter())
+    assert isinstance(asked.stopped, TimedOut)
 
 
 @pytest.mark.usefixtures("told")
