@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
+import shlex
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +17,10 @@ from typing import Any, Final
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+# No link is followed, no FIFO waited for.
+_SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# The largest of them, a journal of 16 GPUs, has some hundred thousand bytes.
+_MOST_BYTES: Final = 4 << 20
 
 
 def read_trusted(path: Path) -> Any:
@@ -24,25 +32,51 @@ def read_trusted(path: Path) -> Any:
 
 
 def read_understood(path: Path) -> Any:
-    """Return the JSON of a file that this user or root wrote, for who must not take a broken one for none.
+    """Like `read_trusted`, but raises for a broken file.
 
-    Others' word is not taken: these files say which process gets a signal, and where a program runs.
+    Others' word is not taken: these files say which process gets a signal, and where a program runs. A link, a FIFO or
+    a device in the place of the file is never followed and never waited for.
 
     Raises:
-        OSError: there is none (FileNotFoundError), or it cannot be read.
-        ValueError: it is another user's, or no JSON; the message says which.
+        OSError: there is no such file (FileNotFoundError), or it cannot be read.
+        ValueError: it is no regular file, another user's, too large, or no JSON; the message says which.
     """
-    with open(path, encoding="utf-8") as file:
-        owner = os.fstat(file.fileno()).st_uid
-        if owner not in {os.geteuid(), 0}:
-            raise ValueError(f"it belongs to user {owner}")
-        try:
-            text = file.read()
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            # UnicodeDecodeError is a ValueError, too.
-            why = "it is no JSON" if os.fstat(file.fileno()).st_size else "it is empty"
-            raise ValueError(why) from None
+    text = read_bounded(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        # UnicodeDecodeError is a ValueError, too.
+        raise ValueError("it is no JSON" if text else "it is empty") from None
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return the bytes of a small regular file that this user or root wrote.
+
+    Raises:
+        OSError: there is no such file (FileNotFoundError), or it cannot be read.
+        ValueError: it is no regular file, another user's, or longer than 4 MiB; the message says which.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a symbolic link") from None
+        raise
+    with open(descriptor, "rb") as file:
+        why = _distrusted(os.fstat(descriptor))
+        if why is not None:
+            raise ValueError(why)
+        text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
+        return text
+
+
+def _distrusted(found: os.stat_result) -> str | None:
+    """Return why an open file is not taken for one of ours; None when it may be."""
+    if not stat.S_ISREG(found.st_mode):
+        return "it is not a regular file"
+    return None if found.st_uid in {os.geteuid(), 0} else f"it belongs to user {found.st_uid}"
 
 
 @contextlib.contextmanager
@@ -62,49 +96,108 @@ def writing(path: Path, what: str, *, code: str = "file_unwritable") -> Iterator
 def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
     """Return the error for a file of ours that cannot be written."""
     message = f"{path}, {what}, cannot be written: {error.strerror or error}"
+    words = ["ls", "-ld", str(path.parent), str(path)]
     if error.errno in _FORBIDDEN:
-        hint = f"run as its owner, or as root: sudo gpushare ...; see whose it is: ls -ld {path.parent} {path}"
+        hint = f"run as its owner, or as root: sudo gpushare ...; see whose it is: {shlex.join(words)}"
         return NoPermission(message, hint, code=code)
-    hint = f"make room, or remove what is in the way: df -h {path.parent}; ls -l {path.parent}"
+    parent = shlex.quote(str(path.parent))
+    hint = f"make room, or remove what is in the way: df -h {parent}; ls -l {parent}"
     return OperationFailed(message, hint, code=code)
 
 
-def open_lock(path: Path, what: str, *, mode: int = 0o644, code: str = "file_unwritable") -> int:
+def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
     """Return the descriptor of a lock file, made if there is none; nothing is locked yet.
+
+    Only its owner and root can open it: whoever can open a file for reading can hold a lock on it. One that an older
+    gpushare made for everybody is closed.
 
     Raises:
         NoPermission, OperationFailed: as `writing`.
     """
     with writing(path, what, code=code):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
+        try:
+            found = os.fstat(descriptor)
+            why = _distrusted(found)
+            if why is not None:
+                raise OperationFailed(
+                    f"{path}, {what}, cannot be used: {why}",
+                    f"remove what is in the way: ls -l {shlex.quote(str(path))}",
+                    code=code,
+                )
+            if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+                os.fchmod(descriptor, 0o600)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
 
-def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a file that everybody may read, in one step: a reader sees the old one or the new one.
+def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o644) -> None:
+    """Write a file in one step: a reader sees the old one or the new one. Everybody may read it, unless ``mode`` differs.
 
-    ``durable``: it is on the disk when this returns, and outlives a crash of the machine.
+    ``durable``: it is on the disk when this returns, and outlives a crash of the machine. What an earlier crash left of
+    such a step is removed.
 
     Raises:
         OSError: it cannot be written; the old one stands.
     """
-    # Not at the top: whoever only looks does not pay for it.
-    import tempfile
-
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+    clear_leftovers(path.parent, path.stem)
+    descriptor, temporary = _temporary(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+            os.fchmod(descriptor, mode)
+            # While it is open, and so locked.
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     if durable:
         sync_directory(path.parent)
+
+
+def _temporary(path: Path) -> tuple[int, str]:
+    """Return a new file beside ``path``, locked so that nobody takes it for what a crash left."""
+    # Not at the top: whoever only looks does not pay for it.
+    import tempfile
+
+    while True:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.lstat(temporary)):
+                return descriptor, temporary
+        except (BlockingIOError, FileNotFoundError):
+            # Removed in between by another's `clear_leftovers`.
+            pass
+        os.close(descriptor)
+
+
+def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
+    """Remove the temporary files that a crash in the middle of `replace_file` left; ``stem`` is a pattern.
+
+    Only files of this user that nobody has locked.
+    """
+    pattern = re.compile(rf"\.{stem if stem == '[^/]+' else re.escape(stem)}-[a-z0-9_]{{8}}", re.ASCII)
+    try:
+        names = [name for name in os.listdir(directory) if name.startswith(".") and pattern.fullmatch(name)]
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(directory / name, os.O_RDONLY | _SAFE)
+            try:
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(directory / name)
+            finally:
+                os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:

@@ -82,7 +82,7 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
     """
     make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     path = host.state_directory / "mig-names.json"
-    descriptor = open_lock(host.state_directory / "mig-names.lock", "the lock of the names", mode=0o600)
+    descriptor = open_lock(host.state_directory / "mig-names.lock", "the lock of the names")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         names = _read(path)

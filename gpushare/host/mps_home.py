@@ -177,7 +177,7 @@ class DaemonHome:
         for number in itertools.count():
             path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
             # Inheritable across fork: the guard holds it on when gpushare itself is killed.
-            descriptor = open_lock(path, "the lease of a program", mode=0o600)
+            descriptor = open_lock(path, "the lease of a program")
             if _locked(descriptor) and _is_at(descriptor, path):
                 return Lease(path, descriptor)
             # Taken, or `live_leases` removed it between open and lock.

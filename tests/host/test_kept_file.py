@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from gpushare.errors import OperationFailed
 from gpushare.host import kept_file
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import clear_leftovers, open_lock, read_trusted, read_understood, replace_file
 
 
 def test_what_was_written_is_read_and_everybody_may(tmp_path: Path) -> None:
@@ -31,7 +34,12 @@ def test_only_our_own_and_roots_word_counts(
     path = tmp_path / "one.json"
     path.write_text("{}")
     # Its own names only: open() asks the module os, too.
-    told = SimpleNamespace(geteuid=lambda: 1000, fstat=lambda _: SimpleNamespace(st_uid=owner))
+    told = SimpleNamespace(
+        geteuid=lambda: 1000,
+        fstat=lambda _: SimpleNamespace(st_uid=owner, st_mode=stat.S_IFREG | 0o644),
+        open=os.open,
+        O_RDONLY=os.O_RDONLY,
+    )
     monkeypatch.setattr(kept_file, "os", told)
     assert read_trusted(path) == ({} if trusted else None)
 
@@ -101,3 +109,61 @@ def test_an_interruption_leaves_no_other_file(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         replace_file(tmp_path / "one.json", "1")
     assert list(tmp_path.iterdir()) == []
+
+
+def plant(path: Path, kind: str) -> None:
+    elsewhere = path.with_name("elsewhere")
+    elsewhere.write_text("{}")
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text('"' + "x" * (5 << 20) + '"')
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "device", "long"])
+def test_what_others_plant_in_the_place_of_a_file_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "one.json"
+    plant(path, kind)
+    assert read_trusted(path) is None
+    with pytest.raises(ValueError, match=r"symbolic link|regular file|longer than"):
+        read_understood(path)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "device"])
+def test_what_others_plant_in_the_place_of_a_lock_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "lock"
+    plant(path, kind)
+    with pytest.raises(OperationFailed, match=r"regular file|symbolic links"):
+        open_lock(path, "a lock")
+    assert (tmp_path / "elsewhere").read_text() == "{}"
+
+
+def test_a_lock_is_closed_to_others_also_one_that_was_open(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    os.close(open_lock(path, "a lock"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    os.close(open_lock(path, "a lock"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_a_crash_left_is_removed_but_nothing_that_is_being_written(tmp_path: Path) -> None:
+    left, written, other = tmp_path / ".one-abcdefgh", tmp_path / ".one-12345678", tmp_path / ".two-abcdefgh"
+    for path in (left, written, other, tmp_path / ".one-else", tmp_path / "one-abcdefgh"):
+        path.write_text("half")
+    with open(written, encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        replace_file(tmp_path / "one.json", "1")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            ".one-12345678",
+            ".one-else",
+            ".two-abcdefgh",
+            "one-abcdefgh",
+            "one.json",
+        ]
+    clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".one-else", "one-abcdefgh", "one.json"]
