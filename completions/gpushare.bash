@@ -17,7 +17,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status run doctor advise compare bench tune observe savings apply diff capture metrics explain timeslice mps mig export sim'
+      commands='status run doctor timeslice mps mig advise compare bench tune observe savings apply diff capture export metrics explain sim'
       options='--version --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -31,50 +31,6 @@ _gpushare_node() {
       positional='@program'
       ;;
     'doctor')
-      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--host -o --output'
-      ;;
-    'advise')
-      options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --bandwidth-qos --no-bandwidth-qos --weights --no-weights --containment --no-containment --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --cuda-graphs --no-cuda-graphs --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --vms --no-vms --nccl --no-nccl --p2p --no-p2p --ipc --no-ipc --graphics --no-graphics --profiler --no-profiler --dynamic-parallelism --no-dynamic-parallelism --containers --no-containers --kubernetes --no-kubernetes --root --no-root --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
-      ;;
-    'compare')
-      options='--view --why --driver -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--view --why --driver -g --gpu --host -o --output'
-      ;;
-    'bench')
-      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
-      ;;
-    'tune')
-      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output'
-      ;;
-    'observe')
-      options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--for --interval -g --gpu --to --from --host -o --output'
-      ;;
-    'savings')
-      options='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output'
-      ;;
-    'apply')
-      options='-f --file --wait -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-f --file --wait --host -o --output'
-      ;;
-    'diff')
-      options='-f --file --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-f --file --host -o --output'
-      ;;
-    'capture')
-      options='-g --gpu --by --schema --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --by --host -o --output'
-      ;;
-    'metrics')
-      options='--listen --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--listen --host -o --output'
-      ;;
-    'explain')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -198,6 +154,42 @@ _gpushare_node() {
       options='-g --gpu --forget -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --forget --host -o --output'
       ;;
+    'advise')
+      options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --bandwidth-qos --no-bandwidth-qos --weights --no-weights --containment --no-containment --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --cuda-graphs --no-cuda-graphs --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --vms --no-vms --nccl --no-nccl --p2p --no-p2p --ipc --no-ipc --graphics --no-graphics --profiler --no-profiler --dynamic-parallelism --no-dynamic-parallelism --containers --no-containers --kubernetes --no-kubernetes --root --no-root --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
+      ;;
+    'compare')
+      options='--view --why --driver -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--view --why --driver -g --gpu --host -o --output'
+      ;;
+    'bench')
+      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
+      ;;
+    'tune')
+      options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output'
+      ;;
+    'observe')
+      options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--for --interval -g --gpu --to --from --host -o --output'
+      ;;
+    'savings')
+      options='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output'
+      ;;
+    'apply')
+      options='-f --file --wait -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-f --file --wait --host -o --output'
+      ;;
+    'diff')
+      options='-f --file --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-f --file --host -o --output'
+      ;;
+    'capture')
+      options='-g --gpu --by --schema --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --by --host -o --output'
+      ;;
     'export')
       commands='k8s dra karpenter slurm mig-parted cdi docker compose systemd prometheus'
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -242,6 +234,14 @@ _gpushare_node() {
     'export prometheus')
       options='--textfile --rules --dashboard --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--textfile --host -o --output'
+      ;;
+    'metrics')
+      options='--listen --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--listen --host -o --output'
+      ;;
+    'explain')
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
       ;;
     'sim')
       commands='list show reset add end mig fault cdi'

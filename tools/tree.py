@@ -66,12 +66,10 @@ class Node:
 
 
 def command_tree() -> Node:
-    """Return the tree of ``gpushare.cli.app``; what is hidden is left out."""
-    import typer
+    """Return the tree of the program; what is hidden is left out."""
+    from gpushare.cli import root
 
-    from gpushare.cli import app
-
-    return _node(typer.main.get_command(app), ())
+    return _node(root(), ())
 
 
 def _node(command: Any, path: tuple[str, ...]) -> Node:

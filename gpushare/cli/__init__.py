@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
+import functools
 import gc
 import os
 import sys
@@ -46,63 +46,49 @@ VERBS: Final[Mapping[str, str]] = {
 }
 # Who writes to stdout before there is a result: Click's help, ours, the version.
 _WRITERS: Final = frozenset({"echo", "put", "_version"})
-_OPTIONS_WITH_VALUE: Final = frozenset({"--host", "-o", "--output"})
 
 
-def build(verbs: Sequence[str] = tuple(VERBS), words: Sequence[str] = ()) -> typer.Typer:
-    """Return the program with these verbs; all of them is the whole command tree. With none, all are only listed.
-
-    Of a group, only the command that ``words`` name is built, if they name one: Typer reads the signatures of all.
-    """
-    program = typer.Typer(
+@functools.cache
+def root() -> common.RootGroup:
+    """Return the program. The file of a verb is loaded when the verb is asked for."""
+    return common.RootGroup(
         name="gpushare",
-        cls=common.RootGroup,
+        commands=common.Commands({verb: functools.partial(_verb, verb) for verb in VERBS}),
+        listed=VERBS,
         help="Share the GPUs of one host well: see who is on them, set a way of sharing up, prove it, take it down again.",
         epilog="On a machine without a GPU try: gpushare --host sim:h200 status",
         no_args_is_help=True,
         rich_markup_mode=None,
-        pretty_exceptions_enable=False,
         context_settings=common.CONTEXT,
     )
-    program.callback()(_root)
-    for verb in verbs:
-        import_module(f"gpushare.cli.{verb}").register(program)
+
+
+def _verb(verb: str) -> Any:
+    """Return the command, or the group of commands, that a verb's file registers."""
+    program = typer.Typer(rich_markup_mode=None)
+    import_module(f"gpushare.cli.{verb}").register(program)
     for group in program.registered_groups:
-        group.typer_instance = _narrowed(group.typer_instance, words)
-    for verb, short in VERBS.items() if not verbs else ():
-        program.command(verb, short_help=short)(_root)
-    return program
+        return _group(group)
+    (command,) = program.registered_commands
+    return typer.main.get_command_from_info(command, pretty_exceptions_short=False, rich_markup_mode=None)
 
 
-def _narrowed(group: typer.Typer | None, words: Sequence[str]) -> typer.Typer | None:
-    asked = [one for one in getattr(group, "registered_commands", ()) if (one.name or "") in words]
-    if group is None or len(asked) != 1 or "--help" in words or "-h" in words:
-        return group
-    narrow = copy.copy(group)
-    narrow.registered_commands = asked
-    return narrow
+def _group(info: Any) -> Any:
+    """Return a group whose commands are built when they are asked for: Typer reads the signature of each."""
+    solved = typer.main.solve_typer_info_defaults(info)
 
+    def built(command: Any) -> Any:
+        return typer.main.get_command_from_info(command, pretty_exceptions_short=False, rich_markup_mode=None)
 
-def _root() -> None:
-    """Share the GPUs of one host well."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return the whole tree as ``gpushare.cli.app``, for the man page and the completions."""
-    if name == "app":
-        return build()
-    raise AttributeError(name)
-
-
-def asked_verbs(words: Sequence[str]) -> Sequence[str]:
-    """Return the verb that the words name, or none when it is none of ours; what stands behind "--" is not looked at."""
-    before = iter(_before_dashes(words))
-    for word in before:
-        if word in _OPTIONS_WITH_VALUE:
-            next(before, None)
-        elif not word.startswith("-"):
-            return (word,) if word in VERBS else ()
-    return tuple(VERBS) if "--" in words else ()
+    commands = {one.name: functools.partial(built, one) for one in info.typer_instance.registered_commands}
+    return common.Group(
+        name=solved.name,
+        commands=common.Commands(commands),
+        help=solved.help,
+        short_help=solved.short_help,
+        no_args_is_help=solved.no_args_is_help,
+        rich_markup_mode=None,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,19 +146,17 @@ def _unwritten(error: OSError, answer: Any = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        verbs = tuple(VERBS) if "_GPUSHARE_COMPLETE" in os.environ else asked_verbs(words)
-        answer = build(verbs, _before_dashes(words))(args=words, prog_name="gpushare", standalone_mode=False)
-        return _written(answer)
+        return _written(root()(args=words, prog_name="gpushare", standalone_mode=False))
     except GpushareError as error:
-        return _failed(words, error)
+        return _failed(error)
     except KeyboardInterrupt as error:
-        return _failed(words, common.interrupted(error))
+        return _failed(common.interrupted(error))
     except (BrokenPipeError, common.ReaderGone):
         raise
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
     except Exception as error:  # noqa: BLE001 - the last resort: no traceback without --debug
-        return _unexpected(words, error)
+        return _unexpected(error)
 
 
 def _written(answer: Any) -> int:
@@ -192,44 +176,40 @@ def _written(answer: Any) -> int:
     return int(answer.exit_code)
 
 
-def _failed(words: list[str], error: GpushareError) -> int:
-    if common.settings.debug or "--debug" in _before_dashes(words):
+def _failed(error: GpushareError) -> int:
+    if common.settings.debug:
         import traceback
 
         traceback.print_exception(error)
     from gpushare.show.result import failure
 
-    # The error may come before -o was understood.
-    common.settings.output_format = _asked_output(words)
-    return _written(failure(_command_of(words), error))
+    return _written(failure(common.settings.command or "gpushare", error))
 
 
-def _unexpected(words: list[str], error: Exception) -> int:
+def _unexpected(error: Exception) -> int:
     if hasattr(error, "format_message"):
-        return _usage(words, error)
+        return _usage(error)
     if type(error).__name__ in {"Abort", "Exit"}:
         return int(getattr(error, "exit_code", ExitCode.FAILED))
     if isinstance(error, OSError) and _is_of_stdout(error):
         return _unwritten(error)
-    if common.settings.debug or "--debug" in _before_dashes(words):
+    if common.settings.debug:
         raise error
     what = f"{type(error).__name__}: {error}".replace("\n", " ")
     bug = OperationFailed(
         f"unexpected {what}", "this is a bug of gpushare; run it again with --debug and report it", code="bug"
     )
-    return _failed(words, bug)
+    return _failed(bug)
 
 
-def _usage(words: list[str], error: Any) -> int:
+def _usage(error: Any) -> int:
     """Return the exit code of an error of the parser, said in our two lines."""
-    context: Any = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
-        sys.stdout.write(context.get_help() + "\n")
+        sys.stdout.write(error.ctx.get_help() + "\n")
         return int(ExitCode.USAGE)
-    # An option without its value comes without the command that it stands behind.
-    path = max(getattr(context, "command_path", ""), " ".join(["gpushare", *_path_of(words)]), key=len)
+    path = " ".join(filter(None, ("gpushare", common.settings.command)))
     message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))
-    return _failed(words, BadUsage(message[:1].lower() + message[1:], f"see: {path} --help"))
+    return _failed(BadUsage(message[:1].lower() + message[1:], f"see: {path} --help"))
 
 
 def _in_our_words(message: str) -> str:
@@ -241,43 +221,3 @@ def _in_our_words(message: str) -> str:
         meant = " or ".join(f"'{option}'" for option in options[2].split(", "))
         message = f"{options[1]}. Did you mean {meant}?"
     return re.sub(r"is not a valid (int|integer)( range)?$", "is not a whole number", message)
-
-
-def _before_dashes(words: Sequence[str]) -> Sequence[str]:
-    return words[: words.index("--")] if "--" in words else words
-
-
-def _command_of(words: Sequence[str]) -> str:
-    """Return the command that the words name, for the envelope: ``mps start``."""
-    return " ".join(_path_of(words)) or "gpushare"
-
-
-def _path_of(words: Sequence[str]) -> list[str]:
-    """Return the command that the words name, as far as the tree knows them."""
-    command: Any = typer.main.get_command(build(asked_verbs(words)))
-    path: list[str] = []
-    for word in _before_dashes(words):
-        found = getattr(command, "commands", {}).get(word)
-        if found is not None:
-            path.append(word)
-            command = found
-    return path
-
-
-def _asked_output(words: Sequence[str]) -> Any:
-    """Return the last output format among the words, if it is one."""
-    from gpushare.show.result import OutputFormat
-
-    asked = common.settings.output
-    before = list(_before_dashes(words))
-    for position, word in enumerate(before):
-        text = None
-        if word in {"-o", "--output"} and position + 1 < len(before):
-            text = before[position + 1]
-        elif word.startswith("--output="):
-            text = word.partition("=")[2]
-        elif word.startswith("-o") and not word.startswith("--"):
-            text = word[2:]
-        if text and text.lower() in {form.value for form in OutputFormat}:
-            asked = OutputFormat(text.lower())
-    return asked

@@ -87,9 +87,9 @@ def _words(command: str) -> tuple[str, ...]:
 
 def _run(words: tuple[str, ...]) -> Any:
     """Run one line in this process: the common options stay as they were given."""
-    from gpushare.cli import build
+    from gpushare.cli import root
 
-    return build((words[0],))(args=list(words), prog_name="gpushare", standalone_mode=False)
+    return root()(args=list(words), prog_name="gpushare", standalone_mode=False)
 
 
 def _half_done(error: GpushareError, advice: Advice) -> GpushareError:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from gpushare.errors import BadUsage, Interrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from gpushare.host.host import Host
     from gpushare.model import Gpu
@@ -37,6 +37,8 @@ class Settings:
     yes: bool = False
     # The command is one that changes something.
     changes: bool = False
+    # What was asked for, as far as the command line is understood: ``mps start``.
+    command: str = ""
     connected: Host | None = None
 
     def connect(self) -> Host:
@@ -61,6 +63,8 @@ class Settings:
 
 
 settings = Settings()
+# Common options without a value, by all their names.
+_FLAGS: Final = (("-q", "--quiet"), ("-v", "--verbose"), ("--debug",), ("-n", "--dry-run"), ("-y", "--yes"))
 
 
 def reset() -> None:
@@ -199,8 +203,76 @@ class ReaderGone(Exception):
     """The reader of stdout is gone (| head). Typer would end a BrokenPipeError itself, with 1."""
 
 
+def _understand(arguments: Sequence[str], *, interspersed: bool) -> None:
+    """Read ``-o`` and ``--debug`` of words that the parser refuses: the error is said as they ask."""
+    lenient = TyperCommand(
+        name=None,
+        params=[
+            TyperOption(param_decls=["-o", "--output", "output"], multiple=True, default=[]),
+            *(
+                TyperOption(param_decls=[*names, names[-1].strip("-").replace("-", "_")], is_flag=True, default=False)
+                for names in _FLAGS
+            ),
+        ],
+        add_help_option=False,
+        rich_markup_mode=None,
+        context_settings={
+            "ignore_unknown_options": True,
+            "allow_extra_args": True,
+            "allow_interspersed_args": interspersed,
+        },
+    )
+    understood = lenient.make_context("", list(arguments), resilient_parsing=True).params
+    settings.debug = settings.debug or bool(understood.get("debug"))
+    for text in understood.get("output") or ():
+        with contextlib.suppress(BadUsage):
+            settings.output_format = output_of(text)
+
+
+def _noted(name: str | None, parent: Any) -> None:
+    """Note which command is asked for; the program itself has no parent."""
+    if parent is not None:
+        settings.command = f"{settings.command} {name}".strip()
+
+
+class Commands(dict[str, Any]):
+    """Commands by name, each built when it is first asked for: the whole tree costs more than Typer itself."""
+
+    def __init__(self, builders: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(builders)
+        self._built: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self[name] = super().__getitem__(name)()
+            self._built.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a command, built, or the default."""
+        return self[name] if name in self else default  # noqa: SIM401 - what stands in it is not built yet
+
+    def items(self) -> Any:
+        """Return all of them, built."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """Return all of them, built."""
+        return [self[name] for name in self]
+
+
 class Interruptible(TyperCommand):
     """A command whose Ctrl-C is an error like any other: Typer would end it with 130 and without a word."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the words; an error of it is said in the output format that they ask for."""
+        _noted(info_name, parent)
+        words = list(args)
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception:
+            _understand(words, interspersed=self.context_settings.get("allow_interspersed_args", True))
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -245,11 +317,35 @@ class Group(TyperGroup):
         named["params"] = [*(named.get("params") or []), *common_options()]
         super().__init__(*arguments, **named)
 
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's signature
+        """Return the names, without building the commands."""
+        return list(self.commands)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the words before the command; as `Interruptible.make_context`."""
+        _noted(info_name, parent)
+        words = list(args)
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception:
+            _understand(words, interspersed=True)
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that is named; as `Interruptible.make_context`."""
+        words = list(args)
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception:
+            _understand(words, interspersed=True)
+            raise
+
 
 class RootGroup(Group):
-    """The program itself."""
+    """The program itself. ``listed`` is what its help says of each verb, without loading any."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, listed: Mapping[str, str], **named: Any) -> None:
+        self._listed = listed
         version = TyperOption(
             param_decls=["--version", "shared_version"],
             is_flag=True,
@@ -261,6 +357,11 @@ class RootGroup(Group):
         )
         named["params"] = [*(named.get("params") or []), version]
         super().__init__(*arguments, **named)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        """List the verbs."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._listed.items()))
 
 
 GPU_HELP: Final = "GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all."

@@ -30,9 +30,6 @@ Rename = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="export", cls=Group, short_help="Write this host for Kubernetes, Slurm, Docker, systemd.")
-    if group.registered_commands:
-        # The tree was built before in this process.
-        return
     group.command("k8s", cls=Command, short_help="Device-plugin config for the GPU operator.")(k8s)
     add(group)
     group.command("prometheus", cls=Command, short_help="Metrics as text, alert rules, a dashboard.")(

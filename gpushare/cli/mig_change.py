@@ -37,8 +37,6 @@ Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Write the CDI spec
 
 def add(group: typer.Typer) -> None:
     """Add the commands to ``gpushare mig``."""
-    if any(command.name == "create" for command in group.registered_commands):
-        return
     for function, help_text in (
         (create, "Add instances; nothing is destroyed."),
         (destroy, "Destroy instances."),

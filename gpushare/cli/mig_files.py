@@ -25,9 +25,6 @@ ConfigOption = Annotated[str | None, typer.Option("-c", "--config", metavar="NAM
 
 def add(group: typer.Typer) -> None:
     """Add both commands to ``gpushare mig``."""
-    if any(command.name == "check" for command in group.registered_commands):
-        # The tree was built before in this process.
-        return
     group.command("check", cls=Command, short_help="Say whether the GPUs are as asked; exit 7 if not.")(check)
     group.command("export", cls=Command, short_help="Write what is there as a mig-parted file.")(export)
 

@@ -16,9 +16,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the insta
 
 def add(group: Typer) -> None:
     """Add both commands to ``gpushare mig``."""
-    if any(command.name == "grant" for command in group.registered_commands):
-        # The tree was built before in this process.
-        return
     group.command("grant", cls=ChangingCommand, short_help="Let only named users use an instance.")(grant)
     group.command("revoke", cls=ChangingCommand, short_help="Take a grant back.")(revoke)
 

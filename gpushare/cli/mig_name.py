@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def add(group: typer.Typer) -> None:
     """Add the command to ``gpushare mig``."""
-    if not any(command.name == "name" for command in group.registered_commands):
-        group.command("name", cls=ChangingCommand, short_help="Name an instance, or forget a name.")(name)
+    group.command("name", cls=ChangingCommand, short_help="Name an instance, or forget a name.")(name)
 
 
 def name(

@@ -55,9 +55,6 @@ Pipe = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
-    if group.registered_commands:
-        # The tree was built before in this process.
-        return
     group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
     group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and prove that it is gone.")(stop)
     group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(mps_views.status)

@@ -28,9 +28,6 @@ Spec = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts, to try everything on.")
-    if group.registered_commands:
-        # The tree was built before in this process.
-        return
     group.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
     group.command("show", cls=Command, short_help="Show the state of a host.")(show)
     group.command("reset", cls=ChangingCommand, short_help="Forget a host.")(reset)

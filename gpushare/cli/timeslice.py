@@ -21,9 +21,6 @@ Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="timeslice", cls=Group, short_help="Show and set the time-slice level.")
-    if group.registered_commands:
-        # The tree was built before in this process.
-        return
     group.command("show", cls=Command, short_help="Show the level of each GPU.")(show)
     group.command("set", cls=ChangingCommand, short_help="Set the level.")(set_level)
     group.command("reset", cls=ChangingCommand, short_help="Go back to how it was.")(reset)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import typer
 
 from gpushare import __version__
-from gpushare.cli import app
+from gpushare.cli import root
 from gpushare.model import TimeSlice
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, environment
@@ -23,7 +22,7 @@ def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
         yield from paths(inner, (*words, name))
 
 
-COMMANDS = list(paths(typer.main.get_command(app)))
+COMMANDS = list(paths(root()))
 LEAVES = [words for words in COMMANDS if words and words not in {("mps",), ("sim",), ("timeslice",)}]
 
 
@@ -80,6 +79,31 @@ CHANGING += [
 def test_common_options_before_and_after(cli: Cli, words: tuple[str, ...]) -> None:
     data = cli(*words, host=None).ok().data
     assert data["host"] == "sim:a30"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-qo", "json", "doctor"),
+        ("-qo", "json", "status"),
+        ("-qo", "json", "capture"),
+        ("-vo", "json", "compare"),
+        ("-vojson", "mig", "status"),
+    ],
+)
+def test_short_options_in_one_word(cli: Cli, words: tuple[str, ...]) -> None:
+    answer = cli(*words)
+    assert answer.code in {0, 1}
+    assert answer.json["command"] in " ".join(words)
+    assert answer.data
+
+
+def test_a_driver_that_is_gone_is_said_after_short_options_in_one_word(cli: Cli, world: World) -> None:
+    world.fault("no-driver")
+    for words in (("-qo", "json", "status"), ("-q", "-o", "json", "status")):
+        answer = cli(*words)
+        assert answer.code == 9
+        assert answer.json["errors"][0]["code"] == "driver_not_loaded"
 
 
 def test_group_options_between(cli: Cli) -> None:
@@ -258,12 +282,10 @@ def test_closed_streams_are_the_null_device(closed: str) -> None:
 
 def test_the_list_of_verbs_says_what_the_verbs_say_themselves() -> None:
     """The help of the program is drawn without loading them."""
-    from gpushare.cli import VERBS, build
+    from gpushare.cli import VERBS
 
-    whole = typer.main.get_command(build())
-    listed = typer.main.get_command(build(()))
-    assert {name: command.short_help for name, command in whole.commands.items()} == dict(VERBS)  # type: ignore[attr-defined]
-    assert list(listed.commands) == list(VERBS)  # type: ignore[attr-defined]
+    assert {name: command.short_help for name, command in root().commands.items()} == dict(VERBS)
+    assert list(root().commands) == list(VERBS)
 
 
 def test_help_loads_no_verb() -> None:
