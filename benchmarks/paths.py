@@ -1,0 +1,202 @@
+"""How far a verb runs through the code: files, calls from room to room, classes that only carry values.
+
+Run from a checkout: ``python -m benchmarks.paths``. Each verb runs in this process on a simulated host, under a profile
+hook. The simulation itself (`gpushare/sim`) and the vocabulary at the top (errors, model, units, selection) are not
+counted as rooms; the output (`gpushare/show`) and the command line are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import gpushare
+from gpushare.cli import main
+
+PACKAGE: Final = Path(gpushare.__file__).resolve().parent
+# The most files that a verb may run through (CONTRIBUTING.md, "The house").
+GOALS: Final = {
+    "status": None,
+    "mps start": 25,
+    "run": 25,
+    "mig apply": 45,
+    "advise": 35,
+    "tune": 40,
+}
+_JOB: Final = f"{sys.executable} -S -m gpushare.sim.job --rate 100 --every 0.02"
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a verb ran through."""
+
+    files: set[str] = dataclasses.field(default_factory=set)
+    crossings: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    values: set[type] = dataclasses.field(default_factory=set)
+
+    @property
+    def shapes(self) -> list[str]:
+        """Return the classes that describe a MIG instance: a profile and where it is."""
+        places = {"start", "placement", "placements"}
+        return sorted(
+            f"{one.__module__.removeprefix('gpushare.')}.{one.__name__}"
+            for one in self.values
+            if {"profile"} <= (names := {field.name for field in dataclasses.fields(one)}) and names & places
+        )
+
+
+def room_of(file: str) -> str:
+    """Return the room of a file of the package: its folder."""
+    return file.split("/", 1)[0].removesuffix(".py")
+
+
+def _counted(path: str) -> str | None:
+    """Return the file below the package; None: not ours, or of the simulation."""
+    if not path.startswith(str(PACKAGE)):
+        return None
+    name = path[len(str(PACKAGE)) + 1 :]
+    return None if name.startswith("sim/") or name == "gpu_models.py" else name
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[Trace]:
+    """Trace all threads of this process."""
+    found = Trace()
+
+    def hook(frame: FrameType, event: str, _argument: object) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        here = _counted(code.co_filename)
+        if here is None:
+            # A dataclass's own __init__ stands in no file.
+            if code.co_name == "__init__" and code.co_filename == "<string>":
+                one = type(frame.f_locals.get("self"))
+                if one.__module__.startswith("gpushare.") and ".sim." not in one.__module__:
+                    found.values.add(one)
+            return
+        if code.co_name == "<module>":
+            return
+        found.files.add(here)
+        caller = frame.f_back
+        there = None if caller is None else _counted(caller.f_code.co_filename)
+        if there is not None and room_of(there) != room_of(here):
+            found.crossings[room_of(there), room_of(here)] += 1
+
+    threading.setprofile(hook)
+    sys.setprofile(hook)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def gpushare_says(*words: str) -> None:
+    """Run a command line and show nothing of it.
+
+    Raises:
+        RuntimeError: it failed; the figure would be that of an error.
+    """
+    said = io.StringIO()
+    # What a program of ours prints goes past Python's streams.
+    own, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(list(words))
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+        os.close(null)
+    if code:
+        raise RuntimeError(f"gpushare {' '.join(words)} exits {code}:\n{said.getvalue()}")
+
+
+def verbs() -> Iterator[tuple[str, Callable[[], None], tuple[str, ...]]]:
+    """Yield each verb, what prepares its host, and its command line."""
+
+    def nothing() -> None:
+        """The host is fresh."""
+
+    def cut() -> None:
+        gpushare_says("--host", "sim:a100", "mig", "enable", "-g", "0", "-y")
+        gpushare_says("--host", "sim:a100", "mig", "create", "3g", "-g", "0", "-y")
+
+    h200 = ("--host", "sim:h200")
+    yield "status", nothing, (*h200, "status")
+    yield "mps start", nothing, (*h200, "mps", "start", "-g", "0", "--threads", "30", "--memory", "8G")
+    yield "run", nothing, (*h200, "run", "--threads", "30", "--", *_JOB.split(), "--seconds", "0.5")
+    yield "mig apply", cut, ("--host", "sim:a100", "mig", "apply", "-g", "0", "3g", "2g", "1g", "-y")
+    yield "advise", nothing, (*h200, "advise", "--processes", "4", "--memory", "8G", "--no-saturating")
+    jobs = ("--production", _JOB, "--opportunistic", _JOB)
+    yield (
+        "tune",
+        nothing,
+        (*h200, "tune", *jobs, "--caps", "60", "--window", "0.3", "--rounds", "2", "--production-caps", "none"),
+    )
+
+
+def measured() -> list[dict[str, Any]]:
+    """Return a row per verb."""
+    rows = []
+    for name, prepare, words in verbs():
+        with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as directory:
+            os.environ["GPUSHARE_SIM_DIR"] = directory
+            prepare()
+            with tracing() as found:
+                gpushare_says(*words)
+            gpushare_says("--host", words[1], "sim", "reset", words[1], "-y")
+        rows.append(
+            {
+                "verb": name,
+                "files": len(found.files),
+                "files_goal": GOALS[name],
+                "crossings": sum(found.crossings.values()),
+                "value_classes": len(found.values),
+                "shapes_of_an_instance": found.shapes,
+                "files_by_name": sorted(found.files),
+            }
+        )
+    return rows
+
+
+def size() -> dict[str, int]:
+    """Return how large the package is."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    lines = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    return {"files": len(files), "lines": sum(lines), "median_lines": lines[len(lines) // 2]}
+
+
+def run() -> None:
+    """Print the figures; with ``--json`` as one document, with ``-v`` the files too."""
+    rows = measured()
+    if "--json" in sys.argv:
+        print(json.dumps({"size": size(), "verbs": rows}, indent=2))
+        return
+    whole = size()
+    print(f"gpushare/: {whole['lines']} lines in {whole['files']} files, median {whole['median_lines']}")
+    print(f"{'verb':<10} {'files':>6} {'goal':>5} {'crossings':>10} {'value classes':>14}  shapes of a MIG instance")
+    for row in rows:
+        goal = row["files_goal"] or "-"
+        shapes = ", ".join(row["shapes_of_an_instance"]) or "-"
+        print(
+            f"{row['verb']:<10} {row['files']:>6} {goal:>5} {row['crossings']:>10} {row['value_classes']:>14}  {shapes}"
+        )
+        if "-v" in sys.argv:
+            print("".join(f"    {name}\n" for name in row["files_by_name"]), end="")
+
+
+if __name__ == "__main__":
+    run()
