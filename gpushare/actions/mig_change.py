@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_after import daemon_steps_after, daemon_steps_before
 from gpushare.actions.mig_bind import regrant
-from gpushare.actions.mig_evict import evict_step, holders_of
+from gpushare.actions.mig_evict import evict_step, holders_of, refuse_claimed
 from gpushare.actions.mig_layouts import layouts_of
 from gpushare.actions.mig_mode import check_mode_change, mode_step
 from gpushare.actions.plan import Plan, Step
@@ -118,6 +118,8 @@ def _steps(
     evicted = _evicted(change, evict)
     forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
     steps = list(daemon_steps_before(host, gpu, going, evicted=forced))
+    for gone in evicted:
+        refuse_claimed(host, gpu, gone)
     steps += [evict_step(host, gpu, gone) for gone in evicted if holders_of(gone)]
     if change.enable:
         steps.append(mode_step(host, gpu, journal, enable=True))

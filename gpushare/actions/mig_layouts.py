@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_daemons import idle_daemon_pids
-from gpushare.host.holders import instance_holders, look
+from gpushare.host.holders import claimed_instances, instance_holders, look
 from gpushare.host.mig import MigReader
-from gpushare.host.mig_leases import live_leases
 from gpushare.host.mig_names import NamedInstance, names_of
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def layouts_of(host: Host, gpus: Sequence[Gpu]) -> list[Layout]:
     """
     reader, names = MigReader(host.nvml), names_of(host)
     # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
-    leases = {uuid: one for uuid, one in live_leases(host).items() if one.pid != os.getpid()}
+    leases = {uuid: one for uuid, one in claimed_instances(host).items() if one.pid != os.getpid()}
     # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
     blind = host.processes.namespace_is_host() is False
     found, files = [], None

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import open_lock, read_understood, replace_file, sync_directory, writing
+from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
+from gpushare.host.kept_file import (
+    clear_leftovers,
+    open_lock,
+    read_understood,
+    replace_file,
+    sync_directory,
+    writing,
+)
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -37,7 +45,6 @@ _WHAT: Final = "of the MIG journal"
 _UNWRITABLE: Final = "journal_unwritable"
 UNREADABLE: Final = "journal_unreadable"
 CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,8 @@ class JournalEntry:
 
     title: str
     pid: int
+    # When that process started, in clock ticks since boot; None in the journal of an older gpushare.
+    started: int | None = None
     # Instances do not survive a reboot: what a journal of before it tells is over.
     boot_id: str | None
     before: tuple[GpuShape, ...]
@@ -88,12 +97,19 @@ class Journal:
                         continue
                 held.callback(os.close, descriptor)
                 _wait_for(descriptor, path, seconds, deadline)
+            # What a crash in the middle of a write left.
+            clear_leftovers(self._directory)
             yield
 
     def running(self) -> bool:
-        """Return whether a change is going on at this moment."""
+        """Return whether a change is going on at this moment.
+
+        Whoever cannot open the lock, which is its owner's alone, reads in the journal which process changes MIG.
+        """
         try:
-            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except PermissionError:
+            return self._is_told()
         except OSError:
             return False
         try:
@@ -101,6 +117,18 @@ class Journal:
             return not _lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
+
+    def _is_told(self) -> bool:
+        """Return whether the process that wrote the journal lives, and is the user's who owns it."""
+        try:
+            entry, owner = _read(self._path), os.lstat(self._path).st_uid
+        except (OSError, ValueError):
+            return False
+        if entry is None:
+            return False
+        if entry.started is None:
+            return real_uid(entry.pid) == owner
+        return lives(Identity(entry.pid, entry.started), owner)
 
     def left(self) -> JournalEntry | None:
         """Return the entry of a change that died in the middle; None: there is none, or one is going on.
@@ -147,9 +175,11 @@ class Journal:
         Raises:
             OperationFailed: it cannot be written.
         """
+        me = identity_of(os.getpid())
         self._entry = JournalEntry(
             title=title,
             pid=os.getpid(),
+            started=None if me is None else me.started,
             boot_id=boot_id(),
             before=tuple(before),
             after=tuple(after),
@@ -215,14 +245,6 @@ class Journal:
             replace_file(self._path, json.dumps(asdict(entry)), durable=True)
 
 
-def boot_id() -> str | None:
-    """Return what this boot of the machine is called (``/proc/sys/kernel/random/boot_id``)."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-
-
 def _read(path: Path) -> JournalEntry | None:
     """Return the entry of a file; None: there is none, or it is of another boot, and over.
 
@@ -251,6 +273,7 @@ def _entry_of(raw: Any) -> JournalEntry:
 
     before, after = ([from_json(one) for one in raw[key]] for key in ("before", "after"))
     known = {key: raw[key] for key in ("title", "pid", "boot_id", "step")}
+    known["started"] = raw.get("started")
     names = tuple(str(name) for name in raw["names"])
     return JournalEntry(**known, names=names, before=tuple(before), after=tuple(after))
 
