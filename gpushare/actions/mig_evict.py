@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -146,11 +146,15 @@ class _Eviction:
         held.callback(claim.release)
 
     def _signalled(self, pids: list[int], number: int, seconds: float) -> list[int]:
-        """Send a signal to those who are still the same, and still there; return who lives after so long."""
-        inside = self._inside() if pids else {}
+        """Send a signal to those who are still the same, and still there; return who of them lives after so long.
+
+        Whoever has left, as a client whose MPS daemon this change has stopped, is not in the way.
+        """
+        inside = self._inside() if pids else set()
+        pids = [pid for pid in pids if pid in inside]
         for pid in pids:
             started = self.started[pid]
-            if pid in inside and started is not None:
+            if started is not None:
                 with contextlib.suppress(NotFound):
                     self._host.processes.send_to(pid, started, number)
         deadline = time.monotonic() + seconds
@@ -158,14 +162,14 @@ class _Eviction:
             time.sleep(0.02)
         return left
 
-    def _inside(self) -> Mapping[int, object]:
+    def _inside(self) -> set[int]:
         """Return who is in what goes at this moment: by NVML, and by the capability nodes."""
         self._host.nvml.restart()
         try:
             gpu = self._host.nvml.gpu(self._gpu.index)
             nodes = instance_holders(self._host, gpu)
         except GpushareError:
-            return {}
+            return set()
         instance = self._gone.instance.id
         parts = {one.id for one in self._gone.compute}
         found = {
@@ -178,7 +182,7 @@ class _Eviction:
                 found |= {one.pid for one in holders}
         # Our own look holds handles.
         self._host.nvml.restart()
-        return dict.fromkeys(found)
+        return found
 
     def _lives(self, pid: int) -> bool:
         return self._host.processes.alive(pid, self.started[pid])

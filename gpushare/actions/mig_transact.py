@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from gpushare.actions.mig_change import InstanceStep
 from gpushare.actions.mig_evict import Ending
 from gpushare.actions.plan import NotUndone, carry_out
 from gpushare.errors import GpushareError, InUse
@@ -64,7 +65,9 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     try:
         carry_out(change.plan, step)
         over = journal.end
-    except NotUndone:
+    except NotUndone as error:
+        if step.last is not None:
+            raise error.restated(message=f"could not {step.last.what}: {error.message}") from error
         raise
     except KeyboardInterrupt:
         over = journal.end
@@ -72,7 +75,7 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     except GpushareError as error:
         over = journal.end
         if step.last is not None:
-            raise _undone(error, step.last, ended=step.ended) from error
+            raise _undone(error, step.last, _left_alone(change), ended=step.ended) from error
         raise
     finally:
         # Killed in between, the journal stays as that of a change that was interrupted.
@@ -94,6 +97,13 @@ class _Watched:
             self._on_step(step)
 
 
-def _undone(error: GpushareError, step: Step, *, ended: bool) -> GpushareError:
-    but = ", but for the programs that --evict ended" if ended else ""
-    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{but}")
+def _left_alone(change: MigChange) -> list[str]:
+    works = {id(step.work): step.work for step in change.plan.steps if isinstance(step, InstanceStep)}
+    return [words for work in works.values() for words in work.left_alone]
+
+
+def _undone(error: GpushareError, step: Step, others: Sequence[str], *, ended: bool) -> GpushareError:
+    but = ["the programs that --evict ended"] if ended else []
+    but += [f"{one}, which somebody else made and which stays" for one in others]
+    exceptions = f", but for {' and '.join(but)}" if but else ""
+    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

@@ -203,6 +203,20 @@ def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int) ->
     return list(rows[: count.value])
 
 
+def gpu_instance_ids(nvml: Any, handle: Any, profile_id: int) -> list[int]:
+    """Return the ids of the GPU instances of a profile."""
+    found = _gpu_instances(nvml, handle, profile_id, _PROFILES)
+    return [int(nvml.nvmlGpuInstanceGetInfo(one).id) for one in found]
+
+
+def compute_instance_ids(nvml: Any, handle: Any, gpu_instance: int, slices: int) -> list[int]:
+    """Return the ids of the compute instances of so many slices in a GPU instance."""
+    instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
+    profile = compute_profile_id(nvml, instance, slices)
+    found = [] if profile is None else _compute_instances(nvml, instance, profile, _PROFILES)
+    return [int(nvml.nvmlComputeInstanceGetInfo(one).id) for one in found]
+
+
 def _compute_info(nvml: Any, handle: Any) -> Any:
     return nvml.nvmlComputeInstanceGetInfo(handle)
 

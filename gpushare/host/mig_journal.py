@@ -37,6 +37,7 @@ from gpushare.host.kept_file import (
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.mig.made import Begun, Made, Proof
     from gpushare.mig.shape import GpuShape
 
 SCHEMA: Final = 1
@@ -62,6 +63,8 @@ class JournalEntry:
     # The names that it gives.
     names: tuple[str, ...] = ()
     step: str | None = None
+    # What it has made; None in the journal of an older gpushare.
+    proof: Proof | None = None
     schema: int = SCHEMA
 
 
@@ -175,6 +178,8 @@ class Journal:
         Raises:
             OperationFailed: it cannot be written.
         """
+        from gpushare.mig.made import Proof
+
         me = identity_of(os.getpid())
         self._entry = JournalEntry(
             title=title,
@@ -184,18 +189,43 @@ class Journal:
             before=tuple(before),
             after=tuple(after),
             names=tuple(names),
+            proof=Proof(),
         )
         self._write(self._entry)
 
-    def note(self, step: str) -> None:
-        """Write down the step that is begun now, on the disk before it acts.
+    @property
+    def proof(self) -> Proof | None:
+        """Return what the change has made until now."""
+        return None if self._entry is None else self._entry.proof
+
+    def note(self, step: str, begun: Begun | None = None) -> None:
+        """Write down the step that is begun now, on the disk before it acts; ``begun`` is what it is about to make.
 
         Raises:
             OperationFailed: it cannot be written.
         """
-        if self._entry is not None:
-            self._entry = replace(self._entry, step=step)
+        if self._entry is not None and self._entry.proof is not None:
+            self._entry = replace(self._entry, step=step, proof=self._entry.proof.with_begun(begun))
             self._write(self._entry)
+
+    def made(self, one: Made) -> None:
+        """Write down what the driver has made, before anything else is done.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
+        if self._entry is not None and self._entry.proof is not None:
+            # Known also when it cannot be written: a rollback asks.
+            self._entry = replace(self._entry, proof=self._entry.proof.with_made(one))
+            self._write(self._entry)
+
+    def refused(self) -> None:
+        """Write down that what was begun was not made: whatever appears there is another's."""
+        if self._entry is not None and self._entry.proof is not None:
+            self._entry = replace(self._entry, proof=self._entry.proof.with_begun(None))
+            # The rollback that follows knows; only one that dies, too, would not.
+            with contextlib.suppress(GpushareError):
+                self._write(self._entry)
 
     def end(self) -> None:
         """The change is done, or undone."""
@@ -269,13 +299,27 @@ def _read(path: Path) -> JournalEntry | None:
 
 def _entry_of(raw: Any) -> JournalEntry:
     # Not at the top: there is hardly ever a journal, and shapes bring the planner's types with them.
+    from gpushare.mig.made import proof_from_json
     from gpushare.mig.shape import from_json
 
-    before, after = ([from_json(one) for one in raw[key]] for key in ("before", "after"))
-    known = {key: raw[key] for key in ("title", "pid", "boot_id", "step")}
-    known["started"] = raw.get("started")
+    before, after = (tuple(from_json(one) for one in raw[key]) for key in ("before", "after"))
+    # A change has both of each GPU.
+    if [one.uuid for one in before] != [one.uuid for one in after]:
+        raise ValueError("before and after tell of different GPUs")
     names = tuple(str(name) for name in raw["names"])
-    return JournalEntry(**known, names=names, before=tuple(before), after=tuple(after))
+    entry = JournalEntry(
+        **{key: raw[key] for key in ("title", "pid", "boot_id", "step")},
+        started=raw.get("started"),
+        names=names,
+        before=before,
+        after=after,
+        proof=None if raw.get("proof") is None else proof_from_json(raw["proof"]),
+    )
+    if type(raw["pid"]) is not int or type(raw.get("started")) not in {int, type(None)}:
+        raise TypeError("no process")
+    if not isinstance(raw["title"], str) or not all(isinstance(raw[key] or "", str) for key in ("boot_id", "step")):
+        raise TypeError("no text")
+    return entry
 
 
 def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:
