@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Final
 
 
 class ComputeMode(IntEnum):
@@ -175,6 +176,13 @@ class MpsDaemon(_Value):
         return tuple(client for server in self.servers for client in server.clients)
 
 
+# What a GPU whose MIG devices are hidden is shown with.
+HIDDEN_DEVICES: Final = (
+    "the driver does not tell this user which MIG devices are there: run as root, or let root open "
+    "/dev/nvidia-caps/nvidia-cap2 (mig/monitor)"
+)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Gpu(_Value):
     """One GPU as NVML tells it. ``error`` is set, and the rest unknown, when it does not answer."""
@@ -193,6 +201,8 @@ class Gpu(_Value):
     mig_pending: bool | None = None
     time_slice: TimeSlice | None = None
     mig_instances: tuple[MigInstance, ...] = ()
+    # NVML would not tell all MIG devices: none of them does not mean that none is there.
+    mig_hidden: bool = False
     # None: NVML would not tell; empty: nobody is on the GPU.
     processes: tuple[GpuProcess, ...] | None = None
     error: str | None = None

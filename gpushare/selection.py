@@ -9,6 +9,7 @@ from typing import Final
 
 from gpushare.errors import BadUsage, GpuLost, NotFound
 from gpushare.model import Gpu, MigInstance
+from gpushare.units import quoted
 
 _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
 # "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.
@@ -58,7 +59,9 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
         return tuple(Device(gpu=gpu) for gpu in gpus)
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise BadUsage(f"'{text}' is not a list of GPUs", "give -g 0, -g 0,1, -g GPU-<uuid> or -g all", code="bad_gpu")
+        raise BadUsage(
+            f"{quoted(text)} is not a list of GPUs", "give -g 0, -g 0,1, -g GPU-<uuid> or -g all", code="bad_gpu"
+        )
     found: dict[str, Device] = {}
     for word in words:
         device = _one(word, gpus)
@@ -78,7 +81,9 @@ def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
         raise BadUsage(f"this host has {len(gpus)} GPUs; this takes one", "name one: -g 0", code="gpu_not_named")
     devices = select_for_change(text, gpus)
     if len(devices) > 1:
-        raise BadUsage(f"'{text}' names {len(devices)} GPUs; this takes one", "give one: -g 0", code="one_gpu")
+        raise BadUsage(
+            f"{quoted(text or '')} names {len(devices)} GPUs; this takes one", "give one: -g 0", code="one_gpu"
+        )
     return devices[0]
 
 
@@ -117,11 +122,16 @@ def _one(word: str, gpus: Sequence[Gpu]) -> Device:
     else:
         matches = []
     if not matches:
-        raise NotFound(f"there is no GPU '{word}' on this host", _available(word, gpus), code="unknown_gpu", gpu=word)
+        raise NotFound(
+            f"there is no GPU {quoted(word)} on this host", _available(word, gpus), code="unknown_gpu", gpu=word[:60]
+        )
     if len(matches) > 1:
         names = ", ".join(device.uuid for device in matches)
         raise BadUsage(
-            f"'{word}' fits {len(matches)} devices: {names}", "give more of the UUID", code="ambiguous_gpu", gpu=word
+            f"{quoted(word)} fits {len(matches)} devices: {names}",
+            "give more of the UUID",
+            code="ambiguous_gpu",
+            gpu=word[:60],
         )
     return matches[0]
 

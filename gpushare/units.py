@@ -118,6 +118,13 @@ def mps_percentage(value: float) -> str:
     return f"{value:.1f}"
 
 
+def quoted(text: str, most: int = 60) -> str:
+    """Return what a user typed, in quotes, for a message; a long text without its middle."""
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]}...{text[-(most // 4) :]}"
+    return repr(text)
+
+
 def format_bytes(size: int | None) -> str:
     """Return a size for people: ``4.0 GiB``, ``512 MiB``, ``-`` when unknown."""
     if size is None:

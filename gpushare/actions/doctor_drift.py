@@ -55,7 +55,7 @@ def drift(seen: Examination) -> Iterator[Check]:
 
 def _said(seen: Examination, live: LiveGpu) -> str:
     try:
-        found = [str(one) for one in points(live, seen.wanted[live.gpu.index]) if one.found != "unknown"]
+        found = [str(one) for one in points(live, seen.wanted[live.gpu.index], seen.wanted) if one.found != "unknown"]
     except GpushareError as error:
         return error.message
     more = f"; and {len(found) - _AT_MOST} more" if len(found) > _AT_MOST else ""

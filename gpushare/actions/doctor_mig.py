@@ -11,10 +11,9 @@ from gpushare.actions.check import Check, Examination, Verdict, counted
 from gpushare.actions.mig_left import Left, left_behind
 from gpushare.errors import GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.host import cdi
-from gpushare.host.holders import blocking, gpu_holders, instance_holders, look, remedy
+from gpushare.host.holders import blocking, claimed_instances, gpu_holders, instance_holders, look, remedy
 from gpushare.host.mig import MigReader
 from gpushare.host.mig_journal import Journal
-from gpushare.host.mig_leases import live_leases
 from gpushare.host.mig_names import names_of
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ def _own(seen: Examination) -> set[int]:
     daemons = {one.daemon.pid or 0 for one in seen.daemons}
     servers = {server.pid for one in seen.daemons for server in one.daemon.servers}
     runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases()}
-    runs |= {holder.pid for holder in live_leases(seen.host).values() if holder.pid}
+    runs |= {holder.pid for holder in claimed_instances(seen.host).values()}
     return daemons | servers | {below for pid in runs for below in seen.host.processes.descendants(pid)}
 
 

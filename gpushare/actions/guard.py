@@ -1,6 +1,6 @@
 """The guard of `gpushare run`: ends the program the safe way when gpushare itself dies.
 
-Runs as its own process (`python guard.py ROOT SPEC UUID INDEX KIND LEASE DESCRIPTOR [MIG-LEASE DESCRIPTOR]...`),
+Runs as its own process (`python guard.py ROOT SPEC UUID INDEX KIND LEASE DESCRIPTOR [CLAIM]...`),
 started by file so that nothing in the user's folder can stand in for the package. KIND is what the program runs in:
 ``mps``, or ``instance``, MIG instances (or a whole GPU) without MPS. It reads lines from its standard input: ``program PID
 STARTED`` and ``ended PID``, of as many programs as there are, then ``done``, or ``linger`` (the program has ended, others still use the daemon: stop it
@@ -52,12 +52,12 @@ def _boot_time() -> float | None:
 
 
 def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
-    root, spec, uuid, index, kind, lease, descriptor, *instances = told
+    root, spec, uuid, index, kind, lease, descriptor, *claims = told
     sys.path.insert(0, root)
     from pathlib import Path
 
     from gpushare.actions.run_after import after_death
-    from gpushare.host.mig_leases import MigLease
+    from gpushare.host.claims import HeldClaim
     from gpushare.host.mps_home import Lease
 
     after_death(
@@ -67,11 +67,7 @@ def _clean_up(told: list[str], programs: dict[int, float | None]) -> None:
         programs,
         mps=kind == "mps",
         lease=Lease(Path(lease), int(descriptor)) if lease else None,
-        mig_leases=[
-            MigLease(Path(path), int(number))
-            for path, number in zip(instances[::2], instances[1::2], strict=True)
-            if path
-        ],
+        claims=[HeldClaim(Path(path)) for path in claims],
     )
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_after import daemon_steps_after, daemon_steps_before
-from gpushare.actions.mig_bind import regrant
-from gpushare.actions.mig_evict import evict_step, holders_of
-from gpushare.actions.mig_layouts import layouts_of
+from gpushare.actions.mig_evict import evict_step, holders_of, refuse_claimed
 from gpushare.actions.mig_mode import check_mode_change, mode_step
+from gpushare.actions.mig_undo import begun_by, look, made_by, perform, restore
 from gpushare.actions.plan import Plan, Step
 from gpushare.errors import GpushareError, OperationFailed
-from gpushare.host.mig import MigReader
-from gpushare.host.mig_changes import MigChanges
-from gpushare.mig.plan import Action, Destroyed, GpuPlan
+from gpushare.host.mig_changes import NOT_READ_BACK, MigChanges
+from gpushare.mig.plan import Destroyed, GpuPlan
 from gpushare.mig.plan import Step as MigStep
-from gpushare.mig.shape import GpuShape, InstanceShape, differences, restoration, shape_after, shape_of
+from gpushare.mig.shape import GpuShape, differences, shape_after, shape_of
 from gpushare.mig.words import Row, rows_of
 from gpushare.selection import Device
 
@@ -118,6 +115,8 @@ def _steps(
     evicted = _evicted(change, evict)
     forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
     steps = list(daemon_steps_before(host, gpu, going, evicted=forced))
+    for gone in evicted:
+        refuse_claimed(host, gpu, gone)
     steps += [evict_step(host, gpu, gone) for gone in evicted if holders_of(gone)]
     if change.enable:
         steps.append(mode_step(host, gpu, journal, enable=True))
@@ -157,12 +156,20 @@ def _coming_back(plan: GpuPlan) -> Iterator[str]:
                 yield part.uuid
 
 
+@dataclass(frozen=True, kw_only=True)
+class InstanceStep(Step):
+    """A step on the instances of a GPU; ``work`` knows what its rollback left alone."""
+
+    work: _Instances = field(repr=False, compare=False)
+
+
 def _instance_steps(host: Host, change: GpuChange, journal: Journal) -> list[Step]:
     work = _Instances(host, change, journal)
     lines = list(rows_of(change.plan))
 
     def step(number: int, row: Row) -> Step:
-        return Step(
+        return InstanceStep(
+            work=work,
             what=row.what,
             command=row.command,
             undo=row.undo,
@@ -181,6 +188,8 @@ class _Instances:
         self._host, self._change, self._journal = host, change, journal
         self._made: dict[int, int] = {}
         self._begun = False
+        # In words, what a rollback found and left, because others made it.
+        self.left_alone: tuple[str, ...] = ()
 
     def do(self, row: Row, *, last: bool) -> None:
         if not self._begun:
@@ -188,10 +197,23 @@ class _Instances:
             self._host.nvml.restart()
             self._begun = True
         for step in row.steps:
-            self._journal.note(f"{row.what}: {step.action.value}")
-            perform(MigChanges(self._host.nvml), step, self._made)
+            self._do(row, step)
         if last:
             self._verify()
+
+    def _do(self, row: Row, step: MigStep) -> None:
+        """Do one call of the driver, and note what it makes: before with what is there, after with its ids."""
+        changes = MigChanges(self._host.nvml)
+        begun = begun_by(changes, self._change.before.uuid, step, self._made)
+        self._journal.note(f"{row.what}: {step.action.value}", begun)
+        try:
+            made = perform(changes, step, self._made)
+        except GpushareError as error:
+            if error.code != NOT_READ_BACK:
+                self._journal.refused()
+            raise
+        if begun is not None and made is not None:
+            self._journal.made(made_by(self._host, begun, step.gpu, made))
 
     def _verify(self) -> None:
         now = look(self._host, self._change.gpu.index)
@@ -206,99 +228,7 @@ class _Instances:
 
     def restore(self) -> None:
         if self._begun:
-            restore(self._host, self._change.before, self._change.after)
-
-
-def perform(changes: MigChanges, step: MigStep, made: dict[int, int]) -> None:
-    """Do one NVML call of a plan; ``made`` holds the ids of new GPU instances by their first slice.
-
-    Raises:
-        GpushareError: as the call of `MigChanges`.
-    """
-    gpu, existing = step.gpu, step.instance
-    if step.action is Action.CREATE_GPU_INSTANCE:
-        # Offline profiles have no id, and no host either.
-        made[step.placement.start] = changes.create_gpu_instance(gpu, step.profile.id or 0, step.placement)
-        return
-    owner = made[step.placement.start] if existing is None else existing.id
-    if step.action is Action.CREATE_COMPUTE and step.new_compute is not None:
-        new = step.new_compute
-        changes.create_compute_instance(gpu, owner, new.profile.slices, new.placement)
-    elif step.action is Action.DESTROY_COMPUTE and step.compute is not None:
-        changes.destroy_compute_instance(gpu, owner, step.compute.id)
-    else:
-        changes.destroy_gpu_instance(gpu, owner)
-
-
-def look(host: Host, index: int) -> GpuShape:
-    """Return what a GPU looks like now, asked anew.
-
-    Raises:
-        GpushareError: NVML does not answer.
-    """
-    host.nvml.restart()
-    gpu = host.nvml.gpu(index)
-    if gpu.error is not None:
-        raise OperationFailed(gpu.error, "see: gpushare status", gpu=str(index))
-    return shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
-
-
-def restore(host: Host, before: GpuShape, after: GpuShape) -> None:
-    """Bring a GPU back to ``before``: what ``after`` meant to make goes, what is missing is made again in its place.
-
-    Goes on after an error, and reads back.
-
-    Raises:
-        OperationFailed: something could not come back; all of it is named.
-    """
-    host.nvml.restart()
-    layout = layouts_of(host, [host.nvml.gpu(before.index)])[0]
-    plan, lost = restoration(layout, before, after)
-    trouble: list[str] = list(lost)
-    made: dict[int, int] = {}
-    changes = MigChanges(host.nvml)
-    # Letting go of the handles that the look has opened.
-    host.nvml.restart()
-    for row in rows_of(plan):
-        try:
-            for step in row.steps:
-                perform(changes, step, made)
-        except (GpushareError, KeyError) as error:
-            trouble.append(f"{row.what}: {error}")
-    # What was made again is open to everybody, until its grants are back.
-    trouble += regrant(host, before.uuid)
-    left = differences(look(host, before.index), _instances_only(before))
-    if left:
-        raise OperationFailed(
-            f"could not come back: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
-            f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
-            gpu=str(before.index),
-            code="not_restored",
-        )
-
-
-def _instances_only(shape: GpuShape) -> GpuShape:
-    return GpuShape(uuid=shape.uuid, index=shape.index, mig_enabled=None, instances=shape.instances)
-
-
-def as_command(shape: GpuShape) -> str:
-    """Return the gpushare command that makes a GPU look like this."""
-    if shape.mig_enabled is False:
-        return f"gpushare mig disable -g {shape.index} --destroy"
-    if not shape.instances:
-        return f"gpushare mig destroy all -g {shape.index}"
-    return f"gpushare mig apply -g {shape.index} {' '.join(map(_words, shape.instances))}"
-
-
-def _words(one: InstanceShape) -> str:
-    slices = int(one.profile.partition("g")[0])
-    parts = sorted((part.slices for part in one.compute), reverse=True)
-    if parts in ([], [slices]):
-        return f"{one.profile}:{one.start}"
-    return " ".join(
-        f"{part}c.{one.profile}:{one.start}" + (f"*{number}" if number > 1 else "")
-        for part, number in Counter(parts).items()
-    )
+            self.left_alone = restore(self._host, self._change.before, self._change.after, self._journal.proof)
 
 
 def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:

@@ -8,36 +8,46 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_daemons import idle_daemon_pids
-from gpushare.host.holders import instance_holders, look
-from gpushare.host.mig import MigReader
-from gpushare.host.mig_leases import live_leases
+from gpushare.errors import GpushareError, NoPermission
+from gpushare.host.holders import claimed_instances, instance_holders, look
+from gpushare.host.mig import HIDDEN, MigReader
 from gpushare.host.mig_names import NamedInstance, names_of
+from gpushare.mig.profile import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
-    from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
+    from gpushare.mig.profile import ComputeInstance, GpuInstance
     from gpushare.model import Gpu, GpuProcess, Holder
 
 
-def layouts_of(host: Host, gpus: Sequence[Gpu]) -> list[Layout]:
+def layouts_of(host: Host, gpus: Sequence[Gpu], hidden: dict[int, GpushareError] | None = None) -> list[Layout]:
     """Return the layouts of GPUs (with their processes): what NVML tells, names, open files, leases.
 
     Our own MPS daemons without a client hold nothing that matters: a change stops them first.
 
+    ``hidden`` gets the GPUs whose instances the driver does not tell, with the error: their layouts stand there empty.
+
     Raises:
+        NoPermission: the driver does not tell the instances of one, and there is no ``hidden``.
         GpushareError: NVML does not answer.
     """
     reader, names = MigReader(host.nvml), names_of(host)
     # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
-    leases = {uuid: one for uuid, one in live_leases(host).items() if one.pid != os.getpid()}
+    leases = {uuid: one for uuid, one in claimed_instances(host).items() if one.pid != os.getpid()}
     # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
     blind = host.processes.namespace_is_host() is False
     found, files = [], None
     for gpu in gpus:
-        layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
+        try:
+            layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
+        except NoPermission as error:
+            if hidden is None or error.code != HIDDEN:
+                raise
+            hidden[gpu.index] = error
+            layout = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=())
         if layout.instances:
             files = files or look(host)
             seen = _Seen(host, gpu, names, leases, files)

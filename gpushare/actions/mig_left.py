@@ -72,7 +72,7 @@ def not_restored(host: Host, journal: Journal) -> list[Left]:
 
 def _way_back(host: Host, entry: JournalEntry) -> str:
     # Not at the top: hardly ever anything is left, and it brings all of a change with it.
-    from gpushare.actions.mig_change import as_command
+    from gpushare.actions.mig_undo import as_command
 
     index = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
     back = [as_command(replace(one, index=index[one.uuid])) for one in entry.before if one.uuid in index]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NoPermission, NotFound, NotSupported
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.host.mig import MigReader
 from gpushare.host.mig_names import NamedInstance, names_of
 from gpushare.mig.wish import Request, find_profile, parse_wish
@@ -274,13 +274,6 @@ def places_on(host: Host, gpu: Gpu) -> list[Place]:
     if not gpu.mig_enabled or not gpu.mig_instances:
         return []
     instances = MigReader(host.nvml).layout(gpu).instances
-    if not instances:
-        raise NoPermission(
-            f"the driver does not list the GPU instances of GPU {gpu.index} for this user",
-            "run as root; or let root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor); or name it by UUID: -g MIG-...",
-            gpu=str(gpu.index),
-            code="instances_hidden",
-        )
     by_uuid = {mig.uuid: mig for mig in gpu.mig_instances}
     names = {(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()}
     return [

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_after import recover_daemons
 from gpushare.actions.mig_bind import forget, regrant
-from gpushare.actions.mig_change import as_command, look, restore
 from gpushare.actions.mig_left import ACCEPT, RECOVER, missing, not_restored
+from gpushare.actions.mig_undo import as_command, look, restore
 from gpushare.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.host.mig_changes import MigChanges
 from gpushare.host.mig_names import names_of
@@ -17,6 +17,7 @@ from gpushare.mig.shape import differences
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.mig_journal import Journal, JournalEntry
+    from gpushare.mig.made import Proof
     from gpushare.mig.shape import GpuShape
 
 
@@ -79,7 +80,7 @@ def _recovered(host: Host, journal: Journal, entry: JournalEntry) -> tuple[str, 
             said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
         else:
             said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
-            _undo(host, entry)
+            said += [f"{one} is there and stays: nothing proves that this change made it" for one in _undo(host, entry)]
     except OperationFailed as error:
         if error.code == "not_restored":
             journal.give_up()
@@ -131,11 +132,12 @@ def _is_done(host: Host, entry: JournalEntry) -> bool:
     return not any(differences(look(host, shape.index), shape) for shape in entry.after)
 
 
-def _undo(host: Host, entry: JournalEntry) -> None:
+def _undo(host: Host, entry: JournalEntry) -> list[str]:
     trouble: list[GpushareError] = []
+    others: list[str] = []
     for before, after in zip(entry.before, entry.after, strict=True):
         try:
-            _undo_gpu(host, before, after)
+            others += _undo_gpu(host, before, after, entry.proof)
         except GpushareError as error:
             trouble.append(error)
     if trouble:
@@ -145,14 +147,16 @@ def _undo(host: Host, entry: JournalEntry) -> None:
             gpu=trouble[0].gpu,
             code="not_restored",
         )
+    return others
 
 
-def _undo_gpu(host: Host, before: GpuShape, after: GpuShape) -> None:
+def _undo_gpu(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) -> tuple[str, ...]:
     changes = MigChanges(host.nvml)
     mode = changes.mode(before.index)
     if before.mig_enabled and mode != (True, True):
         changes.set_mode(before.index, enabled=True)
-    restore(host, before, after)
+    others = restore(host, before, after, proof)
     if before.mig_enabled is False and mode != (False, False):
         host.nvml.restart()
         changes.set_mode(before.index, enabled=False)
+    return others

@@ -1,15 +1,17 @@
-"""Carrying a MIG change out: its leases held, its journal written, and in words what a failure left."""
+"""Carrying a MIG change out: its claims held, its journal written, and in words what a failure left."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from gpushare.actions.mig_change import InstanceStep
 from gpushare.actions.mig_evict import Ending
 from gpushare.actions.plan import NotUndone, carry_out
 from gpushare.errors import GpushareError, InUse
-from gpushare.host.mig_leases import take_lease
+from gpushare.host.claims import Claim, take_claim
+from gpushare.host.holders import named
 
 if TYPE_CHECKING:
     from gpushare.actions.mig_change import MigChange
@@ -27,26 +29,30 @@ def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[
     """
     if not change.plan.steps:
         return
-    with contextlib.ExitStack() as leases:
-        _take_leases(host, change, leases)
+    with contextlib.ExitStack() as claims:
+        for step in change.plan.steps:
+            if isinstance(step, Ending):
+                claims.enter_context(step.held)
+        _take_claims(host, change, claims)
         _carry_out(journal, change, on_step)
 
 
-def _take_leases(host: Host, change: MigChange, leases: contextlib.ExitStack) -> None:
-    """Hold what goes, so that no `gpushare run` starts in it meanwhile; who is evicted holds his own until then."""
+def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
+    """Hold what goes, so that no `gpushare run` starts in it meanwhile; what is evicted is taken when it is empty."""
     for one in change.gpus:
         for gone in one.plan.destroyed:
             for part in gone.compute:
                 if not part.uuid or part.busy or gone.instance.busy:
                     continue
-                lease = take_lease(host, part.uuid)
-                if lease is None:
+                claim = take_claim(host, part.uuid)
+                if isinstance(claim, Claim):
+                    title = f"{gone.instance.profile.name}:{gone.instance.start}"
                     raise InUse(
-                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance.profile.name}:{gone.instance.start}",
+                        f"GPU {one.gpu.index}: a gpushare run has just taken {title}: process {named(host, [claim.pid])}",
                         f"see who: gpushare mig status -g {one.gpu.index}",
                         gpu=str(one.gpu.index),
                     )
-                leases.callback(lease.release)
+                claims.callback(claim.release)
 
 
 def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
@@ -59,7 +65,9 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     try:
         carry_out(change.plan, step)
         over = journal.end
-    except NotUndone:
+    except NotUndone as error:
+        if step.last is not None:
+            raise error.restated(message=f"could not {step.last.what}: {error.message}") from error
         raise
     except KeyboardInterrupt:
         over = journal.end
@@ -67,7 +75,7 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     except GpushareError as error:
         over = journal.end
         if step.last is not None:
-            raise _undone(error, step.last, ended=step.ended) from error
+            raise _undone(error, step.last, _left_alone(change), ended=step.ended) from error
         raise
     finally:
         # Killed in between, the journal stays as that of a change that was interrupted.
@@ -89,6 +97,13 @@ class _Watched:
             self._on_step(step)
 
 
-def _undone(error: GpushareError, step: Step, *, ended: bool) -> GpushareError:
-    but = ", but for the programs that --evict ended" if ended else ""
-    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{but}")
+def _left_alone(change: MigChange) -> list[str]:
+    works = {id(step.work): step.work for step in change.plan.steps if isinstance(step, InstanceStep)}
+    return [words for work in works.values() for words in work.left_alone]
+
+
+def _undone(error: GpushareError, step: Step, others: Sequence[str], *, ended: bool) -> GpushareError:
+    but = ["the programs that --evict ended"] if ended else []
+    but += [f"{one}, which somebody else made and which stays" for one in others]
+    exceptions = f", but for {' and '.join(but)}" if but else ""
+    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

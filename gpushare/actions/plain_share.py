@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.attachment import spacing
-from gpushare.actions.share import INSTANCE, give_back, held
+from gpushare.actions.share import INSTANCE, claimed, held
 from gpushare.errors import GpushareError
 from gpushare.host.host import make_private_directory
 from gpushare.host.mig_processes import processes_in
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.host.mig_leases import MigLease
     from gpushare.model import GpuProcess
     from gpushare.selection import Device
 
@@ -28,16 +28,16 @@ _MPS: Final = "CUDA_MPS_"
 
 @dataclass
 class PlainShare:
-    """A device outside MPS: `Share` without a daemon. With a lease it is an instance for one program; else for any number."""
+    """A device outside MPS: `Share` without a daemon. With a claim it is an instance for one program; else for any number."""
 
     host: Host
     device: Device
-    lease: MigLease | None = None
+    claim: HeldClaim | None = None
 
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told."""
-        return (INSTANCE, *held(None), *held(self.lease))
+        return (INSTANCE, *held(None), *claimed(self.claim))
 
     @property
     def meter(self) -> None:
@@ -58,10 +58,11 @@ class PlainShare:
         return PlainWatch(self.host, self.device, pid)
 
     def close(self, *, program_lives: bool = False) -> bool:
-        """Give a leased instance back; return False: there is no daemon that somebody else could still use."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            give_back(lease, program_lives=program_lives)
+        """Give an instance that was taken back; return False: there is no daemon that somebody else could still use."""
+        claim, self.claim = self.claim, None
+        if claim is not None and not program_lives:
+            # Else it is the guard's now, as long as the program lives.
+            claim.release()
         return False
 
 

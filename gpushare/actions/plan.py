@@ -6,8 +6,12 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpushare.errors import GpushareError, Interrupted, OperationFailed
+
+# The code of an error that names all that could not come back, and the command for it.
+NOT_RESTORED: Final = "not_restored"
 
 
 class NotUndone(OperationFailed):
@@ -105,8 +109,15 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
-    names = "; ".join(f"{step.what} ({reason.message})" for step, reason in left)
-    commands = "; ".join(step.undo for step, _ in left if step.undo)
+    # Where one step undoes several, its error says what is missing, and with which command it comes back.
+    whole = [reason.code == NOT_RESTORED for _, reason in left]
+    names = "; ".join(
+        reason.message if is_whole else f"{step.what} ({reason.message})"
+        for (step, reason), is_whole in zip(left, whole, strict=True)
+    )
+    commands = "; ".join(
+        filter(None, (reason.hint if w else step.undo for (step, reason), w in zip(left, whole, strict=True)))
+    )
     return error.restated(
         message=f"{error.message}; and could not be undone: {names}",
         hint=f"undo by hand: {commands}" if commands else None,

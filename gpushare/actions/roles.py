@@ -108,7 +108,7 @@ def open_production_share(host: Host, device: Device, program: str, limits: MpsL
             code="name_in_use",
         )
     share = open_mps_share(host, device, program, limits)
-    return ProductionShare(share.host, share.device, share.home, share.lease, share.limits, share.mig_lease, name=name)
+    return ProductionShare(share.host, share.device, share.home, share.lease, share.limits, share.claim, name=name)
 
 
 def production_of(host: Host, device: Device, name: str, pid: int, peak: int | None) -> Production:

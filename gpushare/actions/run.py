@@ -20,6 +20,7 @@ from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
 from gpushare.actions.share import Guarded, Share, Watch, open_mps_share
 from gpushare.actions.terminal import Terminal
 from gpushare.actions.wakeups import Wakeups
+from gpushare.host.claims import HeldClaim
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Drain
@@ -228,6 +229,9 @@ def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO
     """Start the guard in a session of its own, so that no signal of the terminal reaches it.
 
     Returns it and its input.
+
+    Raises:
+        OperationFailed: it cannot hold an instance on (code ``claim_unusable``).
     """
     here = Path(__file__).resolve()
     root, device = str(here.parents[2]), share.device
@@ -238,8 +242,16 @@ def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        pass_fds=[int(descriptor) for descriptor in held[2::2] if int(descriptor) >= 0],
+        pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
     )
+    try:
+        for path in held[3:]:
+            # Killed from here on, gpushare leaves the instance to the guard.
+            HeldClaim(Path(path)).add(guard.pid)
+    except BaseException:
+        cast("IO[bytes]", guard.stdin).close()
+        guard.wait()
+        raise
     return guard, cast("IO[bytes]", guard.stdin)
 
 

@@ -18,8 +18,8 @@ from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
 if TYPE_CHECKING:
+    from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.host.mig_leases import MigLease
 
 _POLL_SECONDS: Final = 2.0
 
@@ -56,18 +56,16 @@ def after_death(
     *,
     mps: bool,
     lease: Lease | None,
-    mig_leases: Sequence[MigLease] = (),
+    claims: Sequence[HeldClaim] = (),
 ) -> None:
     """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
 
-    ``programs`` are PIDs with their start times. The leases are the dead gpushare's, which the guard has held on; with
-    ``mps`` the programs end the safe way.
+    ``programs`` are PIDs with their start times. The lease and the claims are the dead gpushare's, which the guard has
+    held on; with ``mps`` the programs end the safe way.
     """
     host = connect(spec)
     # One that was given back before gpushare died may be somebody else's.
-    mig_leases = [one for one in mig_leases if one.held()]
-    for one in mig_leases:
-        one.sign()
+    claims = [one for one in claims if one.held()]
     home = home_of(host.run_directory, uuid)
     with contextlib.suppress(GpushareError):
         _end(host, home, uuid, index, programs, mps=mps)
@@ -75,11 +73,11 @@ def after_death(
     if lease is not None:
         lease.release()
     lingers = mps and _in_use(host, home)
-    if mig_leases:
+    if claims:
         # One that hangs in the driver is still in its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
             time.sleep(_POLL_SECONDS)
-    for one in mig_leases:
+    for one in claims:
         one.release()
     while lingers:
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""`gpushare run --mig`: a free MIG instance is found, taken under a lease, and a program run in it."""
+"""`gpushare run --mig`: a free MIG instance is found, claimed, and a program run in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from gpushare.actions.plain_share import PlainShare
 from gpushare.actions.run import Reporter, RunOptions, run_in
 from gpushare.actions.share import Share, open_mps_share
 from gpushare.errors import BadUsage, GpushareError, InUse
-from gpushare.host.mig_leases import MigLease, live_leases, take_lease
+from gpushare.host.claims import Claim, HeldClaim, take_claim
+from gpushare.host.holders import claimed_instances, holder_of
 from gpushare.host.mig_processes import processes_in
 from gpushare.host.mps import find_daemons
 from gpushare.model import Holder
@@ -51,13 +52,13 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
         GpushareError: as `find_places`.
     """
     places = find_places(host, text, gpu)
-    leases, daemons = live_leases(host), _daemons(host, places)
+    claims, daemons = claimed_instances(host), _daemons(host, places)
     held: list[tuple[Place, Inside]] = []
     for place in places:
         inside = _inside(host, place, daemons)
-        lease = leases.get(place.mig.uuid)
-        if lease is not None:
-            held.append((place, (lease,)))
+        claim = claims.get(place.mig.uuid)
+        if claim is not None:
+            held.append((place, (claim,)))
         elif _is_free(place, inside):
             return place
         else:
@@ -67,14 +68,14 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
 
 def take_place(
     host: Host, text: str, gpu: str | None, check: Callable[[Device], None] = lambda _: None
-) -> tuple[Place, MigLease]:
+) -> tuple[Place, HeldClaim]:
     """Take a free instance of a profile, or the one of a name; no other `gpushare run --mig` has it meanwhile.
 
     ``check`` raises when the program cannot run in such an instance; it is asked before anything is taken.
 
     Raises:
         InUse: all of them are in use; says by whom.
-        GpushareError: as `find_places` and `take_lease`.
+        GpushareError: as `find_places` and `take_claim`.
     """
     places = find_places(host, text, gpu)
     check(places[0].device)
@@ -85,26 +86,25 @@ def take_place(
         if not _is_free(place, inside):
             held.append((place, inside))
             continue
-        lease = take_lease(host, place.mig.uuid)
-        if lease is None:
-            holder = live_leases(host).get(place.mig.uuid)
-            held.append((place, (holder,) if holder is not None else (Holder(pid=0, what="lease"),)))
+        claim = take_claim(host, place.mig.uuid)
+        if isinstance(claim, Claim):
+            held.append((place, (holder_of(host, claim),)))
             continue
         try:
             again, inside = _again(host, place)
         except BaseException:
-            lease.release()
+            claim.release()
             raise
         if again is not None and _is_free(again, inside):
-            return again, lease
-        lease.release()
+            return again, claim
+        claim.release()
         held.append((place, inside))
     raise _busy(host, held)
 
 
 def run_mig(
     host: Host,
-    taken: tuple[Place, MigLease],
+    taken: tuple[Place, HeldClaim],
     command: Sequence[str],
     options: RunOptions,
     reporter: Reporter,
@@ -118,21 +118,21 @@ def run_mig(
     Raises:
         GpushareError: it could not be started, or not be ended.
     """
-    place, lease = taken
+    place, claim = taken
     try:
         share: Share = (
-            open_mps_share(host, place.device, command[0], options.limits, lease)
+            open_mps_share(host, place.device, command[0], options.limits, claim)
             if mps
-            else PlainShare(host, place.device, lease)
+            else PlainShare(host, place.device, claim)
         )
     except BaseException:
-        lease.release()
+        claim.release()
         raise
     return run_in(host, share, command, options, reporter)
 
 
 def _again(host: Host, place: Place) -> tuple[Place | None, Inside]:
-    """Look again under the lease: the instance may have been used or changed until it was held."""
+    """Look again under the claim: the instance may have been used or changed until it was taken."""
     gpu = host.nvml.gpu(place.gpu.index)
     now = next((one for one in places_on(host, gpu) if one.same(place)), None) if gpu.error is None else None
     return now, () if now is None else _inside(host, now, _daemons(host, [now]))
@@ -196,8 +196,6 @@ def _who(inside: Inside) -> str:
 
 
 def _holder(one: Holder) -> str:
-    if not one.pid:
-        return "another gpushare run"
     facts = [fact for fact in (one.name, one.user and f"user {one.user}") if fact]
     what = {"lease": "gpushare run, process", "MPS daemon": "MPS daemon, process"}.get(one.what, "process")
     return f"{what} {one.pid}" + (f" ({', '.join(facts)})" if facts else "")

@@ -19,8 +19,8 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
 if TYPE_CHECKING:
+    from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.host.mig_leases import MigLease
     from gpushare.selection import Device
 
 # The guard's words for what the program runs in.
@@ -62,7 +62,7 @@ class Guarded(Protocol):
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told: the kind, then path and descriptor of the daemon's lease and of each instance's."""
+        """Return what the guard is told: the kind, path and descriptor of the daemon's lease, the claim of each instance."""
 
 
 class Share(Guarded, Protocol):
@@ -89,8 +89,8 @@ class Share(Guarded, Protocol):
 class MpsShare:
     """A share under an MPS daemon of ours.
 
-    The lease on the daemon is None on another user's: it is not ours to stop. ``mig_lease`` is held with it when the
-    device is an instance that was taken.
+    The lease on the daemon is None on another user's: it is not ours to stop. ``claim`` is held with it when the device
+    is an instance that was taken.
     """
 
     host: Host
@@ -98,12 +98,12 @@ class MpsShare:
     home: DaemonHome
     lease: Lease | None
     limits: MpsLimits
-    mig_lease: MigLease | None = None
+    claim: HeldClaim | None = None
 
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told."""
-        return (MPS, *held(self.lease), *held(self.mig_lease))
+        return (MPS, *held(self.lease), *claimed(self.claim))
 
     @property
     def meter(self) -> ActivityMeter:
@@ -133,14 +133,15 @@ class MpsShare:
             except GpushareError:
                 lingers = True
         # After the daemon: who takes the instance then finds it empty.
-        mig_lease, self.mig_lease = self.mig_lease, None
-        if mig_lease is not None:
-            give_back(mig_lease, program_lives=program_lives)
+        claim, self.claim = self.claim, None
+        if claim is not None and not program_lives:
+            # Else it is the guard's now, as long as the program lives.
+            claim.release()
         return lingers
 
 
 def open_mps_share(
-    host: Host, device: Device, program: str, limits: MpsLimits, mig_lease: MigLease | None = None
+    host: Host, device: Device, program: str, limits: MpsLimits, claim: HeldClaim | None = None
 ) -> MpsShare:
     """Return a share of a device for a program; starts an MPS daemon when the device has none.
 
@@ -149,7 +150,7 @@ def open_mps_share(
     """
     check_mps_share(host, device, program, limits)
     home, lease = _joined(host, device)
-    return MpsShare(host, device, home, lease, limits, mig_lease)
+    return MpsShare(host, device, home, lease, limits, claim)
 
 
 def check_mps_share(host: Host, device: Device, program: str, limits: MpsLimits) -> None:
@@ -180,14 +181,11 @@ def _joined(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
         return own_home, own_home.take_lease()
 
 
-def held(lease: Lease | MigLease | None) -> tuple[str, str]:
+def held(lease: Lease | None) -> tuple[str, str]:
     """Return path and descriptor of a lease as the guard is told them."""
     return ("", "-1") if lease is None else (os.fspath(lease.path), str(lease.descriptor))
 
 
-def give_back(lease: MigLease, *, program_lives: bool) -> None:
-    """Release a lease on an instance, or leave it to the guard as long as the program lives."""
-    if program_lives:
-        lease.leave()
-    else:
-        lease.release()
+def claimed(*claims: HeldClaim | None) -> tuple[str, ...]:
+    """Return claims as the guard is told them."""
+    return tuple(os.fspath(one.path) for one in claims if one is not None)

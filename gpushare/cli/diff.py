@@ -11,6 +11,8 @@ from gpushare.cli.host_file import FileOption, entries_of, host_file
 from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpushare.layout.hostdiff import Point
     from gpushare.layout.hostfile import Entry
     from gpushare.layout.live import LiveGpu
@@ -37,7 +39,7 @@ def diff(file: FileOption) -> Any:
     gpus = gpus_of(host)
     found = entries_of(wanted, gpus)
     live = look(host, [gpu for gpu in gpus if gpu.index in found.entries])
-    rows = [_row(one, found.entries[one.gpu.index]) for one in live]
+    rows = [_row(one, found.entries) for one in live]
     rows += [_not_there(error) for error in found.missing]
     good = all(row["as_requested"] for row in rows)
     # What has a problem apply would refuse, too.
@@ -52,15 +54,15 @@ def diff(file: FileOption) -> Any:
     )
 
 
-def _row(live: LiveGpu, entry: Entry) -> dict[str, Any]:
+def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, Any]:
     from gpushare.actions.host_fit import check_fits
     from gpushare.layout.hostdiff import points
 
-    problem = live.gpu.error
+    entry, problem = entries[live.gpu.index], live.gpu.error
     found: tuple[Point, ...] = ()
     if problem is None:
         try:
-            found = points(live, entry)
+            found = points(live, entry, entries)
             if found:
                 check_fits(live.gpu, entry, () if live.layout is None else live.layout.profiles)
         except GpushareError as error:

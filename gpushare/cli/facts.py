@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.facts import GpuFacts, HostFacts, MpsFacts
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, NoPermission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ def _gpu(host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Any, *, b
         memory_used_bytes=gpu.memory_used_bytes,
         mig_capable=gpu.mig_capable,
         mig_enabled=gpu.mig_enabled,
-        layout=_or_none(lambda: _layout(host, gpu)) if gpu.mig_capable else None,
+        layout=_layout(host, gpu) if gpu.mig_capable else None,
         compute_mode=gpu.compute_mode,
         processes=None if seen is None else len({process.pid for process in seen}),
         time_slice_settable=None if levels is None else gpu.index in levels,
@@ -119,7 +119,13 @@ def _virtualization(host: Host, index: int) -> int | None:
 def _layout(host: Host, gpu: Gpu) -> Layout | None:
     from gpushare.host.mig import MigReader
 
-    layout = MigReader(host.nvml).layout(gpu)
+    try:
+        layout = MigReader(host.nvml).layout(gpu)
+    except NoPermission as error:
+        # No advice on what cannot be seen: it might be to turn off what others use.
+        raise error.restated(hint=error.hint.partition("; or name it")[0]) from error
+    except GpushareError:
+        return None
     # Before R580 the driver lists profiles only while MIG is on.
     return layout if layout.profiles else None
 

@@ -120,9 +120,9 @@ def _reading(host: Host) -> Reading:
     from gpushare import __version__
     from gpushare.actions.mig_left import interrupted
     from gpushare.cli.host_file import kept_entries
+    from gpushare.host.holders import claimed_instances
     from gpushare.host.mig import MigReader
     from gpushare.host.mig_journal import Journal
-    from gpushare.host.mig_leases import live_leases
     from gpushare.host.mig_names import names_of
     from gpushare.host.mps_home import homes_in
     from gpushare.host.pauses import noted_pauses
@@ -145,7 +145,7 @@ def _reading(host: Host) -> Reading:
         snapshot=snapshot,
         layouts=layouts,
         names={(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()},
-        leases=tuple(live_leases(host)),
+        leases=tuple(claimed_instances(host)),
         mps_leases={str(home.pipe): len(home.live_leases()) for home, record in homes if record is not None},
         mig_interrupted=interrupted(Journal(host)) is not None,
         exclusive_wanted=frozenset(filter(None, wanted)),

@@ -57,36 +57,26 @@ def status(gpu: GpuOption = None) -> Any:
     """
     from gpushare.actions.mig_left import left_behind
     from gpushare.host.mig_journal import Journal
-    from gpushare.mig.fragmentation import fragmentation, lost_slices
-    from gpushare.show.mig import layout_text
+    from gpushare.show.mig import layout_text, status_row
     from gpushare.show.result import Result
 
     silent: list[Gpu] = []
-    gpus, layouts = capable(gpu, silent)
+    hidden: dict[int, GpushareError] = {}
+    gpus, layouts = capable(gpu, silent, hidden)
     texts, rows = [], []
     for one, layout in zip(gpus, layouts, strict=True):
-        texts.append(layout_text(layout, f"GPU {one.index}  {one.name}   MIG {_mode(one)}"))
-        lost = lost_slices(layout) if layout.profiles else None
-        rows.append(
-            {
-                "gpu": one.index,
-                "uuid": one.uuid,
-                "mig_enabled": one.mig_enabled,
-                "mig_pending": one.mig_pending,
-                "instances": layout.instances,
-                "lost_compute_slices": None if lost is None else lost.compute,
-                "lost_memory_slices": None if lost is None else lost.memory,
-                "fragmentation": fragmentation(layout) if layout.profiles else None,
-            }
-        )
+        title, error = f"GPU {one.index}  {one.name}   MIG {_mode(one)}", hidden.get(one.index)
+        texts.append(layout_text(layout, title) if error is None else f"{title}\n  unknown: {error.message}")
+        rows.append(status_row(one, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
     notes = [str(left) for left in left_behind(host, Journal(host))]
     notes += [one.error for one in silent if one.error]
     notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
         for one, layout in zip(gpus, layouts, strict=True)
-        if one.mig_enabled and not layout.instances
+        if one.mig_enabled and not layout.instances and one.index not in hidden
     ]
+    notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
     return Result(command="mig status", data={"gpus": rows}, text="\n\n".join(texts), notes=tuple(notes))
 
 
@@ -240,10 +230,16 @@ def _plan_notes(found: Plan, off: Sequence[int], *, made_ids: bool) -> tuple[str
     return tuple(notes)
 
 
-def capable(gpu: str | None, silent: list[Gpu] | None = None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the chosen GPUs that have MIG, with their layouts; ``silent`` gets those that do not answer.
+def capable(
+    gpu: str | None, silent: list[Gpu] | None = None, hidden: dict[int, GpushareError] | None = None
+) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+    """Return the chosen GPUs that have MIG, with their layouts.
+
+    ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not tell: their layouts
+    stand there empty.
 
     Raises:
+        NoPermission: the driver does not tell the instances of one, and nobody asked to have it in ``hidden``.
         GpuLost: one that is named does not answer, or none that has MIG does.
         NotSupported: none of them has.
     """
@@ -265,7 +261,7 @@ def capable(gpu: str | None, silent: list[Gpu] | None = None) -> tuple[Sequence[
             "try one that has it: gpushare mig profiles --model h100-80gb",
             code="no_mig",
         )
-    return gpus, layouts_of(host, gpus)
+    return gpus, layouts_of(host, gpus, hidden)
 
 
 def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:

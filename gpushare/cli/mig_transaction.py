@@ -224,7 +224,7 @@ def _undo(change: MigChange) -> str:
 
 
 def _undo_of(change: GpuChange) -> list[str]:
-    from gpushare.actions.mig_change import as_command
+    from gpushare.actions.mig_undo import as_command
 
     before, gpu = change.before, change.gpu.index
     if before.mig_enabled and change.enable is False and not before.instances:

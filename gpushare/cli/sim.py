@@ -121,7 +121,7 @@ def _state_text(data: dict[str, Any]) -> str:
 
 def _gpu_faults(gpu: dict[str, Any]) -> list[str]:
     flags = [words for name, words in (("lost", "lost"), ("reset_required", "reset required")) if gpu[name]]
-    return [*flags, *(f"no {name}" for name in gpu["not_supported"])]
+    return [*flags, *(f"no {name}" for name in gpu["not_supported"]), *(f"refused {name}" for name in gpu["refused"])]
 
 
 def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:

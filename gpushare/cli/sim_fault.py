@@ -40,7 +40,7 @@ def fault(
 ) -> Any:
     """Make something fail on a simulated host.
 
-    Of a GPU: lost, busy, persistence-off, not-supported FIELD, reset-required (a MIG mode change stays pending), xid N. Of
+    Of a GPU: lost, busy, persistence-off, not-supported FIELD, refused FIELD, reset-required (a MIG mode change stays pending), xid N. Of
     the host: no-driver, no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID,
     driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N conversations with an MPS daemon are dropped), fail-step N (the N-th changing
     NVML call from now on fails), crash-step N (the program dies right after the N-th changing NVML call).

@@ -15,11 +15,14 @@ from gpushare.model import Holder
 
 if TYPE_CHECKING:
     from gpushare.host.capabilities import Place
+    from gpushare.host.claims import Claim
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
     from gpushare.model import Gpu
 
 _PREFIX: Final = "/dev/nvidia"
+# What a `Holder` holds that has claimed an instance; older than claims, and part of the JSON.
+CLAIM: Final = "lease"
 
 
 class Remedy(NamedTuple):
@@ -96,6 +99,37 @@ def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[H
     node = f"{_PREFIX}{minor}"
     pids = set((files or look(host)).holders_of(node)) - {one.pid for one in gpu.processes or ()}
     return _described(host, pids, node)
+
+
+def claimed_instances(host: Host) -> dict[str, Holder]:
+    """Return who has claimed which MIG instance (`gpushare run --mig`), by MIG UUID. A claim keeps others out, no more."""
+    from gpushare.host.claims import live_claims
+
+    return {key: holder_of(host, one) for key, one in live_claims(host).items() if key.startswith("MIG-")}
+
+
+def holder_of(host: Host, claim: Claim) -> Holder:
+    """Return the first living process of a claim; its user is the owner of the file."""
+    from gpushare.host.capabilities import user_name
+
+    info = host.processes.describe(claim.pid)
+    return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
+
+
+def named(host: Host, pids: Iterable[int], most: int = 4) -> str:
+    """Return processes for messages: ``7 (train.py, user alice: python3 train.py)``."""
+    pids = sorted(set(pids))
+    words = [_named(host, pid) for pid in pids[:most]]
+    return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
+
+
+def _named(host: Host, pid: int) -> str:
+    info = host.processes.describe(pid)
+    if info is None:
+        return str(pid)
+    facts = ", ".join(filter(None, [info.name, f"user {info.user}" if info.user else None]))
+    command = " ".join(info.command_line or ())
+    return f"{pid} ({facts or 'unknown'}{f': {command[:80]}' if command else ''})"
 
 
 def blocking(holders: Iterable[Holder]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from gpushare.errors import NoPermission
 from gpushare.host.nvml_errors import NOT_SUPPORTED
 from gpushare.mig.profile import (
     ComputeInstance,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader
     from gpushare.model import Gpu, GpuProcess
 
+# The code of an error for instances that the driver does not tell.
+HIDDEN: Final = "instances_hidden"
 # nvmlReturn_t.
 _INVALID_ARGUMENT: Final = 2
 # More than nvml.h has (NVML_GPU_INSTANCE_PROFILE_COUNT, 0x12): a newer driver's are found too.
@@ -51,9 +54,13 @@ class MigReader:
         Profiles are listed also while MIG is off, from driver 580 on; a GPU without MIG has none.
 
         Raises:
+            NoPermission: the driver does not tell which instances there are (code ``instances_hidden``): that none is
+                there is not known.
             GpushareError: NVML does not answer.
         """
         profiles = self.profiles(gpu.index)
+        if gpu.mig_enabled and not profiles:
+            raise _hidden(gpu, "profiles")
         found = tuple(self._instances(gpu, profiles)) if gpu.mig_enabled else ()
         return Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=profiles, instances=found)
 
@@ -105,7 +112,9 @@ class MigReader:
             room = profile.instances or _PROFILES
             list_them = partial(_gpu_instances, handle=handle, profile_id=profile.id, room=room)
             handles = self._nvml.ask(list_them, str(gpu.index))
-            for instance in handles or ():
+            if handles is None:
+                raise _hidden(gpu, "GPU instances")
+            for instance in handles:
                 yield self._instance(gpu, profile, instance)
 
     def _instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
@@ -142,7 +151,9 @@ class MigReader:
             room = profile.instances or _PROFILES
             list_them = partial(_compute_instances, handle=handle, profile_id=profile.id, room=room)
             handles = self._nvml.ask(list_them, str(gpu.index))
-            for one in handles or ():
+            if handles is None:
+                raise _hidden(gpu, f"compute instances in GPU instance {gpu_instance}")
+            for one in handles:
                 info = self._nvml.demand(partial(_compute_info, handle=one), str(gpu.index))
                 yield ComputeInstance(
                     id=int(info.id),
@@ -165,6 +176,15 @@ def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
         return nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES)
 
     return (info for _, info in _infos(nvml, ask, _COMPUTE_PROFILES))
+
+
+def _hidden(gpu: Gpu, what: str) -> NoPermission:
+    return NoPermission(
+        f"the driver does not list the {what} of GPU {gpu.index} for this user",
+        "run as root; or let root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor); or name it by UUID: -g MIG-...",
+        gpu=str(gpu.index),
+        code=HIDDEN,
+    )
 
 
 def _in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
@@ -201,6 +221,20 @@ def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int) ->
     count, rows = c_uint(), (nvml.c_nvmlGpuInstance_t * room)()
     nvml.nvmlDeviceGetGpuInstances(handle, profile_id, rows, byref(count))
     return list(rows[: count.value])
+
+
+def gpu_instance_ids(nvml: Any, handle: Any, profile_id: int) -> list[int]:
+    """Return the ids of the GPU instances of a profile."""
+    found = _gpu_instances(nvml, handle, profile_id, _PROFILES)
+    return [int(nvml.nvmlGpuInstanceGetInfo(one).id) for one in found]
+
+
+def compute_instance_ids(nvml: Any, handle: Any, gpu_instance: int, slices: int) -> list[int]:
+    """Return the ids of the compute instances of so many slices in a GPU instance."""
+    instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
+    profile = compute_profile_id(nvml, instance, slices)
+    found = [] if profile is None else _compute_instances(nvml, instance, profile, _PROFILES)
+    return [int(nvml.nvmlComputeInstanceGetInfo(one).id) for one in found]
 
 
 def _compute_info(nvml: Any, handle: Any) -> Any:

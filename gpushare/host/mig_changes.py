@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from ctypes import byref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.host.mig import compute_profile_id
+from gpushare.host.mig import compute_instance_ids, compute_profile_id, gpu_instance_ids
 from gpushare.host.nvml_errors import FUNCTION_NOT_FOUND
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ _RESET_REQUIRED: Final = 16
 _IN_USE: Final = 19
 _INSUFFICIENT_RESOURCES: Final = 23
 _RESETLESS_FIELD: Final = 184
+# The code of an error of a call that made something, of which then nothing could be read.
+NOT_READ_BACK: Final = "not_read_back"
 
 
 def may_change(host: Host) -> bool:
@@ -81,11 +85,13 @@ class MigChanges:
         def create(nvml: Any) -> Any:
             place = nvml.c_nvmlGpuInstancePlacement_t(start=placement.start, size=placement.size)
             # The bindings pass it on as it is: without byref the process crashes.
-            instance = nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
-            return nvml.nvmlGpuInstanceGetInfo(instance)
+            return nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
 
-        info = self._demand(create, gpu)
+        info = self._read_back(self._demand(create, gpu), "nvmlGpuInstanceGetInfo", index)
         if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
+            # It is known to be ours, and at a place where nobody would look for it.
+            with contextlib.suppress(GpushareError):
+                self.destroy_gpu_instance(index, int(info.id))
             raise OperationFailed(
                 f"GPU {index}: profile {profile_id} was asked for at {placement} "
                 f"and came as {info.profileId} at {info.placement.start}",
@@ -116,22 +122,47 @@ class MigChanges:
             if placement is not None:
                 place = nvml.c_nvmlComputeInstancePlacement_t(start=placement.start, size=placement.size)
                 try:
-                    made = nvml.nvmlGpuInstanceCreateComputeInstanceWithPlacement(instance, profile, byref(place))
-                    return nvml.nvmlComputeInstanceGetInfo(made)
+                    return nvml.nvmlGpuInstanceCreateComputeInstanceWithPlacement(instance, profile, byref(place))
                 except nvml.NVMLError as error:
                     if error.value != FUNCTION_NOT_FOUND:
                         raise
-            return nvml.nvmlComputeInstanceGetInfo(nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile))
+            return nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile)
 
-        info = self._demand(create, gpu)
-        if info is None:
+        made = self._demand(create, gpu)
+        if made is None:
             raise NotSupported(
                 f"GPU {index}: GPU instance {gpu_instance} offers no compute instance of {slices} slices",
                 f"see what it offers: nvidia-smi mig -i {index} -gi {gpu_instance} -lcip",
                 gpu=gpu,
                 code="mig_profile_unknown",
             )
-        return int(info.id)
+        return int(self._read_back(made, "nvmlComputeInstanceGetInfo", index).id)
+
+    def _read_back(self, made: Any, call: str, index: int) -> Any:
+        try:
+            return self._nvml.demand(lambda nvml: getattr(nvml, call)(made), str(index))
+        except GpushareError as error:
+            raise OperationFailed(
+                f"GPU {index}: an instance was made, and cannot be read: {error.message}",
+                error.hint,
+                gpu=str(index),
+                code=NOT_READ_BACK,
+            ) from error
+
+    def gpu_instance_ids(self, index: int, profile_id: int) -> tuple[int, ...] | None:
+        """Return the ids of the GPU instances of a profile; None: the driver would not tell."""
+        return self._ids(index, lambda nvml, handle: gpu_instance_ids(nvml, handle, profile_id))
+
+    def compute_instance_ids(self, index: int, gpu_instance: int, slices: int) -> tuple[int, ...] | None:
+        """Return the ids of the compute instances of so many slices in a GPU instance; None: the driver would not tell."""
+        return self._ids(index, lambda nvml, handle: compute_instance_ids(nvml, handle, gpu_instance, slices))
+
+    def _ids(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
+        try:
+            handle = self._nvml.handle(index)
+            return tuple(self._nvml.demand(lambda nvml: read(nvml, handle), str(index)))
+        except GpushareError:
+            return None
 
     def resetless(self, index: int) -> bool | None:
         """Return whether the mode changes without a reset of the GPU (NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED, 184)."""

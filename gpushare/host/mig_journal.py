@@ -25,10 +25,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import open_lock, read_understood, replace_file, sync_directory, writing
+from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
+from gpushare.host.kept_file import (
+    clear_leftovers,
+    open_lock,
+    read_understood,
+    replace_file,
+    sync_directory,
+    writing,
+)
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.mig.made import Begun, Made, Proof
     from gpushare.mig.shape import GpuShape
 
 SCHEMA: Final = 1
@@ -37,7 +46,6 @@ _WHAT: Final = "of the MIG journal"
 _UNWRITABLE: Final = "journal_unwritable"
 UNREADABLE: Final = "journal_unreadable"
 CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,8 @@ class JournalEntry:
 
     title: str
     pid: int
+    # When that process started, in clock ticks since boot; None in the journal of an older gpushare.
+    started: int | None = None
     # Instances do not survive a reboot: what a journal of before it tells is over.
     boot_id: str | None
     before: tuple[GpuShape, ...]
@@ -53,6 +63,8 @@ class JournalEntry:
     # The names that it gives.
     names: tuple[str, ...] = ()
     step: str | None = None
+    # What it has made; None in the journal of an older gpushare.
+    proof: Proof | None = None
     schema: int = SCHEMA
 
 
@@ -88,12 +100,19 @@ class Journal:
                         continue
                 held.callback(os.close, descriptor)
                 _wait_for(descriptor, path, seconds, deadline)
+            # What a crash in the middle of a write left.
+            clear_leftovers(self._directory)
             yield
 
     def running(self) -> bool:
-        """Return whether a change is going on at this moment."""
+        """Return whether a change is going on at this moment.
+
+        Whoever cannot open the lock, which is its owner's alone, reads in the journal which process changes MIG.
+        """
         try:
-            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except PermissionError:
+            return self._is_told()
         except OSError:
             return False
         try:
@@ -101,6 +120,18 @@ class Journal:
             return not _lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
+
+    def _is_told(self) -> bool:
+        """Return whether the process that wrote the journal lives, and is the user's who owns it."""
+        try:
+            entry, owner = _read(self._path), os.lstat(self._path).st_uid
+        except (OSError, ValueError):
+            return False
+        if entry is None:
+            return False
+        if entry.started is None:
+            return real_uid(entry.pid) == owner
+        return lives(Identity(entry.pid, entry.started), owner)
 
     def left(self) -> JournalEntry | None:
         """Return the entry of a change that died in the middle; None: there is none, or one is going on.
@@ -147,25 +178,54 @@ class Journal:
         Raises:
             OperationFailed: it cannot be written.
         """
+        from gpushare.mig.made import Proof
+
+        me = identity_of(os.getpid())
         self._entry = JournalEntry(
             title=title,
             pid=os.getpid(),
+            started=None if me is None else me.started,
             boot_id=boot_id(),
             before=tuple(before),
             after=tuple(after),
             names=tuple(names),
+            proof=Proof(),
         )
         self._write(self._entry)
 
-    def note(self, step: str) -> None:
-        """Write down the step that is begun now, on the disk before it acts.
+    @property
+    def proof(self) -> Proof | None:
+        """Return what the change has made until now."""
+        return None if self._entry is None else self._entry.proof
+
+    def note(self, step: str, begun: Begun | None = None) -> None:
+        """Write down the step that is begun now, on the disk before it acts; ``begun`` is what it is about to make.
 
         Raises:
             OperationFailed: it cannot be written.
         """
-        if self._entry is not None:
-            self._entry = replace(self._entry, step=step)
+        if self._entry is not None and self._entry.proof is not None:
+            self._entry = replace(self._entry, step=step, proof=self._entry.proof.with_begun(begun))
             self._write(self._entry)
+
+    def made(self, one: Made) -> None:
+        """Write down what the driver has made, before anything else is done.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
+        if self._entry is not None and self._entry.proof is not None:
+            # Known also when it cannot be written: a rollback asks.
+            self._entry = replace(self._entry, proof=self._entry.proof.with_made(one))
+            self._write(self._entry)
+
+    def refused(self) -> None:
+        """Write down that what was begun was not made: whatever appears there is another's."""
+        if self._entry is not None and self._entry.proof is not None:
+            self._entry = replace(self._entry, proof=self._entry.proof.with_begun(None))
+            # The rollback that follows knows; only one that dies, too, would not.
+            with contextlib.suppress(GpushareError):
+                self._write(self._entry)
 
     def end(self) -> None:
         """The change is done, or undone."""
@@ -215,14 +275,6 @@ class Journal:
             replace_file(self._path, json.dumps(asdict(entry)), durable=True)
 
 
-def boot_id() -> str | None:
-    """Return what this boot of the machine is called (``/proc/sys/kernel/random/boot_id``)."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-
-
 def _read(path: Path) -> JournalEntry | None:
     """Return the entry of a file; None: there is none, or it is of another boot, and over.
 
@@ -247,12 +299,27 @@ def _read(path: Path) -> JournalEntry | None:
 
 def _entry_of(raw: Any) -> JournalEntry:
     # Not at the top: there is hardly ever a journal, and shapes bring the planner's types with them.
+    from gpushare.mig.made import proof_from_json
     from gpushare.mig.shape import from_json
 
-    before, after = ([from_json(one) for one in raw[key]] for key in ("before", "after"))
-    known = {key: raw[key] for key in ("title", "pid", "boot_id", "step")}
+    before, after = (tuple(from_json(one) for one in raw[key]) for key in ("before", "after"))
+    # A change has both of each GPU.
+    if [one.uuid for one in before] != [one.uuid for one in after]:
+        raise ValueError("before and after tell of different GPUs")
     names = tuple(str(name) for name in raw["names"])
-    return JournalEntry(**known, names=names, before=tuple(before), after=tuple(after))
+    entry = JournalEntry(
+        **{key: raw[key] for key in ("title", "pid", "boot_id", "step")},
+        started=raw.get("started"),
+        names=names,
+        before=before,
+        after=after,
+        proof=None if raw.get("proof") is None else proof_from_json(raw["proof"]),
+    )
+    if type(raw["pid"]) is not int or type(raw.get("started")) not in {int, type(None)}:
+        raise TypeError("no process")
+    if not isinstance(raw["title"], str) or not all(isinstance(raw[key] or "", str) for key in ("boot_id", "step")):
+        raise TypeError("no text")
+    return entry
 
 
 def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:

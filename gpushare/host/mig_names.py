@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import open_lock, read_trusted, replace_file, writing
+from gpushare.host.kept_file import clear_leftovers, open_lock, read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -85,6 +85,7 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
     descriptor = open_lock(host.state_directory / "mig-names.lock", "the lock of the names")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        clear_leftovers(host.state_directory, path.stem)
         names = _read(path)
         before = dict(names)
         yield names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, NvmlMissing, OperationFailed
@@ -163,7 +164,7 @@ class NvmlReader:
             "mig_capable": mig is not None,
             "mig_enabled": enabled,
             "mig_pending": None if mig is None else bool(mig[1]),
-            "mig_instances": self._mig_instances(index) if enabled else (),
+            **(self._mig_instances(index) if enabled else {}),
         }
 
     def _identity(self, index: int) -> Gpu:
@@ -249,21 +250,17 @@ class NvmlReader:
         handle = self.handle(index)
         return self.ask(lambda nvml: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), str(index))
 
-    def _mig_instances(self, index: int) -> tuple[MigInstance, ...]:
+    def _mig_instances(self, index: int) -> dict[str, Any]:
         handle, gpu = self.handle(index), str(index)
-        found = []
-        for slot in range(self.max_mig_devices(index) or 0):
-            mig = self._mig_handle(handle, slot, gpu)
-            if mig is not None:
-                found.append(self._mig_instance(mig, gpu))
-        return tuple(found)
-
-    def _mig_handle(self, handle: Any, slot: int, gpu: str) -> Any:
-        try:
-            return self.ask(lambda nvml: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot), gpu)
-        except NotFound:
+        found, most = [], self.max_mig_devices(index)
+        hidden = most is None
+        for slot in range(most or 0):
             # Indices may have gaps: NOT_FOUND is a hole, not the end.
-            return None
+            with contextlib.suppress(NotFound):
+                mig = self.ask(partial(_mig_handle, handle=handle, slot=slot), gpu)
+                hidden = hidden or mig is None
+                found += [] if mig is None else [self._mig_instance(mig, gpu)]
+        return {"mig_instances": tuple(found), "mig_hidden": hidden}
 
     def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
         name = _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
@@ -338,3 +335,7 @@ def _text(value: Any) -> str | None:
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _mig_handle(nvml: Any, handle: Any, slot: int) -> Any:
+    return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)

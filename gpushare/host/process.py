@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.host.child import Child
 
 if TYPE_CHECKING:
     import psutil
@@ -86,6 +87,12 @@ class Processes(Protocol):
     def send(self, pid: int, signal: int) -> None:
         """Send a signal. Raises NotFound, NoPermission."""
 
+    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+        """Send a signal to the process that started then, and to no other. Raises NotFound, NoPermission."""
+
+    def uses_driver(self, pid: int) -> bool | None:
+        """Return whether the process has the driver's library loaded; None when it cannot be told."""
+
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
         """Start the user's program in its own process group, with the caller's streams unless others are given."""
 
@@ -127,36 +134,6 @@ def shortened(words: Sequence[str]) -> Sequence[str]:
     while end and not words[end - 1]:
         end -= 1
     return words[:end]
-
-
-class _Child:
-    """Waits for a child with waitpid(2), which unlike subprocess also tells that it was stopped."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
-        self._stopped: int | None = None
-
-    def poll(self) -> int | None:
-        while self._process.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
-            except ChildProcessError:
-                # Somebody else reaped it, and its status with it.
-                self._process.returncode = 0
-                break
-            if pid == 0:
-                break
-            if os.WIFSTOPPED(status):
-                self._stopped = os.WSTOPSIG(status)
-                continue
-            self._process.returncode = os.waitstatus_to_exitcode(status)
-        return self._process.returncode
-
-    def stopped_by(self) -> int | None:
-        self.poll()
-        stopped, self._stopped = self._stopped, None
-        return stopped
 
 
 class LocalProcesses:
@@ -257,6 +234,24 @@ class LocalProcesses:
                 f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
             ) from None
 
+    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+        """Send a signal to the process that started then, and to no other (pidfd_send_signal).
+
+        Raises:
+            NotFound: it is gone, whoever has its PID now; or the number is a thread's.
+            NoPermission: it belongs to another user.
+        """
+        from gpushare.host.identity import send_same
+
+        if not send_same(pid, lambda: _started_at(pid) == started_at, signal):
+            raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
+
+    def uses_driver(self, pid: int) -> bool | None:
+        """Return whether the process has libcuda or libnvidia-ml loaded (``/proc/PID/maps``)."""
+        from gpushare.host.identity import has_driver
+
+        return has_driver(pid)
+
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
         """Start a program in its own process group.
 
@@ -282,7 +277,7 @@ class LocalProcesses:
             raise OperationFailed(
                 f"cannot execute '{argv[0]}': {error.strerror}", "give a program that this machine can run"
             ) from None
-        return _Child(process)
+        return Child(process)
 
     def namespace_is_host(self) -> bool | None:
         """Return whether ``/proc/self/ns/pid`` is the host's namespace (inode 4026531836).

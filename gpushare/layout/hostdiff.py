@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpushare.layout.description import Sharing
 from gpushare.layout.hostfile import Entry, MpsWish, size_text
 from gpushare.layout.live import LiveGpu, LiveMps
-from gpushare.layout.seats import Seats, devices_of_layout, seats_of
+from gpushare.layout.seats import Seat, Seats, devices_of_layout, seats_of
 from gpushare.mig.difference import MigDevice, difference
 from gpushare.model import ComputeMode, Priority, TimeSlice
 
@@ -25,22 +25,24 @@ class Point:
         return f"{self.what}: {self.found or 'none'}; the file: {self.wanted or 'none'}"
 
 
-def points(live: LiveGpu, entry: Entry) -> tuple[Point, ...]:
+def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = None) -> tuple[Point, ...]:
     """Return how a GPU differs from its entry; none: it is as the file has it.
+
+    ``entries`` are those of all GPUs by index: a name that is wanted on another one is not said to be wanted nowhere.
 
     Raises:
         BadUsage, NotSupported: the GPU has no such MIG layout, or no MIG.
     """
-    return tuple(_points(live, entry))
+    return tuple(_points(live, entry, _names_elsewhere(live, entries or {})))
 
 
-def _points(live: LiveGpu, entry: Entry) -> Iterator[Point]:
+def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     for one in live.foreign:
         yield Point(what="MPS", found=one, wanted=None if entry.sharing is not Sharing.MPS else "a daemon of gpushare")
     wanted = entry.sharing is Sharing.MIG
     yield from _mode(live, wanted=wanted)
     if wanted:
-        yield from _layout(live, entry)
+        yield from _layout(live, entry, elsewhere)
     elif live.gpu.mig_enabled:
         gone = ", ".join(f"{one.profile.name}:{one.start}" for one in live.instances)
         yield from [Point(what="MIG devices", found=gone, wanted=None)] if gone else []
@@ -92,7 +94,7 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
             yield Point(what=f"{what} {name}", found=found, wanted=want)
 
 
-def _layout(live: LiveGpu, entry: Entry) -> Iterator[Point]:
+def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     if live.layout is None or not live.layout.profiles:
         # A driver that lists no profiles while MIG is off: the mode says enough.
         return
@@ -102,7 +104,7 @@ def _layout(live: LiveGpu, entry: Entry) -> Iterator[Point]:
     for one, number in found.extra:
         yield Point(what="MIG devices", found=_counted(one, number), wanted=None)
     seats = seats_of(entry, live.layout.profiles, devices_of_layout(live))
-    yield from name_points(live, seats)
+    yield from name_points(live, seats, elsewhere)
     for seat in seats.seats:
         if seat.device is not None:
             yield from mps_points(f"MPS of {seat.device}", live.daemon(seat.device.uuid), seat.wish.mps)
@@ -112,20 +114,43 @@ def _layout(live: LiveGpu, entry: Entry) -> Iterator[Point]:
             yield from mps_points(f"MPS of {device}", live.daemon(device.uuid), None)
 
 
-def name_points(live: LiveGpu, seats: Seats) -> Iterator[Point]:
+def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, str]:
+    """Return in words where the file has names that it does not have on this GPU."""
+    return {
+        one.name: f"on GPU {index}"
+        for index, entry in entries.items()
+        if index != live.gpu.index
+        for one in entry.mig
+        if one.name is not None
+    }
+
+
+def name_points(live: LiveGpu, seats: Seats, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     """Yield the names and grants that are missing, wrong or too many."""
     wanted = {one.name: one for one in seats.names}
+    # Their devices are not there yet: the names have no place, and are in the file all the same.
+    waiting = {one.wish.name: one for one in seats.seats if one.wish.name and one.wish.name not in wanted}
     there = {one.name: one for one in live.names}
-    for name in sorted(wanted.keys() | there.keys()):
+    for name in sorted(wanted.keys() | there.keys() | waiting.keys()):
         now, want = there.get(name), wanted.get(name)
+        if want is None:
+            seat = waiting.get(name)
+            place = elsewhere.get(name) if seat is None else _place(seat)
+            found = None if now is None else f"{now.profile}:{now.start}"
+            yield Point(what=f"name {name}", found=found, wanted=place)
+            continue
         places = [None if one is None else f"{one.profile}:{one.start}" for one in (now, want)]
         if places[0] != places[1]:
             yield Point(what=f"name {name}", found=places[0], wanted=places[1])
         users = [() if one is None else tuple(sorted(one.users)) for one in (now, want)]
-        if want is not None and users[0] != users[1]:
+        if users[0] != users[1]:
             yield Point(what=f"users of {name}", found=_users(users[0]), wanted=_users(users[1]))
-        elif want is not None and now is not None and not now.held:
+        elif now is not None and not now.held:
             yield Point(what=f"users of {name}", found="not in force", wanted=_users(users[1]))
+
+
+def _place(seat: Seat) -> str:
+    return seat.profile if seat.start is None else f"{seat.profile}:{seat.start}"
 
 
 def _counted(one: MigDevice, number: int) -> str:

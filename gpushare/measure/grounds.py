@@ -15,7 +15,7 @@ from gpushare.actions.run import start_guard
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids
 from gpushare.actions.run_environment import client_environment
 from gpushare.actions.run_mig import take_place
-from gpushare.actions.share import INSTANCE, MpsShare, held, open_mps_share
+from gpushare.actions.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.errors import GpushareError
 from gpushare.host.host import make_private_directory
 from gpushare.host.mps_control import MpsControl
@@ -25,8 +25,8 @@ from gpushare.measure.ways import MIG, MPS, Way
 if TYPE_CHECKING:
     from gpushare.actions.mig_places import Place
     from gpushare.actions.safe_end import Meter
+    from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.host.mig_leases import MigLease
     from gpushare.selection import Device
 
 
@@ -36,13 +36,13 @@ class _Guarded:
 
     device: Device
     share: MpsShare | None
-    leases: Sequence[MigLease]
+    claims: Sequence[HeldClaim]
 
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told."""
         base = (INSTANCE, *held(None)) if self.share is None else self.share.guarded
-        return (*base, *(word for lease in self.leases for word in held(lease)))
+        return (*base, *claimed(*self.claims))
 
 
 class Grounds:
@@ -51,7 +51,7 @@ class Grounds:
     def __init__(self, host: Host, device: Device, program: str) -> None:
         self._host, self._device, self._program = host, device, program
         self._share: MpsShare | None = None
-        self._instances: list[tuple[Place, MigLease]] = []
+        self._instances: list[tuple[Place, HeldClaim]] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Grounds:
@@ -74,13 +74,13 @@ class Grounds:
             self._stack.callback(self._share.close)
         if instances:
             self._instances = _take(self._host, self._device, instances)
-            for _, lease in self._instances:
-                self._stack.callback(lease.release)
+            for _, claim in self._instances:
+                self._stack.callback(claim.release)
         self._guard()
 
     def _guard(self) -> None:
         guard, self._pipe = start_guard(
-            self._host, _Guarded(self._device, self._share, [lease for _, lease in self._instances])
+            self._host, _Guarded(self._device, self._share, [claim for _, claim in self._instances])
         )
 
         def dismiss() -> None:
@@ -163,25 +163,25 @@ class Grounds:
         return self._share.meter if way.kind == MPS and self._share is not None else None
 
 
-def _take(host: Host, device: Device, most: int) -> list[tuple[Place, MigLease]]:
+def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
     """Take free instances that nobody has named, all of the profile of which the most are free."""
     try:
         places = [place for place in places_on(host, device.gpu) if place.name is None]
     except GpushareError:
         return []
     profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
-    best: list[tuple[Place, MigLease]] = []
+    best: list[tuple[Place, HeldClaim]] = []
     for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
         taken = _take_profile(host, device, profile, most)
         if len(taken) > len(best):
             best, taken = taken, best
-        for _, lease in taken:
-            lease.release()
+        for _, claim in taken:
+            claim.release()
     return best
 
 
-def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, MigLease]]:
-    taken: list[tuple[Place, MigLease]] = []
+def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
+    taken: list[tuple[Place, HeldClaim]] = []
     while len(taken) < most:
         try:
             taken.append(take_place(host, profile, str(device.gpu.index)))

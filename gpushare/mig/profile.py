@@ -217,6 +217,11 @@ class Layout:
         return max((one.start + one.size for p in self.profiles for one in p.placements or ()), default=0)
 
     @property
+    def placed(self) -> bool:
+        """Return whether it is known where every profile may lie: else nobody can tell what is free."""
+        return bool(self.profiles) and all(profile.placements is not None for profile in self.profiles)
+
+    @property
     def compute_slices(self) -> int:
         """Return how many compute slices the GPU has: what its profiles use at most (seven 1g, or one 7g)."""
         return max((profile.slices * (profile.instances or 1) for profile in self.profiles), default=0)

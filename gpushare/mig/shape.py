@@ -6,14 +6,20 @@ change keeps two of each GPU, and whoever reads back compares.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from gpushare.mig.made import Proof
 from gpushare.mig.outcome import gpu_plan, whole
 from gpushare.mig.plan import Created, Destroyed, GpuPlan, NewCompute
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+
+# Slices, ids and indexes are far below.
+_MOST: Final = 4096
+_PROFILE: Final = re.compile(r"\d{1,3}g", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -143,11 +149,14 @@ def _words(compute: Sequence[ComputeShape]) -> str:
 # -- making it again -------------------------------------------------------------------------------
 
 
-def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPlan, tuple[str, ...]]:
+def restoration(
+    layout: Layout, wanted: GpuShape, ours: GpuShape, proof: Proof | None = None
+) -> tuple[GpuPlan, tuple[str, ...]]:
     """Return the plan from what exists to a shape, and in words what cannot be had.
 
-    ``ours`` is what the change that is undone was about to leave: only its instances are taken away. What
-    somebody else made meanwhile stays, and so does what is busy.
+    ``ours`` is what the change that is undone was about to leave: only its instances are taken away, and of those only
+    what ``proof`` proves to be its own (None: an older gpushare's journal, which has no proof). What somebody else made
+    meanwhile stays, and so does what is busy.
     """
     places = {one.place: one for one in wanted.instances}
     made = {one.place: one for one in ours.instances}
@@ -160,8 +169,10 @@ def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPl
         shape = places.pop(place, None)
         if shape is not None:
             kept.append(one)
-            _restore_inside(one, shape, made.get(place), destroyed, created, lost)
-        elif place not in made:
+            _restore_inside(
+                one, shape, made.get(place), destroyed, created, lost, None if proof is None else (layout.uuid, proof)
+            )
+        elif not _is_ours(layout, one, ours, proof):
             kept.append(one)
         elif one.busy:
             kept.append(one)
@@ -184,6 +195,23 @@ def restoration(layout: Layout, wanted: GpuShape, ours: GpuShape) -> tuple[GpuPl
     return gpu_plan(layout, kept, destroyed, created), words
 
 
+def _is_ours(layout: Layout, one: GpuInstance, ours: GpuShape, proof: Proof | None) -> bool:
+    """Return whether an instance that is not wanted is what the change made: what is busy counts, too, and is named."""
+    if proof is not None:
+        return proof.owns(layout.uuid, one)
+    return any(shape.place == (one.profile.name, one.start) for shape in ours.instances)
+
+
+def left_alone(layout: Layout, wanted: GpuShape, ours: GpuShape, proof: Proof | None) -> tuple[tuple[str, int], ...]:
+    """Return the places of instances that are not wanted, and not known to be made by the change that is undone."""
+    places = {one.place for one in wanted.instances}
+    return tuple(
+        (one.profile.name, one.start)
+        for one in layout.instances
+        if (one.profile.name, one.start) not in places and not _is_ours(layout, one, ours, proof)
+    )
+
+
 def _restore_inside(
     one: GpuInstance,
     shape: InstanceShape,
@@ -191,11 +219,14 @@ def _restore_inside(
     destroyed: list[Destroyed],
     created: list[Created],
     lost: list[str],
+    proof: tuple[str | None, Proof] | None,
 ) -> None:
     missing, made, gone = list(shape.compute), list(ours.compute) if ours is not None else [], []
     for compute in one.compute:
         # Each counts once: what stands for this one here stands for no other.
         wanted, meant = _taken(missing, compute), _taken(made, compute)
+        if proof is not None:
+            meant = proof[1].owns_part(proof[0], one, compute)
         if wanted or not meant:
             continue
         if compute.busy:
@@ -246,4 +277,14 @@ def from_json(raw: Mapping[str, Any]) -> GpuShape:
         InstanceShape(**{**one, "compute": tuple(ComputeShape(**part) for part in one["compute"])})
         for one in raw["instances"]
     )
-    return GpuShape(**{**raw, "instances": instances})
+    found = GpuShape(**{**raw, "instances": instances})
+    numbers: list[object] = [found.index, *(number for one in instances for number in (one.start, one.size))]
+    numbers += [number for one in instances for part in one.compute for number in (part.slices, part.start or 0)]
+    if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
+        raise ValueError("a number that is none")
+    texts: list[object] = [found.uuid, *(one.profile for one in instances), *(one.name or "" for one in instances)]
+    if not all(isinstance(text, str) for text in texts) or found.mig_enabled not in {True, False, None}:
+        raise TypeError("a field of another type")
+    if not all(_PROFILE.match(one.profile) for one in instances):
+        raise ValueError("no profile")
+    return found

@@ -26,12 +26,14 @@ from typing import Final
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.mig.compute import new_compute
 from gpushare.mig.profile import GpuInstance, Profile
-from gpushare.units import format_bytes
+from gpushare.units import format_bytes, quoted
 
-_WORD: Final = re.compile(r"(?:(?P<compute>\d+)c\.)?(?P<profile>[^:*]+?)(?::(?P<start>\d+))?", re.ASCII)
-_COUNT: Final = re.compile(r"(?P<rest>.*?)[*x](?P<count>\d+)", re.ASCII)
-_SIZE: Final = re.compile(r"(\d+)g(?:\.\d+gb)?([+-].+)?", re.ASCII)
+_WORD: Final = re.compile(r"(?:(?P<compute>\d{1,3})c\.)?(?P<profile>[^:*]{1,40}?)(?::(?P<start>\d{1,4}))?", re.ASCII)
+_COUNT: Final = re.compile(r"(?P<rest>.*?)[*x](?P<count>\d{1,9})", re.ASCII)
+_ID: Final = re.compile(r"\d{1,6}", re.ASCII)
+_SIZE: Final = re.compile(r"(\d{1,3})g(?:\.\d{1,5}gb)?([+-].+)?", re.ASCII)
 _HINT: Final = "write for example: 3g.40gb 1g.10gb*2, with a placement 3g.40gb:4, or inside one instance 1c.3g.40gb*3"
+# Of a wish, all together: no host holds nearly as many.
 _MAX_COUNT: Final = 1024
 
 
@@ -95,8 +97,8 @@ def parse_wish(text: str) -> Wish:
     parts: dict[tuple[str, int | None], list[int]] = {}
     for word, count in _words(text):
         match = _WORD.fullmatch(word)
-        if match is None or not (match["profile"].isdecimal() or _SIZE.fullmatch(match["profile"])):
-            raise BadUsage(f"'{word[:60]}' is not a MIG profile", _HINT, code="bad_profile")
+        if match is None or not (_ID.fullmatch(match["profile"]) or _SIZE.fullmatch(match["profile"])):
+            raise BadUsage(f"{quoted(word)} is not a MIG profile", _HINT, code="bad_profile")
         key = (match["profile"], None if match["start"] is None else int(match["start"]))
         if match["compute"] is None:
             whole[key] += count
@@ -119,7 +121,7 @@ def _words(text: str) -> list[tuple[str, int]]:
         count = 1 if match is None else int(match["count"])
         if not 0 < count <= _MAX_COUNT:
             raise BadUsage(
-                f"'{raw[:60]}' asks for {count} instances", f"count from 1 to {_MAX_COUNT}", code="bad_count"
+                f"{quoted(raw)} asks for {count} instances", f"count from 1 to {_MAX_COUNT}", code="bad_count"
             )
         rest = word if match is None else match["rest"]
         if rest:
@@ -127,9 +129,12 @@ def _words(text: str) -> list[tuple[str, int]]:
         elif found and found[-1][1] == 1:
             found[-1] = (found[-1][0], count)
         else:
-            raise BadUsage(f"'{raw[:60]}' counts nothing", _HINT, code="bad_count")
+            raise BadUsage(f"{quoted(raw)} counts nothing", _HINT, code="bad_count")
     if not found:
         raise BadUsage("the wish is empty", _HINT, code="bad_profile")
+    total = sum(count for _, count in found)
+    if total > _MAX_COUNT:
+        raise BadUsage(f"the wish asks for {total} instances", f"ask for {_MAX_COUNT} at most", code="bad_count")
     return found
 
 
@@ -198,7 +203,7 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
         NotSupported: none of this GPU's profiles; the hint names those that are close, or all.
     """
     wanted = text.strip().lower().removeprefix("mig").strip(" -")
-    if wanted.isdecimal():
+    if _ID.fullmatch(wanted):
         matches = [profile for profile in profiles if profile.id == int(wanted)]
     else:
         matches = [p for p in profiles if p.name == wanted] or _of_size(wanted, profiles)
@@ -206,7 +211,7 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
         return matches[0]
     if matches:
         candidates = ", ".join(profile.name for profile in matches)
-        raise BadUsage(f"'{text}' fits several profiles", f"give one of: {candidates}", code="ambiguous_profile")
+        raise BadUsage(f"{quoted(text)} fits several profiles", f"give one of: {candidates}", code="ambiguous_profile")
     names = [profile.name for profile in profiles]
     if not names:
         raise NotSupported(
@@ -214,9 +219,9 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
             "switch it on first: gpushare mig enable -g GPU; or plan for a model: --model h100-80gb",
             code="no_profiles",
         )
-    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.7)
+    close = difflib.get_close_matches(wanted[:60], names, n=3, cutoff=0.7)
     hint = f"did you mean {', '.join(close)}?" if close else f"its profiles: {', '.join(names)}"
-    raise NotSupported(f"this GPU has no MIG profile '{text[:60]}'", hint, code="mig_profile_unknown")
+    raise NotSupported(f"this GPU has no MIG profile {quoted(text)}", hint, code="mig_profile_unknown")
 
 
 def _of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]:

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.mig.fragmentation import free_profiles, lost_slices
+from gpushare.mig.fragmentation import fragmentation, free_profiles, lost_slices
 from gpushare.mig.plan import GpuPlan, Plan
 from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
 from gpushare.mig.refusal import who
+from gpushare.model import Gpu
 from gpushare.show.result import Column, Table
 from gpushare.units import format_bytes
 
@@ -32,7 +33,7 @@ def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
     A label too long for its box goes without its memory: ``1g+me`` for ``1g.10gb+me``.
     """
     cell = _cell(layout)
-    cells = ["|" + "·".center(cell - 1)] * layout.axis
+    cells = ["|" + "·".center(cell - 1)] * _slices(layout)
     covered: set[int] = set()
     for placement, label in instances:
         width = cell * placement.size - 1
@@ -45,11 +46,16 @@ def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
 
 def ruler(layout: Layout) -> str:
     """Return the numbers of the slices above a picture."""
-    return "".join(str(slot).center(_cell(layout)) for slot in range(layout.axis)).rstrip()
+    return "".join(str(slot).center(_cell(layout)) for slot in range(_slices(layout))).rstrip()
 
 
 def _cell(layout: Layout) -> int:
-    return min(_CELL, _WIDTH // max(1, layout.axis))
+    return min(_CELL, _WIDTH // max(1, _slices(layout)))
+
+
+def _slices(layout: Layout) -> int:
+    """Return how many memory slices are drawn: where the driver tells no placements, as far as instances reach."""
+    return max(layout.axis, *(one.placement.start + one.placement.size for one in layout.instances), 0)
 
 
 def now(layout: Layout) -> str:
@@ -120,7 +126,8 @@ def layout_text(layout: Layout, title: str) -> str:
     lines = [title]
     if not layout.profiles:
         return "\n".join([*lines, "  the driver lists no MIG profiles"])
-    lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
+    if layout.placed:
+        lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
     for one in sorted(layout.instances, key=lambda found: found.start):
         name = "" if one.name is None else f"  '{one.name}'"
         name += f" for {', '.join(one.granted)} only" if one.granted else ""
@@ -136,6 +143,8 @@ def layout_text(layout: Layout, title: str) -> str:
             lines.append("    no compute instance: CUDA cannot use it")
         if one.holders is None or one.holders:
             lines.append(f"    held by {who(one.holders)}")
+    if not layout.placed:
+        return "\n".join([*lines, "  what still fits is unknown: the driver does not tell where profiles may lie"])
     lost = lost_slices(layout)
     if lost.compute or lost.memory:
         lines.append(f"  lost: {lost.compute} compute and {lost.memory} memory slices that nothing can use")
@@ -145,6 +154,23 @@ def layout_text(layout: Layout, title: str) -> str:
         if one.count
     ]
     return "\n".join([*lines, *_listed("  still fits: ", free or ["nothing"])])
+
+
+def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> dict[str, Any]:
+    """Return one GPU for machines; without a layout its instances are unknown, and ``unknown`` tells why."""
+    placed = layout if layout is not None and layout.placed else None
+    lost = None if placed is None else lost_slices(placed)
+    return {
+        "gpu": gpu.index,
+        "uuid": gpu.uuid,
+        "mig_enabled": gpu.mig_enabled,
+        "mig_pending": gpu.mig_pending,
+        "instances": None if layout is None else layout.instances,
+        "lost_compute_slices": None if lost is None else lost.compute,
+        "lost_memory_slices": None if lost is None else lost.memory,
+        "fragmentation": None if placed is None else fragmentation(placed),
+        "unknown": unknown,
+    }
 
 
 def _listed(title: str, items: Sequence[str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
-from gpushare.model import Gpu, GpuProcess, Snapshot, mechanism
+from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, Snapshot, mechanism
 from gpushare.show.result import Column, Result, Table, jsonable
 from gpushare.show.status_tables import command_of, is_lost, people_tables
 
@@ -61,6 +61,8 @@ def _gpu_data(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
         # An empty list would say that there are none.
         data["mig_instances"] = jsonable(gpu.mig_instances) or None
         data["processes"] = data["processes"] or None
+    if data.pop("mig_hidden"):
+        data["mig_instances"] = data["mig_instances"] or None
     return data
 
 
@@ -78,7 +80,9 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
             continue
         if gpu.processes is None:
             yield f"GPU {gpu.index}: who is on it is unknown"
-        if gpu.mig_enabled and not gpu.mig_instances:
+        if gpu.mig_hidden:
+            yield f"GPU {gpu.index}: {HIDDEN_DEVICES}"
+        elif gpu.mig_enabled and not gpu.mig_instances:
             yield (
                 f"GPU {gpu.index} is in MIG mode without instances, no CUDA program can use it: "
                 f"gpushare mig profiles -g {gpu.index} lists what can be created"

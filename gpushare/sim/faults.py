@@ -9,7 +9,7 @@ from gpushare.errors import BadUsage, NotFound
 from gpushare.sim.programs import MPS_CONTROL, SMI, TOOLKIT
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
-# Short names of the fault `not-supported`, and the NVML entry points that then refuse.
+# Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "utilization": (
         "nvmlDeviceGetUtilizationRates",
@@ -23,11 +23,18 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "memory": ("nvmlDeviceGetMemoryInfo",),
     "mig": ("nvmlDeviceGetMigMode", "nvmlDeviceSetMigMode"),
+    # What a user or a container without mig/monitor does not see.
+    "mig-instances": (
+        "nvmlDeviceGetGpuInstances",
+        "nvmlGpuInstanceGetComputeInstances",
+        "nvmlDeviceGetMigDeviceHandleByIndex",
+    ),
+    "mig-placements": ("nvmlDeviceGetGpuInstancePossiblePlacements",),
     "compute-mode": ("nvmlDeviceGetComputeMode", "nvmlDeviceSetComputeMode"),
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
 }
-_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "reset-required", "xid")
+_GPU_FAULTS: Final = ("lost", "persistence-off", "not-supported", "refused", "reset-required", "xid")
 _FLAGS: Final = {
     "no-driver": ("driver_loaded", False),
     "no-nvml": ("nvml_installed", False),
@@ -52,7 +59,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     """Set one fault; those of GPUs hit the given ones.
 
     ``lost``, ``persistence-off``, ``reset-required`` (a MIG mode change stays pending) and ``not-supported``
-    (value: an NVML entry point, or one of `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
+    and ``refused`` (NO_PERMISSION; value of both: an NVML entry point, or one of `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
     namespace), ``hang`` and ``missing`` (value: a program), ``user`` (value: uid or name) and ``driver``
     (value: version), ``collide`` (value: how many of the next conversations with an MPS daemon are dropped),
     ``fail-step`` (value N: the N-th changing NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
@@ -85,7 +92,7 @@ def clear(state: SimulatedHostState) -> None:
     state.collisions = state.fail_step = state.crash_step = 0
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
-        gpu.xids = []
+        gpu.refused, gpu.xids = [], []
     for daemon in state.daemons:
         daemon.hangs = False
 
@@ -103,13 +110,14 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
             known = ", ".join(ENTRY_POINTS)
             raise BadUsage(
-                "the fault not-supported needs an NVML entry point",
+                f"the fault {kind} needs an NVML entry point",
                 f"give nvml..., or one of: {known}",
                 code="bad_fault",
             )
         for name in ENTRY_POINTS.get(value, (value,)):
-            if name not in gpu.not_supported:
-                gpu.not_supported.append(name)
+            names = gpu.refused if kind == "refused" else gpu.not_supported
+            if name not in names:
+                names.append(name)
 
 
 def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:

@@ -171,9 +171,9 @@ class SimulatedLibrary:
             # A MIG device where only a whole GPU will do.
             raise Refused(Code.NOT_SUPPORTED if handle.kind is Kind.MIG_DEVICE else Code.INVALID_ARGUMENT)
         whole = self.gpu(handle.index)
-        refused = whole.gpu.not_supported
-        if refused and unversioned(entry.name) in map(unversioned, refused):
-            raise Refused(Code.NOT_SUPPORTED)
+        for refused, code in ((whole.gpu.not_supported, Code.NOT_SUPPORTED), (whole.gpu.refused, Code.NO_PERMISSION)):
+            if refused and unversioned(entry.name) in map(unversioned, refused):
+                raise Refused(code)
         if handle.kind is Kind.GPU:
             return whole
         if handle.kind is Kind.GPU_INSTANCE:

@@ -153,6 +153,22 @@ class SimulatedProcesses:
         if later:
             self._local.send(pid, signal)
 
+    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+        """Send a signal to the process that started then, and to no other.
+
+        Raises:
+            NotFound: it is gone, whoever has its PID now.
+            NoPermission: it belongs to another user.
+        """
+        info = self.describe(pid)
+        if info is None or info.started_at != started_at:
+            raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
+        self.send(pid, signal)
+
+    def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
+        """Return whether the process has the driver's library loaded: here everybody on a GPU has."""
+        return True
+
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
 

@@ -76,6 +76,8 @@ class SimulatedGpu:
     reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
     not_supported: list[str] = field(default_factory=list)
+    # Those that answer NO_PERMISSION.
+    refused: list[str] = field(default_factory=list)
     # Capability nodes that were changed, by GPU instance id, or GPU and compute instance id: "9", "9/0".
     nodes: dict[str, SimulatedNode] = field(default_factory=dict)
 

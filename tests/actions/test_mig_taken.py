@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpushare.actions import mig_evict, mig_transact
-from gpushare.errors import InUse
+from gpushare.actions import mig_change, mig_evict, mig_transact
+from gpushare.actions.mig_layouts import layouts_of
+from gpushare.errors import InUse, NotFound
+from gpushare.host.claims import live_claims, take_claim
 from gpushare.host.connect import connect
 from gpushare.host.mig_journal import Journal
-from gpushare.host.mig_leases import live_leases, take_lease
+from gpushare.host.process import LocalProcesses
+from gpushare.mig.plan import Destroyed
 from gpushare.model import Gpu, GpuProcess, Holder
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
@@ -115,7 +119,7 @@ def test_who_cannot_be_killed_keeps_the_instance(host: MigHost, monkeypatch: pyt
     monkeypatch.setattr(mig_evict, "_KILL_SECONDS", 0.0)
     said = host.run("mig", "destroy", name, "--evict", name)
     assert (said.code, said.error["code"]) == (19, "in_use")
-    assert f"{pid} in 3g.40gb:" in said.error["message"]
+    assert f"{pid} (python3, user root: python3) in 3g.40gb:" in said.error["message"]
     assert "would not end" in said.error["message"]
     assert host.look() == before
 
@@ -126,21 +130,21 @@ def test_who_cannot_be_killed_keeps_the_instance(host: MigHost, monkeypatch: pyt
 def test_a_run_that_comes_after_the_plan_keeps_its_instance(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
     before = host.look()
     (_, first), (_, second) = host.devices()
-    real, theirs = mig_transact.take_lease, []
+    real, theirs = mig_transact.take_claim, []
 
     def somebody_was_faster(told: Any, uuid: str) -> Any:
         if uuid == second:
-            theirs.append(take_lease(told, uuid))
+            theirs.append(take_claim(told, uuid))
         return real(told, uuid)
 
-    monkeypatch.setattr(mig_transact, "take_lease", somebody_was_faster)
+    monkeypatch.setattr(mig_transact, "take_claim", somebody_was_faster)
     said = host.run("mig", "apply", "7g.80gb")
     assert (said.code, said.error["code"]) == (19, "in_use")
     assert "a gpushare run has just taken 3g.40gb:" in said.error["message"]
     assert host.look() == before
     assert not host.journal.exists()
     # What the change had taken itself is free again.
-    assert set(live_leases(connect(A100))) == {second}
+    assert set(live_claims(connect(A100))) == {second}
     assert first != second
     theirs[0].release()
 
@@ -150,13 +154,13 @@ def test_no_run_starts_in_what_goes_and_all_is_free_afterwards(host: MigHost, mo
     real = mig_transact.carry_out
 
     def look_first(*words: Any) -> None:
-        meanwhile.append(set(live_leases(connect(A100))))
+        meanwhile.append(set(live_claims(connect(A100))))
         real(*words)
 
     monkeypatch.setattr(mig_transact, "carry_out", look_first)
     assert host.run("mig", "apply", "7g.80gb").code == 0
     assert meanwhile == [all_of_it]
-    assert live_leases(connect(A100)) == {}
+    assert live_claims(connect(A100)) == {}
 
 
 def test_a_change_that_changes_nothing_leaves_no_trace(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,39 +192,194 @@ def test_each_step_is_told_where_it_is_asked_for(host: MigHost) -> None:
     assert "3g.40gb:" in said.err
 
 
+# Takes an instance, as `gpushare run` does, and gives it back when a process has ended.
 RUNS = """
-import sys
+import sys, time
 from gpushare.host.connect import connect
-from gpushare.host.mig_leases import take_lease
-lease = take_lease(connect(sys.argv[1]), sys.argv[2])
-print("none" if lease is None else "taken", flush=True)
-sys.stdin.read()
+from gpushare.host.claims import HeldClaim, take_claim
+host = connect(sys.argv[1])
+claim = take_claim(host, sys.argv[2])
+print("taken" if isinstance(claim, HeldClaim) else "none", flush=True)
+while host.processes.alive(int(sys.argv[3])):
+    time.sleep(0.02)
+claim.release()
 """
 
 
-def test_a_run_that_is_evicted_holds_its_lease_until_it_has_ended(host: MigHost) -> None:
+def runs(uuid: str, pid: int) -> subprocess.Popen[str]:
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUNS, A100, uuid, str(pid)], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "taken\n"
+    return run
+
+
+def test_a_run_whose_program_is_evicted_gives_its_instance_back_and_is_not_signalled(host: MigHost) -> None:
     (_, evicted), (_, staying) = host.devices()
-    name = instance_of(host, evicted)
-    with subprocess.Popen(
-        [sys.executable, "-c", RUNS, A100, evicted],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "taken\n"
+    name, pid = instance_of(host, evicted), host.add(evicted)
+    with runs(evicted, pid) as run:
         refused = host.run("mig", "destroy", name)
         assert (refused.code, run.poll()) == (19, None)
-        # Reaped here, as its shell would: a zombie is not gone.
-        waiter = threading.Thread(target=run.wait)
-        waiter.start()
         said = host.run("mig", "destroy", name, "--evict", name)
         assert said.code == 0, said
-        waiter.join()
-        assert run.returncode == -signal.SIGTERM
+        assert run.wait(20) == 0
     assert [uuid for _, uuid in host.devices()] == [staying]
-    assert live_leases(connect(A100)) == {}
+    assert live_claims(connect(A100)) == {}
+
+
+def test_a_claim_alone_blocks_and_gets_no_signal(host: MigHost) -> None:
+    """Any user writes claims: no signal goes out on their word."""
+    (_, uuid), _ = host.devices()
+    name, before = instance_of(host, uuid), host.look()
+    with runs(uuid, os.getpid()) as run:
+        for words in ((name,), ("all",)):
+            said = host.run("mig", "destroy", *words, "--evict", words[0], "-y")
+            assert (said.code, said.error["code"]) == (19, "claimed")
+            assert f"process {run.pid} (" in said.error["message"]
+            assert "-c" in said.error["message"], "with its command"
+            assert said.error["hint"].endswith(f"ps -fp {run.pid}")
+        assert (run.poll(), host.look()) == (None, before)
+        run.kill()
+    assert host.run("mig", "destroy", name).code == 0
+
+
+def test_a_claim_that_outlives_all_who_were_inside_keeps_the_instance(
+    host: MigHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, uuid), _ = host.devices()
+    name, before, pid = instance_of(host, uuid), host.look(), host.add(uuid)
+    monkeypatch.setattr(mig_evict, "CLAIM_SECONDS", 0.1)
+    with runs(uuid, os.getpid()) as run:
+        said = host.run("mig", "destroy", name, "--evict", name)
+        assert (said.code, said.error["code"]) == (19, "claimed")
+        assert "although all who were in it have ended" in said.error["message"]
+        assert (run.poll(), host.look(), pid in host.pids()) == (None, before, False)
+        run.kill()
+
+
+def test_nobody_runs_in_what_was_emptied_until_it_is_gone(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, uuid), _ = host.devices()
+    name, seen = instance_of(host, uuid), []
+    host.add(uuid)
+    real = mig_change.perform
+
+    def looked(*words: Any) -> None:
+        seen.append(set(live_claims(connect(A100))))
+        real(*words)
+
+    monkeypatch.setattr(mig_change, "perform", looked)
+    assert host.run("mig", "destroy", name, "--evict", name).code == 0
+    assert seen == [{uuid}, {uuid}]
+    assert live_claims(connect(A100)) == {}
+
+
+def test_the_plan_names_whom_it_ends(host: MigHost) -> None:
+    (_, uuid), _ = host.devices()
+    pid = admin.add_process(A100, mig=uuid, name="train.py", user="4321")
+    name = instance_of(host, uuid)
+    said = host.run("mig", "destroy", name, "--evict", name, "-n")
+    (what,) = [step["what"] for step in said.document["data"]["steps"] if step["what"].startswith("end ")]
+    assert (
+        what
+        == f"end 1 process in 3g.40gb:{host.look()[0].instances[0][1]} on GPU 0: {pid} (train.py, user 4321: train.py)"
+    )
+    assert pid in host.pids()
+
+
+# -- who gets a signal -----------------------------------------------------------------------------
+
+
+def step_for(host: MigHost, *pids: int) -> Any:
+    """Return the step that evicts processes that NVML lists in the first instance."""
+    seen = connect(A100)
+    gpu = seen.nvml.gpu(0)
+    (layout,) = layouts_of(seen, [gpu])
+    one = next(one for one in layout.instances if {part.pid for part in one.compute[0].holders or ()} >= set(pids))
+    return seen, mig_evict.evict_step(seen, gpu, Destroyed(instance=one, compute=one.compute, whole=True))
+
+
+def test_who_got_the_pid_since_the_plan_gets_no_signal(host: MigHost, signals: list[tuple[int, int]]) -> None:
+    (_, uuid), _ = host.devices()
+    pid = host.add(uuid)
+    _, step = step_for(host, pid)
+    with host.file.changed() as state:
+        next(one for one in state.processes if one.pid == pid).started_at += 60.0
+    step.do()
+    step.held.close()
+    assert (signals, pid in host.pids()) == ([], True)
+
+
+def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: MigHost, signals: list[tuple[int, int]]) -> None:
+    (_, uuid), (_, other) = host.devices()
+    pid = host.add(uuid)
+    _, step = step_for(host, pid)
+    elsewhere = next(one for one in host.state.gpus[0].mig if one.uuid == other)
+    with host.file.changed() as state:
+        moved = next(one for one in state.processes if one.pid == pid)
+        moved.gpu_instance_id, moved.compute_instance_id = elsewhere.gpu_instance_id, elsewhere.compute_instance_id
+    step.do()
+    step.held.close()
+    assert (signals, pid in host.pids()) == ([], True)
+
+
+@pytest.mark.parametrize("who", ["init", "ourselves", "our shell"])
+def test_neither_init_nor_ourselves_nor_our_shell(who: str) -> None:
+    pid = {"init": 1, "ourselves": os.getpid(), "our shell": os.getppid()}[who]
+    with pytest.raises(InUse, match="runs this gpushare") as caught:
+        mig_evict.evict_step(connect(A100), Gpu(index=0), going((), (GpuProcess(pid=pid, compute=True),)))
+    assert caught.value.code == "not_evictable"
+    assert f"{pid} (" in caught.value.message
+
+
+def test_in_another_pid_namespace_nobody_is_taken_for_another(host: MigHost) -> None:
+    host.add(host.devices()[0][1])
+    host.fault("blind")
+    with pytest.raises(InUse, match="another PID here"):
+        mig_evict.evict_step(connect(A100), Gpu(index=0), going((), (PROGRAM,)))
+
+
+def test_an_open_node_without_the_drivers_library_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor can be sent to any service, as to a message bus."""
+    monkeypatch.setattr(SimulatedProcesses, "uses_driver", lambda *_: False)
+    holder = Holder(pid=4194999, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="dbus-daemon")
+    with pytest.raises(InUse, match="only its device node open") as caught:
+        mig_evict.evict_step(connect(A100), Gpu(index=0), going((holder,)))
+    assert caught.value.code == "not_evictable"
+    listed = GpuProcess(pid=4194999, compute=True)
+    assert mig_evict.evict_step(connect(A100), Gpu(index=0), going((holder,), (listed,))).command == "kill 4194999"
+
+
+def test_the_driver_is_seen_in_what_a_process_has_loaded(tmp_path: Path) -> None:
+    holds = (
+        "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); "
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    for name, found in (("libnvidia-ml.so.580.1", True), ("libcuda.so.1", True), ("notlibcuda.so.1", False)):
+        library = tmp_path / name
+        library.write_bytes(b"x" * 4096)
+        with subprocess.Popen(
+            [sys.executable, "-c", holds, str(library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            assert LocalProcesses().uses_driver(process.pid) is found
+            process.communicate()
+
+
+def test_a_signal_reaches_the_process_that_is_meant_and_no_other() -> None:
+    processes = LocalProcesses()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        info = processes.describe(child.pid)
+        assert info is not None
+        assert info.started_at is not None
+        with pytest.raises(NotFound):
+            processes.send_to(child.pid, info.started_at + 1.0, signal.SIGKILL)
+        assert child.poll() is None
+        processes.send_to(child.pid, info.started_at, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        with pytest.raises(NotFound):
+            processes.send_to(child.pid, info.started_at, signal.SIGKILL)
 
 
 def going(instance: tuple[Any, ...] | None, *parts: tuple[Any, ...] | None) -> Any:
@@ -233,20 +392,24 @@ def going(instance: tuple[Any, ...] | None, *parts: tuple[Any, ...] | None) -> A
 
 
 SERVICE = Holder(pid=7, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="nv-hostengine")
-PROGRAM = GpuProcess(pid=9, compute=True)
-RUN = Holder(pid=9, what="lease", name="python3")
+# Beyond what the kernel gives out.
+PROGRAM = GpuProcess(pid=4194999, compute=True)
+RUN = Holder(pid=4194999, what="lease", name="python3")
 
 
 def test_all_who_are_anywhere_in_it_are_ended_once() -> None:
-    assert mig_evict.holders_of(going((SERVICE,), (PROGRAM, RUN), None)) == [7, 9]
-    assert mig_evict.holders_of(going(None, (PROGRAM,))) == [9]
+    assert mig_evict.holders_of(going((SERVICE,), (PROGRAM, RUN), None)) == [7, PROGRAM.pid]
+    assert mig_evict.holders_of(going(None, (PROGRAM,))) == [PROGRAM.pid]
     assert mig_evict.holders_of(going(None, None)) == []
+    # What claims it is not known to be in it.
+    assert mig_evict.holders_of(going((), (RUN,))) == []
     gpu = Gpu(index=0)
     step = mig_evict.evict_step(connect(A100), gpu, going((), (PROGRAM, RUN)))
-    assert (step.what, step.command) == ("end 1 process in 3g.40gb:0 on GPU 0", "kill 9")
-    other = GpuProcess(pid=8, compute=True)
+    assert (step.what, step.command) == (f"end 1 process in 3g.40gb:0 on GPU 0: {PROGRAM.pid}", f"kill {PROGRAM.pid}")
+    other = GpuProcess(pid=PROGRAM.pid - 1, compute=True)
     step = mig_evict.evict_step(connect(A100), gpu, going((), (PROGRAM,), (other,)))
-    assert (step.what, step.command) == ("end 2 processes in 3g.40gb:0 on GPU 0", "kill 8 9")
+    assert step.what == f"end 2 processes in 3g.40gb:0 on GPU 0: {other.pid}, {PROGRAM.pid}"
+    assert step.command == f"kill {other.pid} {PROGRAM.pid}"
     assert (step.undo, step.revert) == (None, None)
 
 
@@ -258,8 +421,10 @@ def test_a_service_is_found_wherever_it_is(gone: Any) -> None:
 
 
 def test_a_run_by_a_services_name_is_a_run() -> None:
-    named = Holder(pid=9, what="lease", name="nsys")
-    assert mig_evict.evict_step(connect(A100), Gpu(index=0), going((), (PROGRAM, named))).command == "kill 9"
+    named = Holder(pid=PROGRAM.pid, what="lease", name="nsys")
+    assert (
+        mig_evict.evict_step(connect(A100), Gpu(index=0), going((), (PROGRAM, named))).command == f"kill {PROGRAM.pid}"
+    )
 
 
 def test_programs_have_ten_seconds_to_end() -> None:

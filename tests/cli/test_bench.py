@@ -15,8 +15,8 @@ import pytest
 
 from gpushare.cli import common
 from gpushare.host.benched import BenchedCap, keep_benched
+from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.host.connect import connect
-from gpushare.host.mig_leases import live_leases, take_lease
 from gpushare.measure.bench_data import read_bench
 from gpushare.measure.copies import Copies
 from gpushare.selection import select_one
@@ -125,8 +125,8 @@ def test_instances_of_several_profiles_count_by_the_one_of_which_there_are_most(
     words = ("--copies", "1,2,3", "--ways", "mig", "--repeat", "1", *WINDOW)
     left = {one["copies"]: one["reason"] for one in bench(cli, *words, *job(10))["left_out"]}
     assert left == {3: "3 copies need 3 free MIG instances of one profile, and there are 2"}
-    lease = take_lease(world.host, world.state.gpus[0].mig[2].uuid)
-    assert lease is not None
+    lease = take_claim(world.host, world.state.gpus[0].mig[2].uuid)
+    assert isinstance(lease, HeldClaim)
     left = {one["copies"]: one["reason"] for one in bench(cli, *words, *job(10))["left_out"]}
     lease.release()
     assert left[2] == "2 copies need 2 free MIG instances of one profile, and there is 1"
@@ -485,17 +485,17 @@ def test_killed_it_holds_its_instances_until_the_copies_have_ended(
     told = tmp_path / "told"
     started = real(*first, "--", "sh", "-c", script, program=("-c", TELLING, str(told)))
     host = connect(world.spec)
-    until(lambda: world.begun and len(live_leases(host)) == 2, "both instances are taken")
+    until(lambda: world.begun and len(live_claims(host)) == 2, "both instances are taken")
     (copy,) = until(world.pids, "the first copy runs")
     until(lambda: guarded(told) == [copy], "the guard knows of it")
     started.process.kill()
     started.process.wait()
-    until(lambda: {one.pid for one in live_leases(host).values()}.isdisjoint({started.pid, 0}), "the guard has both")
+    until(lambda: {one.pid for one in live_claims(host).values()}.isdisjoint({started.pid, 0}), "the guard has both")
     assert alive(copy)
-    assert len(live_leases(host)) == 2
+    assert len(live_claims(host)) == 2
     ending.touch()
     until(lambda: not alive(copy), "the copy is gone")
-    until(lambda: not live_leases(host), "the instances are given back")
+    until(lambda: not live_claims(host), "the instances are given back")
 
 
 def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

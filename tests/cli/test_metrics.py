@@ -135,12 +135,12 @@ def test_mig(cli: Cli, world: World) -> None:
 
 
 def test_leases(cli: Cli, world: World) -> None:
-    from gpushare.host.mig_leases import take_lease
+    from gpushare.host.claims import HeldClaim, take_claim
 
     (uuid,) = world.mig("1g.18gb:0")
     assert value(samples(cli), "mig_instance_leases") == 0
-    lease = take_lease(world.host, uuid)
-    assert lease is not None
+    lease = take_claim(world.host, uuid)
+    assert isinstance(lease, HeldClaim)
     assert value(samples(cli), "mig_instance_leases") == 1
     lease.release()
 

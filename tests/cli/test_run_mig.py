@@ -15,7 +15,7 @@ import pytest
 from gpushare.actions import run_mig
 from gpushare.actions.plain_share import PlainWatch
 from gpushare.errors import InUse
-from gpushare.host.mig_leases import live_leases, take_lease
+from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.host.mig_names import NamedInstance, names_changed
 from gpushare.selection import Device
 from gpushare.sim import admin
@@ -57,7 +57,7 @@ def divided(world: World, *numbers: int) -> None:
 
 
 def leases(world: World) -> dict[str, int]:
-    return {uuid: holder.pid for uuid, holder in live_leases(world.host).items()}
+    return {uuid: holder.pid for uuid, holder in live_claims(world.host).items()}
 
 
 def variables(started: Started) -> dict[str, str]:
@@ -165,8 +165,8 @@ def test_of_five_at_the_same_moment_two_get_one(real: Callable[..., Started], wo
 
 def test_who_holds_the_lease_is_named(refused: Callable[..., str], world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
-    lease = take_lease(world.host, uuid)
-    assert lease is not None
+    lease = take_claim(world.host, uuid)
+    assert isinstance(lease, HeldClaim)
     for words in ((), ("-n",), ("--threads", "50")):
         said = refused("run", *words, "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
         assert f"gpushare run, process {os.getpid()}" in said
@@ -207,13 +207,13 @@ def test_an_instance_with_an_idle_daemon_is_kept_for_its_owner(
 def test_it_is_looked_at_again_under_the_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may come in, or change the instance, until the lease is held."""
     (uuid,) = world.mig("1g.18gb:4")
-    lock = run_mig.take_lease
+    lock = run_mig.take_claim
 
     def late(*arguments: object) -> object:
         admin.add_process(H200, mig=uuid)
         return lock(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_mig, "take_lease", late)
+    monkeypatch.setattr(run_mig, "take_claim", late)
     with pytest.raises(InUse):
         run_mig.take_place(world.host, "1g", None)
     assert leases(world) == {}
@@ -221,7 +221,7 @@ def test_it_is_looked_at_again_under_the_lease(world: World, monkeypatch: pytest
 
 def test_an_instance_that_was_changed_meanwhile_is_not_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.mig("1g.18gb:4")
-    lock = run_mig.take_lease
+    lock = run_mig.take_claim
 
     def late(*arguments: object) -> object:
         # The same GPU instance id, and so the same UUID, with another size is the driver's to give.
@@ -229,7 +229,7 @@ def test_an_instance_that_was_changed_meanwhile_is_not_taken(world: World, monke
             state.gpus[0].mig[0].profile = "1g.18gb+me"
         return lock(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_mig, "take_lease", late)
+    monkeypatch.setattr(run_mig, "take_claim", late)
     with pytest.raises(InUse, match="it was changed this moment"):
         run_mig.take_place(world.host, "1g", None)
     assert leases(world) == {}

@@ -210,6 +210,7 @@ FAULTS = {
     "lost": (None, lambda world: world.state.gpus[0].lost),
     "persistence-off": (None, lambda world: not world.state.gpus[0].persistence),
     "not-supported": ("utilization", lambda world: world.state.gpus[0].not_supported),
+    "refused": ("mig-instances", lambda world: "nvmlDeviceGetGpuInstances" in world.state.gpus[0].refused),
     "no-driver": (None, lambda world: not world.state.driver_loaded),
     "no-nvml": (None, lambda world: not world.state.nvml_installed),
     "no-permission": (None, lambda world: world.state.permission_denied),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
-from gpushare.host import kept_file, mig_leases, mps_aside
+from gpushare.host import kept_file, mps_aside
 from gpushare.host.connect import connect
 from gpushare.host.mig_journal import Journal
 from gpushare.host.mig_names import NamedInstance, names_changed
@@ -109,20 +109,6 @@ def test_a_record_for_which_there_is_no_room_is_said(
     with pytest.raises(OperationFailed, match="No space left") as caught:
         write()
     assert what in caught.value.message
-    assert "df -h" in caught.value.hint
-
-
-def test_a_lease_of_an_instance_for_which_there_is_no_room_is_no_business_of_its_owner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    host = connect(H200)
-    monkeypatch.setattr(mig_leases.tempfile, "mkstemp", full)
-    with pytest.raises(OperationFailed, match="No space left") as caught:
-        mig_leases.take_lease(host, "MIG-0123abcd")
-    assert caught.value.code == "lease_unusable"
     assert "df -h" in caught.value.hint
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from gpushare.errors import OperationFailed
-from gpushare.host import mig_journal
+from gpushare.host import identity, mig_journal
 from gpushare.host.connect import connect
 from gpushare.host.mig_journal import Journal
 from gpushare.mig.shape import ComputeShape, GpuShape, InstanceShape
@@ -168,7 +168,7 @@ def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journ
     """Its instances are gone."""
     boot = path.parent / "boot_id"
     boot.write_text("another\n")
-    monkeypatch.setattr(mig_journal, "_BOOT_ID", boot)
+    monkeypatch.setattr(identity, "_BOOT_ID", boot)
     assert journal.left() is None
     assert journal.begun() is None
     with journal.locked():

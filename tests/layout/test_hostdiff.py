@@ -226,3 +226,26 @@ def test_names_and_their_users() -> None:
         "users of train: not in force; the file: alice"
     ]
     assert said(with_mig(*there, names=(right,)), mig("3g.40gb:0")) == ["name train: 3g.40gb:0; the file: none"]
+
+
+def test_a_name_whose_device_is_missing_is_not_said_to_be_absent_from_the_file() -> None:
+    named = mig(InstanceWish(wish="3g.40gb:4", name="train"), InstanceWish(wish="2g.20gb", name="eval"))
+    elsewhere = LiveName(name="train", profile="1g.10gb", start=0)
+    assert said(with_mig(("1g.10gb", 0), names=(elsewhere,)), named) == [
+        "MIG devices: none; the file: 3g.40gb:4",
+        "MIG devices: none; the file: 2g.20gb",
+        "MIG devices: 1g.10gb:0; the file: none",
+        "name eval: none; the file: 2g.20gb",
+        "name train: 1g.10gb:0; the file: 3g.40gb:4",
+    ]
+
+
+def test_a_name_that_the_file_has_on_another_gpu_is_said_to_be_there() -> None:
+    named = mig(InstanceWish(wish="3g.40gb:0", name="train"))
+    here = with_mig(("3g.40gb", 0), names=(LiveName(name="train", profile="3g.40gb", start=0),))
+    bare = mig("3g.40gb:0")
+    index = here.gpu.index
+    assert [str(one) for one in points(here, bare, {index: bare, 7: named})] == [
+        "name train: 3g.40gb:0; the file: on GPU 7"
+    ]
+    assert [str(one) for one in points(here, named, {index: named, 7: bare})] == []

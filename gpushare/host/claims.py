@@ -1,0 +1,313 @@
+"""Claims: which job has what, told by one file per job that only its owner can write.
+
+All users meet in one sticky directory that root made. Nobody opens another's file to write or to lock it, so nobody can
+keep another out by holding one. A claim counts only while its file's owner is the real user of a live process with a PID
+and a start time that it names: a claim for another's process is worth nothing, and so is that of a process that is gone.
+
+Taking is a try, as in Lamport's bakery. A claim is first *choosing*; then it draws a ticket (CLOCK_BOOTTIME); the
+lowest live ticket has the thing, and whoever is not first withdraws. A file only grows, by lines, under one name: to
+replace it would hide it from whoever lists the directory at that moment (tmpfs), and two would be first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import OperationFailed
+from gpushare.host.host import make_private_directory
+from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
+from gpushare.host.kept_file import unwritable
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - opened as a stranger's directory
+_PREFIX: Final = "gpushare-claim-"
+_NAME: Final = re.compile(rf"{_PREFIX}[0-9a-f]{{16}}", re.ASCII)
+_TEXT: Final = re.compile(
+    rb"gpushare claim 1\nboot ([0-9a-f-]{1,36})\nspace (\d{1,20})\nkey ([\w.:/-]{1,160})\n"
+    rb"process (\d{1,10}) (\d{1,20})\n(?:ticket (\d{1,20})\n)?((?:process \d{1,10} \d{1,20}\n){0,8})",
+    re.ASCII,
+)
+_PROCESS: Final = re.compile(rb"process (\d+) (\d+)\n", re.ASCII)
+_MOST_BYTES: Final = 1024
+_SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# More of one user are his own affair: those beyond do not count. Dead ones are removed as they are met.
+_MOST_OF_ONE_USER: Final = 256
+_MOST_FILES: Final = 50_000
+# A claim chooses for microseconds; one that does so for longer has the thing.
+_CHOOSING_SECONDS: Final = 0.5
+# What cannot be read may be in the writing.
+_UNREADABLE_SECONDS: Final = 60.0
+_CODE: Final = "claim_unusable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a claim says: what is claimed, by whom; ``ticket`` is None while it is choosing."""
+
+    path: Path
+    key: str
+    uid: int
+    # Those of its processes that live, the one that made it first.
+    processes: tuple[Identity, ...]
+    ticket: int | None
+
+    @property
+    def pid(self) -> int:
+        """Return the process that holds it."""
+        return self.processes[0].pid
+
+    @property
+    def rank(self) -> tuple[int, int, str]:
+        """Return its place in the order: whoever is lowest has the thing."""
+        return -1 if self.ticket is None else self.ticket, self.uid, self.path.name
+
+
+@dataclass(frozen=True)
+class HeldClaim:
+    """A claim of this user's; it may be given on to another of his processes by its path."""
+
+    path: Path
+
+    def release(self) -> None:
+        """Give it back, for all the processes that hold it."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def held(self) -> bool:
+        """Return whether it has not been given back; its name is never another's."""
+        return os.path.lexists(self.path)
+
+    def add(self, pid: int) -> None:
+        """Let another process of this user hold it too; its place in the order stays.
+
+        Raises:
+            OperationFailed: the process is gone, or there is no room.
+        """
+        one = identity_of(pid)
+        if one is None:
+            raise OperationFailed(f"process {pid} is gone", "see why: dmesg", code=_CODE)
+        _append(self.path, _process_line(one))
+
+
+def claim_directory(host: Host) -> Path:
+    """Return where the claims of a host lie: the same for all its users.
+
+    ``/run/lock``, or ``/tmp`` where only root may write the former (Fedora, RHEL): which of them is seen from owner and
+    mode alone, so that everybody chooses the same. A service with PrivateTmp=, or a container with a /tmp or PIDs of its
+    own, does not see the others' claims; there only NVML's processes tell.
+    """
+    own = host.run_directory / "claims"
+    if host.is_simulated:
+        return own
+    return next((path for path in SHARED_DIRECTORIES if _is_shared(path)), own)
+
+
+def take_claim(host: Host, key: str) -> HeldClaim | Claim:
+    """Take something for this process, or return the claim of who has it. Never waits for who has it.
+
+    Raises:
+        NoPermission, OperationFailed: no claim can be made here (code ``claim_unusable``).
+    """
+    directory = claim_directory(host)
+    if directory.is_relative_to(host.run_directory):
+        make_private_directory(directory)
+    held = _made(directory, key)
+    try:
+        # Drawn when everybody can see that this one is choosing.
+        ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        _append(held.path, f"ticket {ticket}\n")
+        first = _first(directory, key, held, ticket)
+    except BaseException:
+        held.release()
+        raise
+    if first is None:
+        return held
+    held.release()
+    return first
+
+
+def live_claims(host: Host) -> dict[str, Claim]:
+    """Return who has what now, by key; what cannot be read is absent."""
+    found: dict[str, Claim] = {}
+    try:
+        claims = list(_claims(claim_directory(host)))
+    except (OSError, OperationFailed):
+        return found
+    for one in claims:
+        if one.key not in found or one.rank < found[one.key].rank:
+            found[one.key] = one
+    return found
+
+
+def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
+    """Return the live claim that comes before this one; None: there is none."""
+    deadline = time.monotonic() + _CHOOSING_SECONDS
+    mine = ticket, os.geteuid(), held.path.name
+    while True:
+        others = [one for one in _claims(directory, key) if one.path != held.path]
+        before = sorted((one for one in others if one.ticket is not None and one.rank < mine), key=lambda one: one.rank)
+        if before:
+            return before[0]
+        choosing = next((one for one in others if one.ticket is None), None)
+        if choosing is None or time.monotonic() > deadline:
+            return choosing
+        time.sleep(0.002)
+
+
+def _claims(directory: Path, key: str | None = None) -> Iterator[Claim]:
+    """Yield the claims that count. Dead ones are removed, by their owner and by root.
+
+    Raises:
+        OSError: the directory cannot be listed.
+        OperationFailed: it is full of files with such names; the message says whose.
+    """
+    names = [name for name in os.listdir(directory) if name.startswith(_PREFIX) and _NAME.fullmatch(name)]
+    met: Counter[int] = Counter()
+    boot, space, own = boot_id() or "-", _pid_space(), os.geteuid()
+    for number, name in enumerate(names):
+        path = directory / name
+        try:
+            seen = os.lstat(path)
+        except OSError:
+            continue
+        met[seen.st_uid] += 1
+        if number >= _MOST_FILES:
+            raise _flooded(directory, met)
+        if seen.st_uid != own and met[seen.st_uid] > _MOST_OF_ONE_USER:
+            continue
+        claim = _read(path, boot, space, remove=own in {0, seen.st_uid})
+        if claim is not None and key in {None, claim.key}:
+            yield claim
+
+
+def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE)
+    except OSError:
+        return None
+    try:
+        seen = os.fstat(descriptor)
+        # A second name would outlive the release of the first.
+        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
+            return None
+        # One more than is taken: what is longer is none.
+        match = _TEXT.fullmatch(os.read(descriptor, _MOST_BYTES + 1))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    if match is None:
+        if remove and time.time() - seen.st_ctime > _UNREADABLE_SECONDS:
+            _remove(path)
+        return None
+    if match[1].decode() == boot and int(match[2]) != space:
+        # Its PIDs mean nothing here.
+        return None
+    told = [Identity(int(match[4]), int(match[5])), *(Identity(int(a), int(b)) for a, b in _PROCESS.findall(match[7]))]
+    alive = tuple(one for one in told if match[1].decode() == boot and lives(one, seen.st_uid))
+    if not alive:
+        if remove:
+            _remove(path)
+        return None
+    ticket = None if match[6] is None else int(match[6])
+    return Claim(path=path, key=match[3].decode(), uid=seen.st_uid, processes=alive, ticket=ticket)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _made(directory: Path, key: str) -> HeldClaim:
+    """Make a claim that is choosing."""
+    me = identity_of(os.getpid())
+    if me is None or real_uid(os.getpid()) != os.geteuid():
+        raise OperationFailed(
+            "gpushare runs under another user than who started it, so nobody would believe its claim",
+            "run it as one user: sudo gpushare ..., or without sudo",
+            code=_CODE,
+        )
+    text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {_pid_space()}\nkey {key}\n{_process_line(me)}"
+    if not _TEXT.fullmatch(text.encode()):
+        raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
+    # Random: nobody can be there before.
+    path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
+    except OSError as error:
+        raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
+    try:
+        # Whatever the umask: the others must read it.
+        os.fchmod(descriptor, 0o644)
+        _written(descriptor, text)
+    except OSError as error:
+        _remove(path)
+        raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
+    finally:
+        os.close(descriptor)
+    return HeldClaim(path)
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | _SAFE)
+        try:
+            _written(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise OperationFailed(
+            f"{path} was removed while it was being used", f"see who does: ls -ld {path.parent}", code=_CODE
+        ) from None
+    except OSError as error:
+        raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
+
+
+def _written(descriptor: int, text: str) -> None:
+    # One call: a reader sees all of it or nothing.
+    if os.write(descriptor, text.encode()) != len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _process_line(one: Identity) -> str:
+    return f"process {one.pid} {one.started}\n"
+
+
+def _pid_space() -> int:
+    """Return which PID namespace this is: PIDs mean nothing in another."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _flooded(directory: Path, met: Counter[int]) -> OperationFailed:
+    (uid, number), *_ = met.most_common(1)
+    return OperationFailed(
+        f"{directory} holds {number} or more claims of user {uid}; who has what cannot be told",
+        f"remove them: sudo find {directory} -maxdepth 1 -name '{_PREFIX}*' -uid {uid} -delete",
+        code=_CODE,
+    )
+
+
+def _is_shared(path: Path) -> bool:
+    """Return whether everybody may put files there, and only root and their owners may remove them."""
+    try:
+        seen = os.lstat(path)
+    except OSError:
+        return False
+    mode = stat.S_ISVTX | stat.S_IWOTH | stat.S_IXOTH
+    return stat.S_ISDIR(seen.st_mode) and seen.st_uid == 0 and seen.st_mode & mode == mode

@@ -1,0 +1,135 @@
+"""Which process a PID means: the same PID is given out again, its start time is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal as signals
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gpushare.errors import NoPermission
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL | re.ASCII)
+# libnvidia-ml.so is NVML's, libcuda.so CUDA's; each has the driver's version behind it.
+_DRIVER: Final = re.compile(rb"/lib(?:cuda|nvidia-ml)\.so[^/\n]*$", re.MULTILINE)
+_MOST_MAPS: Final = 16 << 20
+_KERNEL_THREAD: Final = 0x00200000
+_GONE: Final = frozenset({"Z", "X", "x"})
+
+
+class Identity(NamedTuple):
+    """A process: its PID, and when it started, in clock ticks since boot. That does not move when the clock is set."""
+
+    pid: int
+    started: int
+
+
+def identity_of(pid: int) -> Identity | None:
+    """Return who has a PID now; None: nobody, a zombie, or it cannot be seen."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in _GONE else Identity(pid, int(fields[19]))
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/PID/stat`` from the state on; None: there is no such file for this user."""
+    try:
+        # comm is any bytes; it ends at the last parenthesis.
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
+    return fields if len(fields) > 19 and fields[19].isdecimal() else None
+
+
+def real_uid(pid: int) -> int | None:
+    """Return the real user id of a process; None: it cannot be seen, or the number is a thread's."""
+    try:
+        found = _UID.search(Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return int(found[2]) if found is not None and int(found[1]) == pid else None
+
+
+def lives(one: Identity, uid: int) -> bool:
+    """Return whether this very process lives, and is this user's.
+
+    Where /proc hides the processes of others (hidepid), one that this user must not signal counts: it is somebody's.
+    """
+    if one.pid <= 0:
+        return False
+    if _stat(one.pid) is not None:
+        return identity_of(one.pid) == one and real_uid(one.pid) == uid
+    try:
+        os.kill(one.pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    # Ours, and gone since the look.
+    return False
+
+
+def is_kernel_thread(pid: int) -> bool:
+    """Return whether a PID is a thread of the kernel (PF_KTHREAD in ``/proc/PID/stat``)."""
+    fields = _stat(pid)
+    return fields is not None and bool(int(fields[6]) & _KERNEL_THREAD)
+
+
+def ancestors() -> frozenset[int]:
+    """Return the PIDs of this process and of all above it, up to init."""
+    found, pid = {1, os.getpid()}, os.getppid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        fields = _stat(pid)
+        pid = 0 if fields is None else int(fields[1])
+    return frozenset(found)
+
+
+def boot_id() -> str | None:
+    """Return what this boot of the machine is called (``/proc/sys/kernel/random/boot_id``)."""
+    try:
+        return _BOOT_ID.read_bytes().decode("ascii", "replace").strip()
+    except OSError:
+        return None
+
+
+def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
+    """Send a signal to the process that ``same`` finds under a PID; return whether it was still there.
+
+    ``same`` is asked when the process is held by a descriptor: whoever gets the PID later is not meant by it.
+
+    Raises:
+        NoPermission: it belongs to another user.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (OSError, OverflowError):
+        # Gone, or no process but a thread of one.
+        return False
+    try:
+        there = same()
+        if there:
+            signals.pidfd_send_signal(descriptor, signal)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        raise NoPermission(
+            f"may not send {signals.Signals(signal).name} to process {pid}: it belongs to another user",
+            f"ask its owner, or run as root: sudo kill {pid}",
+        ) from None
+    else:
+        return there
+    finally:
+        os.close(descriptor)
+
+
+def has_driver(pid: int) -> bool | None:
+    """Return whether a process has the driver's library loaded; None when it cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            return _DRIVER.search(file.read(_MOST_MAPS)) is not None
+    except OSError:
+        return None
