@@ -201,7 +201,7 @@ def _own(seen: Examination) -> set[int]:
     """Return the processes of MPS and of every `gpushare run`: they go with the program that runs."""
     daemons = {one.daemon.pid or 0 for one in seen.daemons}
     servers = {server.pid for one in seen.daemons for server in one.daemon.servers}
-    runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases()}
+    runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases() or ()}
     runs |= {holder.pid for holder in live_leases(seen.host).values() if holder.pid}
     return daemons | servers | {below for pid in runs for below in seen.host.processes.descendants(pid)}
 

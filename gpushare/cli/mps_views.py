@@ -25,7 +25,7 @@ def status(gpu: Gpu = None) -> Any:
     from gpushare.show.result import jsonable
     from gpushare.show.status import status_result
 
-    snapshot = Observer(settings.connect()).look()
+    snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
     # A daemon whose GPUs cannot be told is shown for any of them.
     chosen = of_gpus(snapshot, gpu)
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
