@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -163,7 +164,7 @@ def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
             gpu=index,
             seen=f"{named.name} is granted to {', '.join(named.users)}, and open to others again",
             why=f"{why}: a grant goes with the instance, with the driver and with a reboot",
-            remedy=f"sudo gpushare mig grant {named.name} {named.users[0]}",
+            remedy=f"sudo gpushare mig grant {shlex.quote(named.name)} {shlex.quote(named.users[0])}",
         )
 
 

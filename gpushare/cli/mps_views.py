@@ -85,7 +85,9 @@ def tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise OperationFailed(f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {path}") from None
+        raise OperationFailed(
+            f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {shlex.quote(str(path))}"
+        ) from None
 
 
 def env(

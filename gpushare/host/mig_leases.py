@@ -19,6 +19,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import stat
 import struct
 import tempfile
@@ -102,7 +103,9 @@ def take_lease(host: Host, mig_uuid: str) -> MigLease | None:
             lease.sign()
             return lease
         os.close(descriptor)
-    raise OperationFailed(f"{path} is removed again and again", f"see who does: ls -l {path}", code="lease_unusable")
+    raise OperationFailed(
+        f"{path} is removed again and again", f"see who does: ls -l {shlex.quote(str(path))}", code="lease_unusable"
+    )
 
 
 def live_leases(host: Host) -> dict[str, Holder]:
@@ -147,10 +150,12 @@ def _open(path: Path) -> int:
             raise unwritable(path, "the lease of an instance", error, code="lease_unusable") from error
         raise NoPermission(
             f"cannot open the lock file {path}: {error.strerror}",
-            f"let its owner or root remove it while nobody runs: sudo rm {path}",
+            f"let its owner or root remove it while nobody runs: sudo rm {shlex.quote(str(path))}",
             code="lease_unusable",
         ) from None
-    raise OperationFailed(f"{path} comes and goes", f"see who does: ls -l {path}", code="lease_unusable")
+    raise OperationFailed(
+        f"{path} comes and goes", f"see who does: ls -l {shlex.quote(str(path))}", code="lease_unusable"
+    )
 
 
 def _create(path: Path) -> None:
@@ -173,7 +178,9 @@ def _checked(descriptor: int, path: Path) -> int:
 
 def _in_the_way(path: Path) -> OperationFailed:
     return OperationFailed(
-        f"{path} should be a lock file, and is something else", f"remove it: sudo rm -r {path}", code="lease_unusable"
+        f"{path} should be a lock file, and is something else",
+        f"remove it: sudo rm -r {shlex.quote(str(path))}",
+        code="lease_unusable",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -85,6 +86,7 @@ _LOOK_SECONDS = 0.1
 # nvidia-smi -q of 16 GPUs with MIG prints 2 MiB; an MPS daemon with all the clients that it can have, 10 KiB.
 _MOST_OF_A_DAEMON = 1 << 20
 _MOST_OF_OTHERS = 16 << 20
+_SLACK = 1 << 16
 # linux/memfd.h
 _MFD_NOEXEC_SEAL = 0x8
 # Where packages put the programs when PATH does not say (cron, systemd, containers).
@@ -192,8 +194,8 @@ def _output_file(most: int) -> IO[bytes]:
         except OSError:
             # Linux before 6.3 does not know the first flag; with vm.memfd_noexec=2 it is needed.
             continue
-        # One byte more than it may print shows that it wanted more. What is not written takes no memory.
-        os.ftruncate(descriptor, most + 1)
+        # Some pages more than it may print show that it wanted more. What is not written takes no memory.
+        os.ftruncate(descriptor, most + _SLACK)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         return os.fdopen(descriptor, "w+b", buffering=0)
     import tempfile
@@ -253,7 +255,7 @@ class LocalPrograms:
                 file.close()
             if isinstance(error, PermissionError):
                 raise NoPermission(
-                    f"cannot execute {path}: {error.strerror}", f"check its mode: ls -l {path}"
+                    f"cannot execute {path}: {error.strerror}", f"check its mode: ls -l {shlex.quote(path)}"
                 ) from None
             raise OperationFailed(f"cannot execute {path}: {error.strerror}", "see: gpushare doctor") from None
         return _Started(tuple(argv), process, files, stdin, time.monotonic() + timeout, timeout)
