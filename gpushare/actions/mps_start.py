@@ -224,7 +224,7 @@ def _start_daemon(host: Host, device: Device, home: DaemonHome, started: list[Da
                 f"the MPS daemon of {device.title} ended right after its start: {done.text or 'it said nothing'}",
                 f"see its log: {shlex.quote(f'{home.log}/control.log')}",
                 gpu=str(device.gpu.index),
-                code="daemon_died",
+                code="daemon_silent",
             )
         if time.monotonic() > deadline:
             raise OperationFailed(

@@ -155,7 +155,7 @@ def test_a_daemon_that_dies_right_after_its_start_is_noticed_at_once(
     monkeypatch.setattr("gpushare.actions.mps_start._ANSWER_SECONDS", 1e9)
     answer = cli("mps", "start", "--exclusive", output="json")
     (error,) = answer.json["errors"]
-    assert (error["code"], answer.code) == ("daemon_died", 1)
+    assert (error["code"], answer.code) == ("daemon_silent", 1)
     assert "right after its start" in error["message"]
     assert world.state.gpus[0].compute_mode == 0
 
