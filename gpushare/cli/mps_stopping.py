@@ -101,7 +101,8 @@ def _by_pipe(found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     import os
 
     wanted = os.path.abspath(pipe_directory)
-    for item in found:
+    # Root's and our own first: anybody can start a process that says it listens there.
+    for item in sorted(found, key=lambda item: not item.trusted):
         if item.daemon.pipe_directory == wanted:
             if not item.daemon.ours and not settings.yes and not settings.dry_run:
                 raise BadUsage(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Where the daemon listens when nobody tells it otherwise (NVIDIA's MPS guide).
 DEFAULT_PIPE_DIRECTORY: Final = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's choice, not ours
 DEFAULT_LOG_DIRECTORY: Final = "/var/log/nvidia-mps"
+# 16 GPUs in 7 instances each; it may be anybody's.
+_MOST_DEVICES: Final = 128
 _UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{1,60}$", re.ASCII)
 
 
@@ -273,7 +275,7 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return tuple(gpu.index for gpu in gpus)
     found: list[int] = []
-    for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
+    for word in environment["CUDA_VISIBLE_DEVICES"].split(",", _MOST_DEVICES)[:_MOST_DEVICES]:
         # CUDA takes ordinals and UUIDs; `select` takes more.
         if not re.match(r"\d|GPU-|MIG-", word.strip()) or ":" in word:
             break

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
-from gpushare.errors import NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class _Started:
     def result(self) -> Completed:
         try:
             self._wait()
-        except BaseException:
+        except GpushareError:
+            # Not by Ctrl-C: it would be cut in the middle of a change.
             self._kill()
             raise
         finally:
