@@ -169,6 +169,14 @@ class MpsDaemon(_Value):
     transient: bool = False
     # Why the daemon could not be asked, or None.
     error: str | None = None
+    # What else must be known of it: it was not asked, or its start was interrupted.
+    note: str | None = None
+
+    @property
+    def unasked(self) -> bool:
+        """Return whether it was left alone: it is another user's."""
+        # Every daemon that answers has a thread percentage.
+        return not self.ours and self.note is not None and self.threads_percent is None
 
     @property
     def clients(self) -> tuple[MpsClient, ...]:
@@ -220,6 +228,22 @@ class Snapshot(_Value):
     taken_at: float | None = None
 
 
+def device_key(uuid: str) -> str:
+    """Return the short name of a device for directories and units: ``gpu-0d54321e-5f2c91aa``.
+
+    The end is a CRC of the whole UUID: the first digits alone are the same on some virtual and mocked GPUs.
+    """
+    import zlib
+
+    return f"{old_device_key(uuid)}-{zlib.crc32(uuid.lower().encode()):08x}"
+
+
+def old_device_key(uuid: str) -> str:
+    """Return the short name that earlier versions gave a device: ``gpu-0d54321e``."""
+    kind, _, rest = uuid.partition("-")
+    return f"{kind.lower()}-{rest[:8].lower()}"
+
+
 def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
     """Return the way of sharing in force on a GPU; None when it is unknown.
 
@@ -231,8 +255,14 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
         return Mechanism.MIG
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         return Mechanism.PROHIBITED
-    if any(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) and daemon.error is None for daemon in daemons):
+    # Also one that hangs or is stopped: its clients have the GPU all the same.
+    live = [daemon for daemon in daemons if daemon.pid is not None]
+    if any(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in live):
+        return Mechanism.MPS
+    unreadable = any(daemon.pipe_directory is None for daemon in live)
+    if unreadable and any(process.mps for process in gpu.processes or ()):
         return Mechanism.MPS
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
         return Mechanism.EXCLUSIVE
-    return None if gpu.compute_mode is None else Mechanism.TIME_SLICING
+    # Whether a daemon whose environment may not be read serves this GPU is unknown.
+    return None if gpu.compute_mode is None or unreadable else Mechanism.TIME_SLICING

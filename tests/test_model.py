@@ -19,13 +19,28 @@ from gpushare.model import (
     mechanism,
 )
 
-
-def daemon(gpu_index: int | None = 0, *, more: tuple[int, ...] = (), error: str | None = None) -> MpsDaemon:
-    return MpsDaemon(pid=1, ours=False, pipe_directory="/p", gpu_index=gpu_index, gpu_indexes=more, error=error)
+MPS_PROCESS = GpuProcess(pid=9, mps=True)
 
 
-def gpu(mode: ComputeMode | None = ComputeMode.DEFAULT, *, mig: bool | None = False, error: str | None = None) -> Gpu:
-    return Gpu(index=0, compute_mode=mode, mig_enabled=mig, error=error)
+def daemon(
+    gpu_index: int | None = 0,
+    *,
+    more: tuple[int, ...] = (),
+    error: str | None = None,
+    pid: int | None = 1,
+    pipe: str | None = "/p",
+) -> MpsDaemon:
+    return MpsDaemon(pid=pid, ours=False, pipe_directory=pipe, gpu_index=gpu_index, gpu_indexes=more, error=error)
+
+
+def gpu(
+    mode: ComputeMode | None = ComputeMode.DEFAULT,
+    *,
+    mig: bool | None = False,
+    error: str | None = None,
+    processes: tuple[GpuProcess, ...] | None = None,
+) -> Gpu:
+    return Gpu(index=0, compute_mode=mode, mig_enabled=mig, error=error, processes=processes)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +52,12 @@ def gpu(mode: ComputeMode | None = ComputeMode.DEFAULT, *, mig: bool | None = Fa
         (gpu(), (daemon(None, more=(0, 1)),), Mechanism.MPS),
         (gpu(), (daemon(1),), Mechanism.TIME_SLICING),
         (gpu(), (daemon(None),), Mechanism.TIME_SLICING),
-        (gpu(), (daemon(error="gone"),), Mechanism.TIME_SLICING),
-        (gpu(), (daemon(error="gone"), daemon()), Mechanism.MPS),
+        (gpu(), (daemon(error="gone", pid=None),), Mechanism.TIME_SLICING),
+        (gpu(), (daemon(error="gone", pid=None), daemon()), Mechanism.MPS),
+        # Stopped or hanging: its clients have the GPU all the same.
+        (gpu(), (daemon(error="no answer"),), Mechanism.MPS),
+        (gpu(), (daemon(None, error="unreadable", pipe=None),), None),
+        (gpu(processes=(MPS_PROCESS,)), (daemon(None, error="unreadable", pipe=None),), Mechanism.MPS),
         (gpu(ComputeMode.EXCLUSIVE_PROCESS), (daemon(),), Mechanism.MPS),
         (gpu(ComputeMode.EXCLUSIVE_PROCESS), (), Mechanism.EXCLUSIVE),
         (gpu(ComputeMode.EXCLUSIVE_THREAD), (), Mechanism.EXCLUSIVE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -43,7 +44,7 @@ def drift(seen: Examination) -> Iterator[Check]:
                 gpu=live.gpu.index,
                 seen=f"GPU {live.gpu.index} is not as it was applied: {said}",
                 why="a reboot takes modes, levels, daemons and MIG away; what was changed by hand goes with the next one",
-                remedy=f"sudo gpushare apply -f {applied_path(seen.host)}; or keep what is there now: {_KEEP}",
+                remedy=f"sudo gpushare apply -f {shlex.quote(str(applied_path(seen.host)))}; or keep what is there now: {_KEEP}",
             )
     if kept and not wrong:
         yield Check(

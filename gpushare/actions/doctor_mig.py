@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -162,7 +163,7 @@ def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
             gpu=index,
             seen=f"{named.name} is granted to {', '.join(named.users)}, and open to others again",
             why=f"{why}: a grant goes with the instance, with the driver and with a reboot",
-            remedy=f"sudo gpushare mig grant {named.name} {named.users[0]}",
+            remedy=f"sudo gpushare mig grant {shlex.quote(named.name)} {shlex.quote(named.users[0])}",
         )
 
 
@@ -200,7 +201,7 @@ def _own(seen: Examination) -> set[int]:
     """Return the processes of MPS and of every `gpushare run`: they go with the program that runs."""
     daemons = {one.daemon.pid or 0 for one in seen.daemons}
     servers = {server.pid for one in seen.daemons for server in one.daemon.servers}
-    runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases()}
+    runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases() or ()}
     runs |= {holder.pid for holder in claimed_instances(seen.host).values()}
     return daemons | servers | {below for pid in runs for below in seen.host.processes.descendants(pid)}
 

@@ -50,7 +50,23 @@ def mps_daemons(seen: Examination) -> Iterator[Check]:
     """Check every daemon: dead, silent, in FAULT, orphaned."""
     for found in seen.daemons:
         daemon = found.daemon
-        if daemon.ours and daemon.pid is None:
+        if found.record is not None and found.record.interrupted:
+            yield Check(
+                id="mps.interrupted",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"a start of the MPS daemon of {found.record.device_uuid} is under way, or was interrupted",
+                why="its limits may not be set, and a compute mode that it changed is still to be restored",
+                remedy=f"gpushare mps stop -g {found.record.device_uuid}",
+            )
+        elif daemon.unasked:
+            yield Check(
+                id="mps.unasked",
+                verdict=Verdict.SKIP,
+                gpu=daemon.gpu_index,
+                seen=f"MPS daemon {daemon.pid} of {daemon.user or 'user unknown'} was not asked: it is another user's",
+            )
+        elif daemon.ours and daemon.pid is None:
             yield Check(
                 id="mps.stale",
                 verdict=Verdict.WARN,

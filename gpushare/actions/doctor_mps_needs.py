@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
             gpu=daemon.gpu_index,
             seen=f"everybody may write into {pipe} (mode {stat.S_IMODE(mode):o})",
             why="any user can put a socket of his own in the daemon's place",
-            remedy=f"sudo chmod 0755 {pipe}",
+            remedy=f"sudo chmod 0755 {shlex.quote(str(pipe))}",
         )
     # What 'users' of a gpushare.yaml closed is closed on purpose; what lies above must be open all the same.
     chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
@@ -118,7 +119,7 @@ def _log(daemon: MpsDaemon) -> Iterator[Check]:
                 gpu=daemon.gpu_index,
                 seen=f"{path} has grown to {format_bytes(size)}",
                 why="every question to the daemon adds lines, and nobody rotates it",
-                remedy=f"sudo truncate -s 0 {path}",
+                remedy=f"sudo truncate -s 0 {shlex.quote(str(path))}",
             )
 
 

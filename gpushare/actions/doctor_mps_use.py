@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +13,15 @@ from typing import TYPE_CHECKING, Final
 from gpushare.actions.check import Check, Examination, Verdict, counted
 from gpushare.actions.doctor_mps_environment import client_environments, daemon_environment
 from gpushare.actions.doctor_mps_needs import log_tail, needs
+from gpushare.actions.host_units import unit_device
 from gpushare.host import mps_control
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path
 from gpushare.host.mps import DEFAULT_PIPE_DIRECTORY
-from gpushare.layout.systemd import pipe_directory
 from gpushare.model import TimeSlice
 
 if TYPE_CHECKING:
+    from gpushare.host.mps import FoundDaemon
     from gpushare.model import Gpu, GpuProcess, MpsDaemon
 
 _PENDING: Final = re.compile(
@@ -41,7 +43,7 @@ def foreign(seen: Examination) -> Iterator[Check]:
                 why="programs that never asked for MPS join it, containers too, and fail with it (CUDA error 805)",
                 remedy=f"{_quit(daemon)}; then a private one: gpushare mps start",
             )
-        elif not daemon.ours and not _is_of_unit(seen, daemon):
+        elif not daemon.ours and not _is_of_unit(seen, found):
             yield Check(
                 id="mps.foreign",
                 verdict=Verdict.WARN,
@@ -54,14 +56,13 @@ def foreign(seen: Examination) -> Iterator[Check]:
     yield from _dead_default(seen)
 
 
-def _is_of_unit(seen: Examination, daemon: MpsDaemon) -> bool:
+def _is_of_unit(seen: Examination, found: FoundDaemon) -> bool:
     """Return whether a systemd unit of `gpushare export systemd` runs it."""
-    uuids = [uuid for gpu in seen.answering for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
-    return daemon.pipe_directory is not None and daemon.pipe_directory in map(pipe_directory, uuids)
+    return unit_device(seen.host, found, seen.answering) is not None
 
 
 def _quit(daemon: MpsDaemon) -> str:
-    return f"echo quit | sudo CUDA_MPS_PIPE_DIRECTORY={daemon.pipe_directory} {mps_control.PROGRAM}"
+    return f"echo quit | sudo CUDA_MPS_PIPE_DIRECTORY={shlex.quote(daemon.pipe_directory or '')} {mps_control.PROGRAM}"
 
 
 def _several(seen: Examination) -> Iterator[Check]:
@@ -146,7 +147,8 @@ def outside(seen: Examination) -> Iterator[Check]:
         known |= {found.daemon.pid or 0}
     for found in seen.serving:
         for gpu in seen.answering:
-            if gpu.index not in found.daemon.gpu_indexes:
+            # Who the clients of one are that was not asked is unknown.
+            if gpu.index not in found.daemon.gpu_indexes or found.daemon.unasked:
                 continue
             strangers = [one for one in _on(gpu, found.daemon) if one.compute and not one.mps and one.pid not in known]
             known |= {one.pid for one in strangers}

@@ -82,8 +82,9 @@ def _live(
 def _mps(found: FoundDaemon) -> LiveMps:
     daemon, record, home = found.daemon, found.record, found.home
     transient = daemon.transient or (record is not None and record.transient)
-    if daemon.error is not None or record is None or home is None:
-        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error, transient=transient)
+    if daemon.error is not None or record is None or home is None or record.interrupted:
+        # Whether all that an interrupted start wanted is set is not known.
+        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient)
     threads = daemon.threads_percent
     wish = MpsWish(
         threads_percent=None if threads == 100.0 else threads,

@@ -68,7 +68,7 @@ def _stop_step(host: Host, own: OwnDaemon) -> Step:
         start_again(host, own.record, own.device)
 
     return Step(
-        what=f"stop the idle MPS daemon {own.record.pid} of {own.device.title}",
+        what=f"stop the idle MPS daemon {own.found.daemon.pid} of {own.device.title}",
         command=f"gpushare mps stop -g {own.device.selector}",
         undo=start_command(own.record, own.device),
         do=act,

@@ -175,7 +175,7 @@ def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], made: s
         steps.append(
             deferred(
                 f"open '{one.name}' ({one.profile}:{one.start}) to {whom}",
-                "\n".join(f"gpushare mig grant {one.name} {user}" for user in one.users) or command,
+                "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users) or command,
                 _grants(host, one, before),
             )
         )

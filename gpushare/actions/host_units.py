@@ -13,7 +13,7 @@ from gpushare.host.mps_access import pipe_users
 from gpushare.host.mps_text import parse_memory
 from gpushare.layout.hostfile import MpsWish
 from gpushare.layout.live import LiveMps
-from gpushare.layout.systemd import LIMIT_FILE, pipe_directory, unit_name
+from gpushare.layout.systemd import LIMIT_FILE, UNIT_PIPES, old_pipe_directory, pipe_directory, unit_at
 from gpushare.model import ComputeMode, Priority
 from gpushare.units import mps_memory_readback, parse_memory_limit
 
@@ -31,20 +31,39 @@ def is_unit(daemon: MpsDaemon) -> bool:
 
 def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons; those of units with the device that they serve, and their exact memory limit."""
-    uuids = {uuid for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
-    places = {pipe_directory(uuid): uuid for uuid in uuids}
+    devices = [unit_device(host, one, gpus) for one in found]
     return [
-        one
-        if one.daemon.ours or one.daemon.pipe_directory not in places
-        else replace(one, daemon=_served(host, one.daemon, places[one.daemon.pipe_directory]))
-        for one in found
+        one if uuid is None else replace(one, daemon=_served(host, one.daemon, uuid))
+        for one, uuid in zip(found, devices, strict=True)
     ]
+
+
+def unit_device(host: Host, found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
+    """Return the UUID of the device that a unit's daemon serves, or None when it is no unit's.
+
+    Any user can start a program that says it listens there: only root's and our own counts.
+    """
+    where = found.daemon.pipe_directory
+    if found.daemon.ours or not found.trusted or where is None or not where.startswith(f"{UNIT_PIPES}/"):
+        return None
+    uuids = [uuid for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
+    for uuid in uuids:
+        if where == pipe_directory(uuid):
+            return uuid
+    # Devices can share the directory of an older unit; the daemon names its own.
+    visible = (host.processes.environment(found.daemon.pid or 0) or {}).get("CUDA_VISIBLE_DEVICES")
+    return next((uuid for uuid in uuids if uuid == visible and where == old_pipe_directory(uuid)), None)
 
 
 def _served(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
     held = daemon.memory_limit_bytes
     try:
-        text = local_path(host, pipe_directory(uuid)).with_name(LIMIT_FILE).read_text(encoding="utf-8").strip()
+        text = (
+            local_path(host, daemon.pipe_directory or pipe_directory(uuid))
+            .with_name(LIMIT_FILE)
+            .read_text(encoding="utf-8")
+            .strip()
+        )
         noted = parse_memory_limit(text)
         if held is not None and held in {parse_memory(mps_memory_readback(noted)), noted}:
             held = noted
@@ -64,7 +83,7 @@ def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
 
 def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
     """Return the daemon of a unit as it is in force."""
-    unit = unit_name(daemon.device_uuid or "")
+    unit = unit_at(daemon.pipe_directory or pipe_directory(daemon.device_uuid or ""))
     if daemon.error is not None:
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error, unit=unit)
     whole = daemon.device_uuid == gpu.uuid

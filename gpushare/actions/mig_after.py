@@ -87,15 +87,15 @@ def daemon_steps_after(
     steps = []
     for device in restored.values():
         record = _record_of(host, device.uuid)
-        if record is not None and is_running(host, record):
+        if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
             steps.append(_start_step(host, record, device))
     for device in stayed:
         record = _record_of(host, device.uuid)
-        if record is not None and not is_running(host, record):
+        if record is not None and not is_running(host, home_of(host.run_directory, record.device_uuid), record):
             steps.append(_start_step(host, record, device))
     for uuid in gone:
         record = _record_of(host, uuid)
-        if record is not None and is_running(host, record):
+        if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
             steps.append(_forget_step(host, record))
     return tuple(steps)
 
@@ -133,7 +133,12 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
     now = _device_now(host, device)
     home = home_of(host.run_directory, now.uuid)
     running = home.read()
-    if running is not None and running.device_uuid == now.uuid and is_running(host, running):
+    if (
+        running is not None
+        and running.device_uuid == now.uuid
+        and not running.interrupted
+        and is_running(host, home, running)
+    ):
         return
     limits = MpsLimits(
         threads_percent=record.threads_percent,
@@ -172,7 +177,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
         mps_aside.forget_aside(own.home)
 
     return Step(
-        what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.record.pid} of {own.device.title}"
+        what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
         + (", and end its servers" if force else ""),
         command=control_command(own.home, "quit -t 1" if force else "quit"),
         undo=start_command(own.record, own.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ def _grant_step(host: Host, one: NamedInstance) -> Step:
 
     return Step(
         what=f"grant '{one.name}' to {users} again",
-        command=f"gpushare mig grant {one.name} {users}",
+        command="\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users),
         undo=None,
         do=act,
         revert=back,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,9 @@ def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
             before.append(file.read_bytes())
         except OSError as error:
             raise OperationFailed(
-                f"cannot read {spec.path}: {error.strerror}", f"look: ls -l {spec.path}", code="cdi_unreadable"
+                f"cannot read {spec.path}: {error.strerror}",
+                f"look: ls -l {shlex.quote(str(spec.path))}",
+                code="cdi_unreadable",
             ) from None
         cdi.refresh(host, spec)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpushare.actions.check import counted
 from gpushare.errors import GpushareError, InUse, NoPermission
 from gpushare.host.mps import FoundDaemon, find_daemons
-from gpushare.host.mps_home import DaemonHome, DaemonRecord, homes_in
+from gpushare.host.mps_home import DaemonHome, DaemonRecord, homes_in, unrecorded
 from gpushare.selection import Device
 
 if TYPE_CHECKING:
@@ -42,15 +42,17 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
             # It does not answer: nobody knows who uses it.
             continue
         if not clients and not own.home.live_leases() and _is_mine(own):
-            pids |= {own.record.pid, *servers}
+            pids |= {own.found.daemon.pid or 0, *servers}
     return frozenset(pids)
 
 
 def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     """Return our live daemons on a GPU and on its MIG devices."""
     devices = {device.uuid: device for device in devices_of(gpu)}
-    records = (home.read() for home in homes_in([host.run_directory, *host.shared_run_directories]))
-    if not any(record is not None and record.device_uuid in devices for record in records):
+    directories = [host.run_directory, *host.shared_run_directories]
+    records = (home.read() for home in homes_in(directories))
+    known = any(record is not None and record.device_uuid in devices for record in records)
+    if not known and not unrecorded(directories):
         # Whoever plans asks for each GPU, and the process table is long.
         return []
     found = []
@@ -78,7 +80,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
         NoPermission: it is another user's.
         InUse: it has clients, a `gpushare run` uses it, or nobody can tell because it does not answer.
     """
-    pid, title, gpu = own.record.pid, own.device.title, str(own.device.gpu.index)
+    pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _is_mine(own):
         raise NoPermission(

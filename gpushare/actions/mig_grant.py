@@ -264,8 +264,8 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> l
     return [
         Step(
             what=f"keep with the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
-            command=f"write {path}",
-            undo=f"write {path}",
+            command=f"write {shlex.quote(str(path))}",
+            undo=f"write {shlex.quote(str(path))}",
             do=lambda: write(users),
             revert=back,
         )
@@ -273,7 +273,7 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> l
 
 
 def _echo(capability: Capability, *, modify: bool) -> str:
-    return f"echo '{modify_line(modify=modify).strip()}' | sudo tee {capability.path}"
+    return f"echo '{modify_line(modify=modify).strip()}' | sudo tee {shlex.quote(str(capability.path))}"
 
 
 def _commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) -> str:
@@ -282,7 +282,7 @@ def _commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) ->
     lines = [f"sudo setfacl -b {node}"] if before.users else []
     lines += [f"sudo chmod {wanted.mode:04o} {node}"]
     if wanted.owner != before.owner:
-        lines.append(f"sudo chown {user_name(wanted.owner)}:root {node}")
+        lines.append(f"sudo chown {shlex.quote(user_name(wanted.owner))}:root {node}")
     if wanted.users:
         lines.append(f"sudo setfacl {' '.join(f'-m u:{user_name(uid)}:r' for uid in wanted.users)} {node}")
     return "\n".join(lines)
@@ -297,4 +297,6 @@ def _need_root(host: Host) -> None:
 
 
 def _not_held(path: str, wanted: str) -> GpushareError:
-    return OperationFailed(f"{path} was changed, but does not hold {wanted}", f"see: ls -l {path}", code="not_held")
+    return OperationFailed(
+        f"{path} was changed, but does not hold {wanted}", f"see: ls -l {shlex.quote(str(path))}", code="not_held"
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import InUse, NoPermission, NotFound, NotSupported
 from gpushare.host import mps_control
-from gpushare.host.mps import is_running
-from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
+from gpushare.host.mps import adopted_record, live_pid
+from gpushare.host.mps_home import RUNNING, DaemonHome, DaemonRecord, home_of
 from gpushare.host.program import missing_program
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
@@ -30,8 +31,20 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         home = home_of(run_directory, device.uuid)
         record = home.read()
         if record is None or record.device_uuid != device.uuid:
+            record = adopted_record(host, home, device.uuid)
+        if record is None:
             continue
-        if not is_running(host, record):
+        if record.interrupted:
+            dead = dead or NotFound(
+                f"the start of the MPS daemon of {device.title} is under way, or was interrupted",
+                f"start it again: gpushare mps start -g {device.selector}; "
+                f"or clear it away: gpushare mps stop -g {device.selector}",
+                gpu=str(device.gpu.index),
+                code="start_interrupted",
+            )
+            continue
+        pid = live_pid(host, home, record)
+        if pid is None:
             # Another's may live in a directory that we share.
             dead = dead or NotFound(
                 f"the MPS daemon of {device.title} (process {record.pid}) is dead",
@@ -47,7 +60,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
                 gpu=str(device.gpu.index),
                 code="not_your_daemon",
             )
-        return home, record
+        return home, _with_pid(host, record, pid)
     if dead is not None:
         raise dead
     raise NotFound(
@@ -56,6 +69,14 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         gpu=str(device.gpu.index),
         code="no_daemon",
     )
+
+
+def _with_pid(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
+    """Return a record of a daemon that lives as it is to be written: another start may have been killed before its end."""
+    if record.pid == pid and record.state == RUNNING:
+        return record
+    info = host.processes.describe(pid)
+    return replace(record, pid=pid, started_at=None if info is None else info.started_at, state=RUNNING)
 
 
 def check_device(host: Host, device: Device) -> None:

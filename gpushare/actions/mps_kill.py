@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -55,12 +56,15 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
     Raises:
         NotFound: no such process (code ``no_process``), or it is no MPS client (``not_a_client``).
     """
-    for found in find_daemons(host, gpus):
-        for client in found.daemon.clients:
-            if client.pid == pid:
-                return Client(found, client)
-        if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
-            raise _serves(found.daemon, pid)
+    # Daemons of other users are asked only where the process is not a client of ours or of root's, and believed about
+    # processes of their own user only.
+    for strangers in (False, True):
+        for found in find_daemons(host, gpus, strangers=strangers):
+            for client in found.daemon.clients:
+                if client.pid == pid:
+                    return Client(found, client)
+            if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
+                raise _serves(found.daemon, pid)
     if not host.processes.alive(pid):
         raise NotFound(f"there is no process {pid}", "see the clients: gpushare mps status", code="no_process")
     raise NotFound(
@@ -72,7 +76,11 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
 
 def _serves(daemon: MpsDaemon, pid: int) -> BadUsage:
     what = "control daemon" if pid == daemon.pid else "server"
-    which = f"-g {daemon.device_uuid}" if daemon.ours else f"--pipe-directory {daemon.pipe_directory} --yes"
+    which = (
+        f"-g {daemon.device_uuid}"
+        if daemon.ours
+        else f"--pipe-directory {shlex.quote(daemon.pipe_directory or '')} --yes"
+    )
     return BadUsage(
         f"process {pid} is the MPS {what}: all of its clients would lose the GPU with it",
         f"stop it the orderly way: gpushare mps stop {which}",
@@ -97,7 +105,7 @@ def plan_kill(client: Client) -> Plan:
         Step(
             what="read the state of the MPS server",
             command=f"echo get_server_status {client.client.server_pid} | "
-            f"CUDA_MPS_PIPE_DIRECTORY={client.daemon.pipe_directory} nvidia-cuda-mps-control",
+            f"CUDA_MPS_PIPE_DIRECTORY={shlex.quote(client.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
             do=_nothing,
         ),
     )
@@ -109,7 +117,8 @@ def plan_terminate(client: Client) -> Plan:
     pid, server = client.client.pid, client.client.server_pid
     step = Step(
         what=f"take the GPU work of client {pid} away; its process lives on",
-        command=f"echo terminate_client {server} {pid} | CUDA_MPS_PIPE_DIRECTORY={client.daemon.pipe_directory} nvidia-cuda-mps-control",
+        command=f"echo terminate_client {server} {pid} | "
+        f"CUDA_MPS_PIPE_DIRECTORY={shlex.quote(client.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
         do=_nothing,
     )
     return Plan(title=f"terminate MPS client {pid}", steps=(step,))

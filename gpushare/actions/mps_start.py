@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
@@ -10,20 +11,20 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mps_device import check_device
 from gpushare.actions.mps_limits import MpsLimits, check_memory, control_command, limit_steps
-from gpushare.actions.mps_stop import end_daemon
+from gpushare.actions.mps_start_checks import check_path, exists, notes_of, refuse_second, start_error
+from gpushare.actions.mps_stop import clients_of, end_daemon
 from gpushare.actions.plan import Plan, Step
 from gpushare.actions.timeslice import set_compute_mode
-from gpushare.errors import BadUsage, InUse, NotSupported, OperationFailed
+from gpushare.errors import InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.host import mps_control, mps_program
-from gpushare.host.mps import daemon_pid, find_daemons
+from gpushare.host.mps import daemon_pid, live_pid
 from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
+from gpushare.host.mps_home import RUNNING, STARTING, DaemonHome, DaemonRecord, home_of
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.program import Completed
     from gpushare.selection import Device
 
 _ANSWER_SECONDS: Final = 20.0
@@ -42,24 +43,30 @@ def plan_start(
     check_device(host, device)
     check_memory(device, limits.memory_limit_bytes)
     home = home_of(host.run_directory, device.uuid)
-    _check_path(home)
-    _refuse_second(host, device)
-    notes = _notes(host, device)
+    check_path(home)
+    notes = notes_of(host, device)
     before = _Before(host, home, home.read())
+    # After the record was read: what another start notes from now on is not taken for an interrupted one.
+    refuse_second(host, device)
     previous = before.compute_mode
     if previous is not None and not exclusive:
         notes.append(
             f"a daemon that died had changed the compute mode of {device.title}; stop restores {previous.title}"
         )
-    steps = [_directories_step(before)]
+    steps: list[Step] = []
     if exclusive:
         now = _exclusive_allowed(host, device)
         if now is not ComputeMode.EXCLUSIVE_PROCESS:
             steps.append(_exclusive_step(host, device, now))
             previous = previous or now
+    facts = _Record(previous, transient, limits)
+    # Before the first change: what is killed on its way leaves what to restore, and whose the daemon is.
+    steps[:0] = [_directories_step(before), _note_step(device, before, facts)]
+    if before.record is not None and before.record.interrupted and live_pid(host, home, before.record) is not None:
+        steps.insert(2, _interrupted_step(host, device, home, before.record))
     steps.append(_daemon_step(host, device, home))
     steps += limit_steps(host, home, limits)
-    steps.append(_record_step(device, before, _Record(previous, transient, limits)))
+    steps.append(_record_step(device, before, facts))
     return Plan(
         title=f"MPS on {device.title}",
         steps=tuple(steps),
@@ -84,23 +91,16 @@ class _Before:
 
     def put_back(self) -> None:
         """Leave the home as it was found."""
-        if daemon_pid(self.host, str(self.home.pipe)) is not None:
-            # Somebody's live daemon: its sockets are not ours to remove.
-            return
-        self.home.clear()
         if self.record is not None:
+            # Not removed and written again: killed in between, what is to be restored would be lost.
             self.home.write(self.record)
-
-
-def _check_path(home: DaemonHome) -> None:
-    """Raise before anything is made: the daemon itself dies without a word."""
-    length = len(os.fsencode(str(home.pipe)))
-    if length > mps_control.MAX_PIPE_DIRECTORY_BYTES:
-        raise BadUsage(
-            f"the MPS pipe directory {home.pipe} has {length} bytes; {mps_control.MAX_PIPE_DIRECTORY_BYTES} is the limit",
-            "set GPUSHARE_RUN_DIR to a shorter directory, for example /run/gpushare",
-            code="path_too_long",
-        )
+            return
+        noted = self.home.read()
+        if noted is not None and live_pid(self.host, self.home, noted) is not None:
+            # It could not be ended: what is noted says what is still to be undone.
+            return
+        # Of somebody's live daemon the sockets are not ours to remove.
+        self.home.clear(sockets=daemon_pid(self.host, str(self.home.pipe)) is None)
 
 
 def _directories_step(before: _Before) -> Step:
@@ -111,6 +111,43 @@ def _directories_step(before: _Before) -> Step:
         undo=f"rm -r {shlex.quote(str(home.directory))}",
         do=home.create,
         revert=before.put_back,
+    )
+
+
+def _note_step(device: Device, before: _Before, facts: _Record) -> Step:
+    path = shlex.quote(str(before.home.directory / "daemon.json"))
+    return Step(
+        what="note what to restore",
+        command=f"write {path}",
+        undo=f"rm {path}",
+        do=lambda: before.home.write(facts.record(device, state=STARTING)),
+        revert=before.put_back,
+    )
+
+
+def _interrupted_step(host: Host, device: Device, home: DaemonHome, record: DaemonRecord) -> Step:
+    control = MpsControl(host.programs, str(home.pipe))
+
+    def act() -> None:
+        pid = live_pid(host, home, record)
+        if pid is None:
+            return
+        with contextlib.suppress(TimedOut):
+            clients = clients_of(control)
+            if clients:
+                raise InUse(
+                    f"an interrupted start left the MPS daemon {pid} on {device.title}, and it has clients: "
+                    + ", ".join(map(str, clients[:8])),
+                    f"wait for them, and stop it: gpushare mps stop -g {device.selector} --drain 60",
+                    gpu=str(device.gpu.index),
+                    code="daemon_exists",
+                )
+        end_daemon(host, control, pid, seconds=1.0, force=True)
+
+    return Step(
+        what=f"end the MPS daemon that an interrupted start left on {device.title}",
+        command=control_command(home, "quit"),
+        do=act,
     )
 
 
@@ -168,7 +205,7 @@ def _daemon_step(host: Host, device: Device, home: DaemonHome) -> Step:
 def _start_daemon(host: Host, device: Device, home: DaemonHome, started: list[DaemonHome]) -> None:
     control = MpsControl(host.programs, str(home.pipe))
     if control.answers():
-        raise _exists(device, daemon_pid(host, str(home.pipe)))
+        raise exists(device, daemon_pid(host, str(home.pipe)))
     environment = mps_program.start_environment(device.uuid, str(home.pipe), str(home.log))
     started.append(home)
     done = host.programs.run([mps_control.PROGRAM, "-d"], env=environment, timeout=_ANSWER_SECONDS)
@@ -178,35 +215,25 @@ def _start_daemon(host: Host, device: Device, home: DaemonHome, started: list[Da
         raise start_error(done, device, home)
     # Exit 0 proves nothing: an unknown option prints the usage and exits 0 too. The daemon must answer.
     deadline = time.monotonic() + _ANSWER_SECONDS
+    looks = 0
     while not control.answers():
+        # One look may fall between two moments; its process is there when the program has returned.
+        looks = 0 if daemon_pid(host, str(home.pipe)) is not None else looks + 1
+        if looks > 1:
+            raise OperationFailed(
+                f"the MPS daemon of {device.title} ended right after its start: {done.text or 'it said nothing'}",
+                f"see its log: {shlex.quote(f'{home.log}/control.log')}",
+                gpu=str(device.gpu.index),
+                code="daemon_silent",
+            )
         if time.monotonic() > deadline:
             raise OperationFailed(
                 f"the MPS daemon of {device.title} was started but does not answer: {done.text or 'it said nothing'}",
-                f"see its log: {home.log}/control.log",
+                f"see its log: {shlex.quote(f'{home.log}/control.log')}",
                 gpu=str(device.gpu.index),
                 code="daemon_silent",
             )
         time.sleep(0.05)
-
-
-def start_error(done: Completed, device: Device, home: DaemonHome) -> OperationFailed:
-    """Return the error of a daemon that did not start; most of its failures print nothing."""
-    known = {
-        244: ("it finds no libcuda.so.1", "install the driver's CUDA library (libcuda1); then: gpushare doctor"),
-        100: ("CUDA sees no device (error 100)", "see: gpushare doctor"),
-    }
-    why, hint = known.get(done.exit_code, (done.text, f"see its log: {home.log}/control.log"))
-    if "already running" in done.text:
-        why, hint = (
-            "another daemon holds this pipe directory",
-            f"see: gpushare mps status; fuser -v {home.pipe}/control_lock",
-        )
-    return OperationFailed(
-        f"the MPS daemon of {device.title} did not start: {why or f'exit code {done.exit_code}, no text'}",
-        hint,
-        gpu=str(device.gpu.index),
-        code="daemon_not_started",
-    )
 
 
 def _end_started(host: Host, home: DaemonHome) -> None:
@@ -220,6 +247,22 @@ class _Record:
     previous: ComputeMode | None
     transient: bool
     limits: MpsLimits
+
+    def record(
+        self, device: Device, *, state: str, pid: int | None = None, started_at: float | None = None
+    ) -> DaemonRecord:
+        return DaemonRecord(
+            device_uuid=device.uuid,
+            pid=pid,
+            started_at=started_at,
+            uid=os.geteuid(),
+            threads_percent=self.limits.threads_percent,
+            memory_limit_bytes=self.limits.memory_limit_bytes,
+            priority=None if self.limits.priority is None else int(self.limits.priority),
+            previous_compute_mode=None if self.previous is None else self.previous.name,
+            transient=self.transient,
+            state=state,
+        )
 
 
 def _record_step(device: Device, before: _Before, facts: _Record) -> Step:
@@ -235,68 +278,9 @@ def _record_step(device: Device, before: _Before, facts: _Record) -> Step:
                 code="daemon_pid",
             )
         info = host.processes.describe(pid)
-        home.write(
-            DaemonRecord(
-                device_uuid=device.uuid,
-                pid=pid,
-                started_at=None if info is None else info.started_at,
-                uid=os.geteuid(),
-                threads_percent=facts.limits.threads_percent,
-                memory_limit_bytes=facts.limits.memory_limit_bytes,
-                priority=None if facts.limits.priority is None else int(facts.limits.priority),
-                previous_compute_mode=None if facts.previous is None else facts.previous.name,
-                transient=facts.transient,
-            )
-        )
+        started_at = None if info is None else info.started_at
+        home.write(facts.record(device, state=RUNNING, pid=pid, started_at=started_at))
 
     path = shlex.quote(str(home.directory / "daemon.json"))
-    return Step(
-        what="note what to restore", command=f"write {path}", undo=f"rm {path}", do=write, revert=before.put_back
-    )
-
-
-def _exists(device: Device, pid: int | None) -> InUse:
-    return InUse(
-        f"an MPS daemon of gpushare serves {device.title} already (process {pid})",
-        f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",
-        gpu=str(device.gpu.index),
-        code="daemon_exists",
-    )
-
-
-def _refuse_second(host: Host, device: Device) -> None:
-    for found in find_daemons(host, [device.gpu], deep=False):
-        daemon = found.daemon
-        if daemon.ours and daemon.device_uuid == device.uuid:
-            if daemon.error is not None:
-                # A dead daemon: starting in its directory works, and its record is replaced.
-                continue
-            raise _exists(device, daemon.pid)
-        if not daemon.ours and device.gpu.index in daemon.gpu_indexes:
-            raise InUse(
-                f"an MPS daemon that gpushare did not start serves {device.title} (process {daemon.pid}, {daemon.pipe_directory})",
-                f"use it: export CUDA_MPS_PIPE_DIRECTORY={daemon.pipe_directory}; or stop it: "
-                f"gpushare mps stop --pipe-directory {daemon.pipe_directory} --yes",
-                gpu=str(device.gpu.index),
-                code="foreign_daemon",
-            )
-
-
-def _notes(host: Host, device: Device) -> list[str]:
-    notes = []
-    outside = [
-        process for process in host.nvml.processes(device.gpu.index) or () if process.compute and not process.mps
-    ]
-    if device.mig is not None:
-        outside = [
-            process
-            for process in outside
-            if (process.gpu_instance_id, process.compute_instance_id)
-            == (device.mig.gpu_instance_id, device.mig.compute_instance_id)
-        ]
-    if outside:
-        pids = ", ".join(str(process.pid) for process in outside[:5])
-        notes.append(
-            f"{len(outside)} processes already run on {device.title} outside MPS ({pids}); they stay outside until they start again"
-        )
-    return notes
+    # Undone with the first note, when all that it names is.
+    return Step(what="note that it runs", command=f"write {path}", do=write)

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.timeslice import set_compute_mode
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
-from gpushare.host.mps import FoundDaemon
-from gpushare.host.mps_control import MpsControl
+from gpushare.host.mps import FoundDaemon, live_pid
+from gpushare.host.mps_control import MpsControl, is_server
+from gpushare.host.mps_home import ADOPTED, DaemonRecord
 from gpushare.host.process import wait_gone
 from gpushare.model import ComputeMode
+from gpushare.selection import Device
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.selection import Device
+    from gpushare.host.process import ProcessInfo
 
 # How long a daemon and its servers may take to go once told to (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0
@@ -71,16 +73,21 @@ def stop(
         if _ended_by_its_last_run(host, found):
             return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=False)
         _still_there(found)
+        pid = found.daemon.pid
+        if pid is None and home is not None and found.record is not None:
+            # A start that was killed since we looked may have left one.
+            pid = live_pid(host, home, found.record)
         # Without a process it is the record of a dead daemon: nothing to stop, but to clear away and to restore.
-        if found.daemon.pid is not None:
+        if pid is not None:
             control = found.control(host)
             # Somebody may have come while we waited for the lock.
             left = _without_clients(host, found, 0.0, force=force)[1]
-            forced = end_daemon(host, control, found.daemon.pid, seconds=1.0, force=force) or bool(left)
-        restored = _restore(host, found, device)
+            forced = end_daemon(host, control, pid, seconds=1.0, force=force) or bool(left)
+        restored = None if found.record is None else restore_mode(host, found.record, device)
+        # Last: until here it tells the next command what is still to be done.
         if home is not None:
             home.clear()
-    return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=forced, compute_mode=restored)
+    return Stopped(pid=pid, waited_seconds=waited, forced=forced, compute_mode=restored)
 
 
 def _without_clients(
@@ -103,7 +110,7 @@ def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
     record, home = found.record, found.home
     if record is None or home is None or not record.transient or found.daemon.pid is None:
         return False
-    return home.read() is None and not host.processes.alive(record.pid, record.started_at)
+    return home.read() is None and not host.processes.alive(found.daemon.pid, record.started_at)
 
 
 def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool) -> bool:
@@ -156,22 +163,45 @@ def _woken(host: Host, control: MpsControl, pid: int) -> tuple[bool, bool]:
 
 def _end_by_signals(host: Host, pid: int) -> bool:
     """End a daemon by SIGTERM, then SIGKILL, and the servers that it leaves; return whether it is gone."""
-    servers = [other for other in host.processes.descendants(pid) if other != pid]
+    daemon = host.processes.describe(pid)
+    if daemon is None:
+        return True
+    servers = _servers_below(host, daemon)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(NotFound):
-            host.processes.send(pid, number)
+        if host.processes.alive(pid, daemon.started_at):
+            with contextlib.suppress(NotFound):
+                host.processes.send(pid, number)
         if not wait_gone(host.processes, [pid], 3.0):
             # Nobody tells them to end any more.
-            for server in wait_gone(host.processes, servers, 1.0):
-                with contextlib.suppress(NotFound):
-                    host.processes.send(server, signal.SIGKILL)
+            left = wait_gone(host.processes, servers, 1.0)
+            for server in left:
+                if host.processes.alive(server, servers[server]):
+                    with contextlib.suppress(NotFound):
+                        host.processes.send(server, signal.SIGKILL)
             return True
     return False
 
 
+def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float | None]:
+    """Return the MPS servers that a daemon has started, with their start times.
+
+    By name, and of its own user unless it is root's, which starts servers for others: whatever else descends from it
+    is not ours to end.
+    """
+    found = {}
+    for pid in host.processes.descendants(daemon.pid):
+        info = host.processes.describe(pid) if pid != daemon.pid else None
+        if info is None or not (is_server(info.name) or info.name == daemon.name):
+            continue
+        if daemon.uid in {0, info.uid}:
+            found[pid] = info.started_at
+    return found
+
+
 def _still_there(found: FoundDaemon) -> None:
     """Raise when another gpushare stopped the daemon, or started a new one, while we waited for the lock."""
-    if found.home is not None and found.home.read() != found.record:
+    noted = None if found.record is None or found.record.state == ADOPTED else found.record
+    if found.home is not None and found.home.read() != noted:
         raise NotFound(
             f"the MPS daemon {found.daemon.pid} was stopped or replaced by another gpushare meanwhile",
             "see what is there now: gpushare mps status",
@@ -221,7 +251,7 @@ def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
     where = (
         f"-g {found.daemon.device_uuid}"
         if found.daemon.ours
-        else f"--pipe-directory {found.daemon.pipe_directory} --yes"
+        else f"--pipe-directory {shlex.quote(found.daemon.pipe_directory or '')} --yes"
     )
     return InUse(
         f"the MPS daemon {found.daemon.pid} still has {len(left)} clients after {waited:.1f} s: {pids}",
@@ -231,12 +261,18 @@ def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
     )
 
 
-def _restore(host: Host, found: FoundDaemon, device: Device | None) -> ComputeMode | None:
-    record = found.record
-    if record is None or record.previous_compute_mode is None:
+def restore_mode(host: Host, record: DaemonRecord, device: Device | None = None) -> ComputeMode | None:
+    """Give a GPU the compute mode back that a record notes, and return it; None: it notes none.
+
+    Raises:
+        OperationFailed: it could not be restored (code ``not_restored``).
+    """
+    if record.previous_compute_mode is None:
         return None
     mode = ComputeMode[record.previous_compute_mode]
     try:
+        if device is None:
+            device = next((Device(gpu=gpu) for gpu in host.nvml.identities() if gpu.uuid == record.device_uuid), None)
         if device is None:
             raise NotFound(f"{record.device_uuid} does not answer", "see: gpushare status")
         set_compute_mode(host, device, mode)

@@ -12,7 +12,7 @@ from gpushare.actions.share import INSTANCE, claimed, held
 from gpushare.errors import GpushareError
 from gpushare.host.host import make_private_directory
 from gpushare.host.mig_processes import processes_in
-from gpushare.host.mps_home import device_key
+from gpushare.model import device_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

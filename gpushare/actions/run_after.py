@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.actions.mps_stop import clients_of, end_daemon
+from gpushare.actions.mps_stop import clients_of, end_daemon, restore_mode
 from gpushare.actions.pauser import resume_all
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.connect import connect
-from gpushare.host.mps import is_running
+from gpushare.host.mps import live_pid
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, Lease, home_of
 
@@ -34,8 +34,10 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         record = home.read()
         if record is None or not record.transient:
             return False
-        if not is_running(host, record):
+        pid = live_pid(host, home, record)
+        if pid is None:
             # It died before its last program; nobody else would clear it away.
+            restore_mode(host, record)
             home.clear()
             return False
         if home.live_leases():
@@ -43,7 +45,9 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         control = MpsControl(host.programs, str(home.pipe))
         if clients_of(control):
             return True
-        end_daemon(host, control, record.pid, seconds=1.0, force=False)
+        end_daemon(host, control, pid, seconds=1.0, force=False)
+        # It may have taken over what a daemon before it had changed.
+        restore_mode(host, record)
         home.clear()
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
@@ -75,10 +76,14 @@ def check_program(program: str) -> None:
         return
     if os.path.isfile(program):
         raise NoPermission(
-            f"may not execute '{program}'", f"check its mode: ls -l {program}", code="command_not_executable"
+            f"may not execute '{program}'",
+            f"check its mode: ls -l {shlex.quote(program)}",
+            code="command_not_executable",
         )
     raise NotFound(
-        f"there is no program '{program}'", f"check the spelling: command -v {program}", code="command_not_found"
+        f"there is no program '{program}'",
+        f"check the spelling: command -v {shlex.quote(program)}",
+        code="command_not_found",
     )
 
 

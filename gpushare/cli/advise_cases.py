@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import textwrap
@@ -127,7 +128,9 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     found = [one for one in workloads_of(read_recording(path)) if one.gpu == index]
     if not found:
         raise NotFound(
-            f"{path} saw no program on GPU {index}", f"look into it: gpushare observe --from {path}", code="nobody"
+            f"{path} saw no program on GPU {index}",
+            f"look into it: gpushare observe --from {shlex.quote(str(path))}",
+            code="nobody",
         )
     workloads = tuple(
         Workload(

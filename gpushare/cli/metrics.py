@@ -146,7 +146,11 @@ def _reading(host: Host) -> Reading:
         layouts=layouts,
         names={(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()},
         leases=tuple(claimed_instances(host)),
-        mps_leases={str(home.pipe): len(home.live_leases()) for home, record in homes if record is not None},
+        mps_leases={
+            str(home.pipe): len(leases)
+            for home, record in homes
+            if record is not None and (leases := home.live_leases()) is not None
+        },
         mig_interrupted=interrupted(Journal(host)) is not None,
         exclusive_wanted=frozenset(filter(None, wanted)),
         pauses=tuple((one.gpu_uuid, one.pid, one.pauses, one.paused) for one in noted_pauses(host)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -235,7 +236,7 @@ def _undo_of(change: GpuChange) -> list[str]:
     words = [as_command(before)]
     for one in lost:
         words.append(f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}")
-        words += [f"gpushare mig grant {one.name} {user}" for user in granted.get(one.name, ())]
+        words += [f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in granted.get(one.name, ())]
     return words
 
 

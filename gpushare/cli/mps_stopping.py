@@ -93,7 +93,7 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotF
     if instances:
         hint = f"its MIG instances have some: -g all, or -g {instances[0]}"
     elif foreign is not None and foreign.pipe_directory is not None:
-        hint = f"the daemon {foreign.pid} is not gpushare's; stop it by: gpushare mps stop --pipe-directory {foreign.pipe_directory} --yes"
+        hint = f"the daemon {foreign.pid} is not gpushare's; stop it by: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
     return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
 
 
@@ -101,12 +101,13 @@ def _by_pipe(found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     import os
 
     wanted = os.path.abspath(pipe_directory)
-    for item in found:
+    # Root's and our own first: anybody can start a process that says it listens there.
+    for item in sorted(found, key=lambda item: not item.trusted):
         if item.daemon.pipe_directory == wanted:
             if not item.daemon.ours and not settings.yes and not settings.dry_run:
                 raise BadUsage(
                     f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
-                    f"stop it all the same: gpushare mps stop --pipe-directory {wanted} --yes",
+                    f"stop it all the same: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
                     code="foreign_daemon",
                 )
             return item
@@ -125,7 +126,7 @@ def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: 
         "pipe_directory": found.daemon.pipe_directory,
         "command": None
         if found.daemon.pid is None
-        else f"echo quit | CUDA_MPS_PIPE_DIRECTORY={found.daemon.pipe_directory} nvidia-cuda-mps-control",
+        else f"echo quit | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(found.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
         "waited_seconds": None,
         "forced": None,
         "compute_mode": None if found.record is None else found.record.previous_compute_mode,

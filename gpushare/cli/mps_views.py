@@ -25,7 +25,7 @@ def status(gpu: Gpu = None) -> Any:
     from gpushare.show.result import jsonable
     from gpushare.show.status import status_result
 
-    snapshot = Observer(settings.connect()).look()
+    snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
     # A daemon whose GPUs cannot be told is shown for any of them.
     chosen = of_gpus(snapshot, gpu)
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
@@ -85,7 +85,9 @@ def tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise OperationFailed(f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {path}") from None
+        raise OperationFailed(
+            f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {shlex.quote(str(path))}"
+        ) from None
 
 
 def env(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -231,11 +232,10 @@ def _notes(recording: Recording, path: Path) -> list[str]:
     ]
     if any(use.source == "utilization" for use in recording.gpus):
         notes.append("utilisation says only that a kernel ran: a GPU at 100 % may still have room")
-    import shlex
 
     file = shlex.quote(str(path))
-    notes.append(f"which way of sharing fits: gpushare advise --from {file}")
-    notes.append(f"what it could save: gpushare savings --from {file} --price PRICE")
+    notes.append(f"which way of sharing fits: gpushare advise --from {shlex.quote(str(file))}")
+    notes.append(f"what it could save: gpushare savings --from {shlex.quote(str(file))} --price PRICE")
     notes.append(
         "low activity does not say that sharing is free: a small job can suffer beside a large one; measure it"
     )

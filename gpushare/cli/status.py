@@ -35,7 +35,7 @@ def status(
     from gpushare.host.snapshot import Observer
     from gpushare.show.status import status_result
 
-    observer = Observer(settings.connect())
+    observer = Observer(settings.connect(), strangers=settings.verbose)
 
     def look() -> Any:
         return status_result(of_gpus(observer.look(), gpu))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +168,6 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
         raise NoPermission(
             f"the directory {path} is writable for others (mode {stat.S_IMODE(found.st_mode):o})",
-            f"close it: chmod go-w {path}",
+            f"close it: chmod go-w {shlex.quote(str(path))}",
             code="directory_open",
         )

@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -327,7 +328,7 @@ def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> N
         if time.monotonic() > deadline:
             raise OperationFailed(
                 f"another gpushare has been changing MIG for {seconds:g} s",
-                f"see which: fuser -v {path}",
+                f"see which: fuser -v {shlex.quote(str(path))}",
                 code="locked",
             )
         time.sleep(0.02)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import stat
 import struct
 from collections.abc import Sequence
@@ -68,7 +69,9 @@ def let_in(directory: Path, users: Sequence[str]) -> None:
         raise _refused(directory, error) from None
     if pipe_users(directory) != tuple(sorted(map(user_name, ids))):
         raise OperationFailed(
-            f"{directory} was changed, but lets others in", f"see: getfacl {directory}", code="not_held"
+            f"{directory} was changed, but lets others in",
+            f"see: getfacl {shlex.quote(str(directory))}",
+            code="not_held",
         )
 
 

@@ -21,6 +21,7 @@ from gpushare.host.mps_text import (
     parse_percentage,
     parse_pids,
     parse_ps,
+    strange_reply,
 )
 from gpushare.model import Priority
 from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
@@ -41,6 +42,10 @@ _TIMEOUT: Final = 5.0
 # Answered by every version with one number, whatever the daemon's state.
 _SENTINEL: Final = "get_default_active_thread_percentage"
 _CANNOT_SEND: Final = "Cannot send command"
+# Of what a daemon says of an error: it may be anybody's.
+_MOST_SAID: Final = 500
+# One server per user, or per named server: more than any host has.
+_MOST_SERVERS: Final = 64
 
 
 def is_server(name: str | None) -> bool:
@@ -76,9 +81,11 @@ def _was_dropped(done: Completed) -> bool:
 class MpsControl:
     """Talks to the daemon of one pipe directory."""
 
-    def __init__(self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT) -> None:
-        self._programs = programs
-        self._seconds = seconds
+    def __init__(
+        self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT, until: float | None = None
+    ) -> None:
+        """Talk to a daemon: ``seconds`` for each answer, ``until`` (monotonic) for all of them."""
+        self._programs, self._seconds, self._until = programs, seconds, until
         self.pipe_directory = pipe_directory
 
     def ask(self, command: str, *, timeout: float | None = None) -> str:
@@ -94,9 +101,11 @@ class MpsControl:
             TimedOut: it does not answer within ``timeout`` seconds (code ``daemon_hangs``).
         """
         timeout = self._seconds if timeout is None else timeout
-        deadline = time.monotonic() + timeout
+        until = self._until or float("inf")
+        deadline = min(time.monotonic() + timeout, until)
         while True:
-            done = self._talk(f"{command}\n{_SENTINEL}\n", timeout)
+            left = min(timeout, max(0.05, until - time.monotonic()))
+            done = self._talk(f"{command}\n{_SENTINEL}\n", left, of=timeout)
             reply, answered = without_sentinel(done.stdout, _least_lines(command))
             if answered or not _was_dropped(done) or time.monotonic() > deadline:
                 break
@@ -117,28 +126,28 @@ class MpsControl:
         """
         deadline = time.monotonic() + timeout
         while True:
-            done = self._talk(f"{command}\n", timeout)
+            done = self._talk(f"{command}\n", timeout, of=timeout)
             if _CANNOT_SEND not in done.stderr or time.monotonic() > deadline:
                 break
             _step_aside()
         self._check(done, command)
         return done.stdout
 
-    def _talk(self, stdin: str, timeout: float) -> Completed:
+    def _talk(self, stdin: str, timeout: float, *, of: float) -> Completed:
         try:
             return self._programs.run(
                 [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
             )
         except TimedOut:
             raise TimedOut(
-                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {timeout:g} s",
+                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {of:g} s",
                 # By its directory: a daemon that hangs while it starts has no record yet.
                 f"end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
                 code="daemon_hangs",
             ) from None
 
     def _check(self, done: Completed, command: str) -> None:
-        said = done.text
+        said = done.text[:_MOST_SAID]
         if "Cannot find MPS control daemon" in said:
             raise NotFound(
                 f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start", code="no_daemon"
@@ -287,6 +296,8 @@ class MpsControl:
         ).splitlines()
         defaults, memory = lines[:2], [limit for limit in map(parse_memory, lines[2:]) if limit is not None]
         pids = parse_pids("\n".join(lines[2:]))
+        if len(pids) > _MOST_SERVERS:
+            raise strange_reply(f"{len(pids)} servers")
         priority = defaults[1].strip() if len(defaults) > 1 else ""
         return Overview(
             threads_percent=parse_percentage(defaults[0]) if defaults else None,

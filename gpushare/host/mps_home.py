@@ -1,8 +1,8 @@
 """Where one MPS daemon of ours lives: directories, record, lock and leases.
 
-``<run>/mps/<gpu-0d54321e>/`` holds ``pipe/``, ``log/``, ``daemon.json`` (what is needed to undo),
+``<run>/mps/<gpu-0d54321e-5f2c91aa>/`` holds ``pipe/``, ``log/``, ``daemon.json`` (what is needed to undo),
 ``lock`` and ``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the
-truth; the record only says whose it is and what to restore.
+truth; the record only says whose it is and what to restore. It is written before a start changes anything.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,11 +21,21 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import open_lock, read_trusted, replace_file, writing
+from gpushare.host.kept_file import clear_leftovers, open_lock, read_trusted, replace_file, writing
 from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES
-from gpushare.model import ComputeMode
+from gpushare.model import ComputeMode, device_key, old_device_key
 
 RECORD_SCHEMA: Final = 1
+# States of a record. A start writes STARTING before its first change, and RUNNING at its end; whoever finds STARTING
+# under the lock finds an interrupted start. ADOPTED is never written: a daemon in a home of ours without a record.
+RUNNING: Final = "running"
+STARTING: Final = "starting"
+ADOPTED: Final = "adopted"
+# PID_MAX_LIMIT of Linux is 2^22; simulated processes lie above it.
+_LAST_PID: Final = 2**31 - 1
+_RECORD: Final = "daemon.json"
+# As `mps_aside` names it.
+_ASIDE: Final = "aside.json"
 _LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
 
@@ -33,7 +44,8 @@ class DaemonRecord:
     """What gpushare remembers of a daemon that it started."""
 
     device_uuid: str
-    pid: int
+    # None: the start that wrote this did not come so far.
+    pid: int | None
     started_at: float | None
     uid: int
     threads_percent: float | None = None
@@ -42,7 +54,13 @@ class DaemonRecord:
     # The compute mode to restore, by name, or None when it was not changed.
     previous_compute_mode: str | None = None
     transient: bool = False
+    state: str = RUNNING
     schema: int = RECORD_SCHEMA
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a start wrote it and did not come to its end: it was killed, or it is under way."""
+        return self.state == STARTING
 
 
 @dataclass(frozen=True)
@@ -83,18 +101,34 @@ class DaemonHome:
         self._make_directory()
         for path in (self.pipe, self.log, self.leases):
             make_private_directory(path)
+        # Nobody else may hold what is in it open, and so locked.
+        with contextlib.suppress(OSError):
+            self.leases.chmod(0o700)
 
     def _make_directory(self) -> None:
         # One by one: mkdir's mode holds for the last of a path only.
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):
             make_private_directory(path)
 
+    @classmethod
+    def at_pipe(cls, pipe_directory: str | None, run_directories: Sequence[Path]) -> DaemonHome | None:
+        """Return the home in one of these run directories whose pipe directory this is."""
+        path = Path(pipe_directory or "/")
+        if path.name != "pipe" or path.parent.parent not in [one / "mps" for one in run_directories]:
+            return None
+        return cls(path.parent)
+
     def read(self) -> DaemonRecord | None:
         """Return the record, or None when there is none, it cannot be understood, or another user wrote it.
 
         Signals go to the PID in it: only our own and root's word is taken for that.
         """
-        return record_of(read_trusted(self.directory / "daemon.json"))
+        return record_of(read_trusted(self.directory / _RECORD))
+
+    def _keeps(self, uuid: str) -> bool:
+        """Return whether a record of a device is here, of its daemon or of one that was set aside."""
+        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, _ASIDE))
+        return any(record is not None and record.device_uuid == uuid for record in kept)
 
     def write(self, record: DaemonRecord) -> None:
         """Write the record, for others to read too: `gpushare status` shows root's daemons.
@@ -102,18 +136,18 @@ class DaemonHome:
         Raises:
             NoPermission, OperationFailed: it cannot be written; the old one stands.
         """
-        path = self.directory / "daemon.json"
+        path = self.directory / _RECORD
         with writing(path, "the record of an MPS daemon"):
             replace_file(path, json.dumps(asdict(record), indent=2))
 
-    def clear(self) -> None:
-        """Remove the record and what a dead daemon left in the pipe directory; the logs stay.
+    def clear(self, *, sockets: bool = True) -> None:
+        """Remove the record and, with ``sockets``, what a dead daemon left in the pipe directory; the logs stay.
 
         Raises:
             NoPermission: they belong to somebody else.
         """
         try:
-            (self.directory / "daemon.json").unlink(missing_ok=True)
+            (self.directory / _RECORD).unlink(missing_ok=True)
         except OSError as error:
             raise NoPermission(
                 f"cannot remove the record in {self.directory}: {error.strerror}",
@@ -121,7 +155,7 @@ class DaemonHome:
                 code="directory_unwritable",
             ) from None
         self.live_leases()
-        for path in [*self.leftovers(), *self.directory.glob("terminated-*")]:
+        for path in [*(self.leftovers() if sockets else ()), *self.directory.glob("terminated-*")]:
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -144,18 +178,28 @@ class DaemonHome:
         descriptor = open_lock(self.directory / "lock", "of this MPS daemon")
         try:
             _lock_within(descriptor, seconds, self.directory)
+            clear_leftovers(self.directory)
             yield
         finally:
             os.close(descriptor)
 
-    def live_leases(self) -> list[int]:
-        """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed."""
-        live = []
-        for path in sorted(self.leases.glob("*.lease")) if self.leases.is_dir() else ():
-            if not _LEASE.match(path.name):
-                continue
+    def live_leases(self) -> list[int] | None:
+        """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed.
+
+        None: they are another user's, who alone can tell.
+        """
+        live: list[int] = []
+        try:
+            names = sorted(os.listdir(self.leases))
+        except FileNotFoundError:
+            return live
+        except OSError:
+            return None
+        for path in (self.leases / name for name in names if _LEASE.match(name)):
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except PermissionError:
+                return None
             except OSError:
                 continue
             try:
@@ -224,6 +268,9 @@ def record_of(raw: Any) -> DaemonRecord | None:
         return None
     if not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
         return None
+    known["pid"] = known["pid"] or None
+    if known["pid"] is None and known.get("state") != STARTING:
+        return None
     return DaemonRecord(**known)
 
 
@@ -238,25 +285,26 @@ def _is_number_or_none(value: object) -> bool:
 # What a field may hold; all others are whole numbers.
 _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "device_uuid": lambda value: isinstance(value, str),
-    "pid": lambda value: _is_whole(value) and value > 0,
+    "pid": lambda value: value is None or (_is_whole(value) and 0 <= value <= _LAST_PID),
     "started_at": _is_number_or_none,
     "threads_percent": _is_number_or_none,
     "memory_limit_bytes": lambda value: value is None or _is_whole(value),
     "priority": lambda value: value is None or (_is_whole(value) and value in {0, 1}),
     "previous_compute_mode": lambda value: value is None or value in ComputeMode.__members__,
     "transient": lambda value: isinstance(value, bool),
+    "state": lambda value: isinstance(value, str) and len(value) < 32,
 }
 
 
-def device_key(uuid: str) -> str:
-    """Return the short name of a device's directory: ``gpu-0d54321e``, ``mig-8443519f``."""
-    kind, _, rest = uuid.partition("-")
-    return f"{kind.lower()}-{rest[:8].lower()}"
-
-
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:
-    """Return the home of the daemon of one device."""
-    return DaemonHome(run_directory / "mps" / device_key(uuid))
+    """Return the home of the daemon of one device.
+
+    Earlier versions cut the UUID after 8 digits, which devices can share: such a home counts as long as it has a record
+    of this very device, and there is none under the new name.
+    """
+    home = DaemonHome(run_directory / "mps" / device_key(uuid))
+    old = DaemonHome(run_directory / "mps" / old_device_key(uuid))
+    return old if old.directory.is_dir() and not home._keeps(uuid) and old._keeps(uuid) else home
 
 
 def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
@@ -266,6 +314,12 @@ def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
         with contextlib.suppress(OSError):
             found += [DaemonHome(path.parent) for path in sorted((run_directory / "mps").glob("*/daemon.json"))]
     return found
+
+
+def unrecorded(run_directories: Sequence[Path]) -> bool:
+    """Return whether a daemon may live in one of the homes there without a record: its socket is there."""
+    pipes = (pipe for one in run_directories for pipe in (one / "mps").glob("*/pipe/control"))
+    return any(not (pipe.parent.parent / _RECORD).exists() for pipe in pipes)
 
 
 def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
@@ -279,7 +333,7 @@ def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
             if time.monotonic() > deadline:
                 raise OperationFailed(
                     f"another gpushare has been changing the daemon in {directory} for {seconds:g} s",
-                    f"see which: fuser -v {directory}/lock",
+                    f"see which: fuser -v {shlex.quote(f'{directory}/lock')}",
                     code="locked",
                 ) from None
             time.sleep(0.02)

@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from gpushare.errors import OperationFailed
 from gpushare.model import Priority
 from gpushare.units import GIB, MIB
 
 # Bounded: int() refuses numbers of thousands of digits, and a log line may hold anything.
 _MEMORY: Final = re.compile(r"^(\d{1,12})([MG])$", re.ASCII)
-_PID: Final = re.compile(r"^\d{1,10}$", re.ASCII)
+_PID: Final = re.compile(r"^[1-9]\d{0,9}$", re.ASCII)
+# pid_t; Linux itself ends at 2^22.
+_LAST_PID: Final = 2**31 - 1
+# A server takes 60 clients, a host runs a handful of servers.
+_MOST_ROWS: Final = 4096
 _PERCENTAGE: Final = re.compile(r"^\d{1,12}(\.\d+)?$", re.ASCII)
 
 
@@ -60,17 +65,19 @@ def parse_ps(text: str) -> list[ClientRow]:
         return []
     columns = {match.group(): match.start() for match in re.finditer(r"\S+", lines[start])}
     names = titles[start][: titles[start].index("COMMAND")]
-    rows = []
+    rows: list[ClientRow] = []
     for line in lines[start + 1 :]:
         words = line.split(maxsplit=len(names))
-        if len(words) < len(names) or not _PID.match(words[0]):
+        pid = _pid(words[0]) if len(words) >= len(names) else None
+        if pid is None:
             continue
+        if len(rows) == _MOST_ROWS:
+            raise strange_reply(f"more than {_MOST_ROWS} clients")
         cells = dict(zip(names, words, strict=False))
-        server = cells.get("SERVER", "")
         rows.append(
             ClientRow(
-                pid=int(cells["PID"]),
-                server_pid=int(server) if _PID.match(server) else None,
+                pid=pid,
+                server_pid=_pid(cells.get("SERVER", "")),
                 device=cells.get("DEVICE"),
                 command=_command(line, columns),
             )
@@ -92,12 +99,29 @@ def _command(line: str, columns: Mapping[str, int]) -> str | None:
     if at + 1 < len(names):
         width = columns[names[at + 1]] - columns["COMMAND"]
         rest = rest[:width] if rest[width - 1 : width] == " " else rest
-    return " ".join(rest.split()) or None
+    return " ".join(rest[:256].split()) or None
 
 
 def parse_pids(text: str) -> list[int]:
     """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are no PIDs."""
-    return [int(line) for line in map(str.strip, text.splitlines()) if _PID.match(line)]
+    pids = [pid for pid in (_pid(line.strip()) for line in text.splitlines()) if pid is not None]
+    if len(pids) > _MOST_ROWS:
+        raise strange_reply(f"{len(pids)} processes")
+    return pids
+
+
+def _pid(text: str) -> int | None:
+    """Return a PID that kill(2) takes as one process, or None."""
+    return int(text) if _PID.match(text) and int(text) <= _LAST_PID else None
+
+
+def strange_reply(what: str) -> OperationFailed:
+    """Return the error for a reply that no MPS daemon gives."""
+    return OperationFailed(
+        f"the MPS daemon reports {what}: it is not believed",
+        "see whose it is: gpushare mps status",
+        code="strange_reply",
+    )
 
 
 def parse_memory(text: str) -> int | None:
@@ -108,5 +132,5 @@ def parse_memory(text: str) -> int | None:
 
 def parse_percentage(text: str) -> float | None:
     """Return the last percentage that a reply prints (``25.0``), or None."""
-    numbers = [line for line in map(str.strip, text.splitlines()) if _PERCENTAGE.match(line)]
-    return float(numbers[-1]) if numbers else None
+    numbers = [float(line) for line in map(str.strip, text.splitlines()) if _PERCENTAGE.match(line)]
+    return numbers[-1] if numbers and numbers[-1] <= 100.0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import signal as signals
 import subprocess
 import time
@@ -264,15 +265,11 @@ class LocalProcesses:
             given = {} if streams is None else streams._asdict()
             process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=os.setpgrp, **given)  # noqa: PLW1509
         except FileNotFoundError:
-            raise NotFound(
-                f"there is no program '{argv[0]}'",
-                f"check the spelling: command -v {argv[0]}",
-                code="command_not_found",
-            ) from None
+            hint = f"check the spelling: command -v {shlex.quote(argv[0])}"
+            raise NotFound(f"there is no program '{argv[0]}'", hint, code="command_not_found") from None
         except PermissionError:
-            raise NoPermission(
-                f"may not execute '{argv[0]}'", f"check its mode: ls -l {argv[0]}", code="command_not_executable"
-            ) from None
+            hint = f"check its mode: ls -l {shlex.quote(argv[0])}"
+            raise NoPermission(f"may not execute '{argv[0]}'", hint, code="command_not_executable") from None
         except OSError as error:
             raise OperationFailed(
                 f"cannot execute '{argv[0]}': {error.strerror}", "give a program that this machine can run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
-from gpushare.errors import NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,14 @@ class Programs(Protocol):
 
 # A killed program is gone at once, unless it hangs in the kernel.
 _KILL_SECONDS = 1.0
+# How often a program that runs is looked at for how much it has printed.
+_LOOK_SECONDS = 0.1
+# nvidia-smi -q of 16 GPUs with MIG prints 2 MiB; an MPS daemon with all the clients that it can have, 10 KiB.
+_MOST_OF_A_DAEMON = 1 << 20
+_MOST_OF_OTHERS = 16 << 20
+_SLACK = 1 << 16
+# linux/memfd.h
+_MFD_NOEXEC_SEAL = 0x8
 # Where packages put the programs when PATH does not say (cron, systemd, containers).
 _EXTRA_PATH = "/usr/bin:/usr/sbin:/usr/local/bin:/opt/bin:/usr/lib/nvidia/bin:/usr/local/nvidia/bin"
 MPS_CONTROL = "nvidia-cuda-mps-control"
@@ -121,16 +130,35 @@ class _Started:
     ) -> None:
         self._argv, self._process, self._files = argv, process, files
         self._stdin, self._deadline, self._timeout = stdin, deadline, timeout
+        self._most = _most_bytes(argv[0])
 
     def result(self) -> Completed:
         try:
-            self._process.communicate(self._stdin.encode(), timeout=max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+            self._wait()
+        except GpushareError:
+            # Not by Ctrl-C: it would be cut in the middle of a change.
             self._kill()
-            raise timed_out(self._argv, self._timeout) from None
+            raise
         finally:
             stdout, stderr = (self._read(file) for file in self._files)
         return Completed(self._argv, self._process.returncode, stdout, stderr)
+
+    def _wait(self) -> None:
+        """Wait for the end of the program, of its time, or of its room."""
+        given: bytes | None = self._stdin.encode()
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                self._process.communicate(given, timeout=max(0.0, min(left, _LOOK_SECONDS)))
+            except subprocess.TimeoutExpired:
+                given = None
+            flooded = any(_written(file) > self._most for file in self._files)
+            if flooded:
+                raise _flooded(self._argv, self._most)
+            if self._process.returncode is not None:
+                return
+            if left <= 0.0:
+                raise timed_out(self._argv, self._timeout)
 
     def _kill(self) -> None:
         """Kill the program and what it started; give up on one that hangs in the kernel, as with a lost GPU."""
@@ -139,11 +167,50 @@ class _Started:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=_KILL_SECONDS)
 
-    @staticmethod
-    def _read(file: IO[bytes]) -> str:
+    def _read(self, file: IO[bytes]) -> str:
         with file:
-            file.seek(0)
-            return file.read().decode(errors="replace")
+            return os.pread(file.fileno(), min(_written(file), self._most), 0).decode(errors="replace")
+
+
+def _most_bytes(program: str) -> int:
+    """Return how much a program may print: a daemon may be anybody's, and say anything."""
+    return _MOST_OF_A_DAEMON if program == MPS_CONTROL else _MOST_OF_OTHERS
+
+
+def _written(file: IO[bytes]) -> int:
+    """Return how far a program has come in a file that it shares with us: there is one position for both."""
+    return os.lseek(file.fileno(), 0, os.SEEK_CUR)
+
+
+def _output_file(most: int) -> IO[bytes]:
+    """Return a file for what a program prints, in memory, that cannot grow beyond its room.
+
+    No pipe: a daemon that goes to the background keeps what it inherited, and a pipe would never end, or end it.
+    """
+    import fcntl
+
+    for flags in (_MFD_NOEXEC_SEAL, 0):
+        try:
+            descriptor = os.memfd_create("gpushare", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        except OSError:
+            # Linux before 6.3 does not know the first flag; with vm.memfd_noexec=2 it is needed.
+            continue
+        # Some pages more than it may print show that it wanted more. What is not written takes no memory.
+        os.ftruncate(descriptor, most + _SLACK)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return os.fdopen(descriptor, "w+b", buffering=0)
+    import tempfile
+
+    # Without memfd it is looked at from time to time.
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _flooded(argv: Sequence[str], most: int) -> OperationFailed:
+    return OperationFailed(
+        f"'{' '.join(argv)}' printed more than {most >> 20} MiB, and was ended",
+        "see whose MPS daemons there are: gpushare mps status; then: gpushare doctor",
+        code="program_floods",
+    )
 
 
 def timed_out(argv: Sequence[str], timeout: float) -> TimedOut:
@@ -171,10 +238,8 @@ class LocalPrograms:
         path = program_path(argv[0])
         if path is None:
             raise missing_program(argv[0])
-        import tempfile
-
-        # Files, not pipes: a daemon that goes to the background keeps what it inherited, and a pipe would never end.
-        files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 - closed in `result`
+        most = _most_bytes(argv[0])
+        files = (_output_file(most), _output_file(most))
         try:
             process = subprocess.Popen(
                 [path, *argv[1:]],
@@ -191,7 +256,7 @@ class LocalPrograms:
                 file.close()
             if isinstance(error, PermissionError):
                 raise NoPermission(
-                    f"cannot execute {path}: {error.strerror}", f"check its mode: ls -l {path}"
+                    f"cannot execute {path}: {error.strerror}", f"check its mode: ls -l {shlex.quote(path)}"
                 ) from None
             raise OperationFailed(f"cannot execute {path}: {error.strerror}", "see: gpushare doctor") from None
         return _Started(tuple(argv), process, files, stdin, time.monotonic() + timeout, timeout)

@@ -30,8 +30,9 @@ BLIND = (
 class Observer:
     """Looks at a host again and again; what does not change is asked once."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, *, strangers: bool = False) -> None:
+        """Look at a host; ``strangers``: the MPS daemons of other users are asked, too."""
+        self._host, self._strangers = host, strangers
         self._driver: str | None = None
         self._mps_version: int | None = None
         self._mps_probed = False
@@ -128,7 +129,7 @@ class Observer:
         from gpushare.host.mps import find_daemons
         from gpushare.host.mps_program import probe_version
 
-        found = [item.daemon for item in find_daemons(self._host, gpus)]
+        found = [item.daemon for item in find_daemons(self._host, gpus, strangers=self._strangers)]
         if found and not self._mps_probed:
             self._mps_probed = True
             # A program that hangs costs the version only; gpushare doctor tells it.

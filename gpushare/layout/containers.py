@@ -17,11 +17,10 @@ from gpushare.layout.description import (
     MigDescription,
     MpsDescription,
     Sharing,
-    device_key,
 )
 from gpushare.layout.export import Document, Export, yaml_document
 from gpushare.layout.k8s import IMAGE
-from gpushare.model import Priority, TimeSlice
+from gpushare.model import Priority, TimeSlice, device_key
 from gpushare.units import MIB
 
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.

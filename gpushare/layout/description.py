@@ -100,12 +100,6 @@ class HostDescription:
                 yield gpu, mig
 
 
-def device_key(uuid: str) -> str:
-    """Return a short name of a device: ``gpu-0d54321e``, ``mig-8443519f``, as gpushare's own directories have it."""
-    kind, _, rest = uuid.partition("-")
-    return f"{kind.lower()}-{rest[:8].lower()}"
-
-
 def short_model(name: str | None) -> str | None:
     """Return the model in one word, lower case: ``t4`` of Tesla T4, ``a100`` of NVIDIA A100-SXM4-40GB."""
     words = [word for word in re.split(r"[\s-]+", (name or "").lower()) if word not in {"", "nvidia", "tesla"}]

@@ -48,6 +48,8 @@ stop_daemon() {
 }
 
 mkdir -p -m 755 "$state" || exit 1
+# Whoever can open a lock can hold it: a job would drain the node.
+(umask 077; : >>"$state/lock") && chmod 600 "$state/lock" || exit 1
 exec 9>"$state/lock"
 flock -w 120 9 || { say "another prolog or epilog holds the lock"; exit 1; }
 """

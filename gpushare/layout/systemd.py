@@ -18,10 +18,9 @@ from gpushare.layout.description import (
     MigDescription,
     MpsDescription,
     Sharing,
-    device_key,
 )
 from gpushare.layout.export import Document, Export
-from gpushare.model import ComputeMode, Priority
+from gpushare.model import ComputeMode, Priority, device_key, old_device_key
 from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
 
 # The last file that held, as `gpushare apply` keeps it.
@@ -76,9 +75,19 @@ def pipe_directory(uuid: str) -> str:
     return f"{UNIT_PIPES}/{device_key(uuid)}/pipe"
 
 
+def old_pipe_directory(uuid: str) -> str:
+    """Return where the daemon of a unit of an earlier version listens; devices can share it."""
+    return f"{UNIT_PIPES}/{old_device_key(uuid)}/pipe"
+
+
 def unit_name(uuid: str) -> str:
     """Return the name of the unit of a device."""
     return f"gpushare-mps-{device_key(uuid)}.service"
+
+
+def unit_at(pipe_directory: str) -> str:
+    """Return the name of the unit whose daemon listens at a directory."""
+    return f"gpushare-mps-{pipe_directory.split('/')[-2]}.service"
 
 
 def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE) -> Export:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +200,11 @@ def check_new(option: str, text: str) -> Path:
     if os.path.lexists(path):
         raise BadUsage(f"{path} is there already", f"give another name: {option} FILE", code="file_exists")
     if not path.parent.is_dir():
-        raise NotFound(f"there is no directory {path.parent}", f"make it: mkdir -p {path.parent}", code="no_directory")
+        raise NotFound(
+            f"there is no directory {path.parent}",
+            f"make it: mkdir -p {shlex.quote(str(path.parent))}",
+            code="no_directory",
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise NoPermission(f"may not write into {path.parent}", "give a file in a directory of your own")
     return path

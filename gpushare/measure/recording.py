@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -90,7 +91,7 @@ def _unwritable(path: Path, error: OSError) -> GpushareError:
     message = f"cannot write {path}: {error.strerror or error}"
     hint = "give a file in a directory that you may write: --to /tmp/gpus.jsonl"
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
-        hint = f"what is in {path} can be read: gpushare observe --from {path}"
+        hint = f"what is in {path} can be read: gpushare observe --from {shlex.quote(str(path))}"
     if isinstance(error, PermissionError):
         return NoPermission(message, hint, code="not_written")
     return OperationFailed(message, hint, code="not_written")
@@ -112,7 +113,9 @@ def read_recording(path: str | Path) -> Recording:
     except FileNotFoundError:
         raise NotFound(f"there is no file {path}", _MAKE_ONE, code="no_recording") from None
     except PermissionError:
-        raise NoPermission(f"may not read {path}", f"check its mode: ls -l {path}", code="not_readable") from None
+        raise NoPermission(
+            f"may not read {path}", f"check its mode: ls -l {shlex.quote(str(path))}", code="not_readable"
+        ) from None
     except OSError as error:
         raise OperationFailed(
             f"cannot read {path}: {error.strerror or error}", _MAKE_ONE, code="not_readable"

@@ -203,6 +203,9 @@ def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator
     known = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
     labels = {} if gpu is None else _labels(gpu)
     labels |= {key: value for key, value in known.items() if value} | {"ours": "true" if daemon.ours else "false"}
+    if daemon.unasked:
+        # Whether it answers is unknown.
+        return
     up = daemon.pid is not None and daemon.error is None
     yield "gpushare_mps_daemon_up", labels, up
     if not up:

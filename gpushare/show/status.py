@@ -88,9 +88,11 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
                 f"gpushare mig profiles -g {gpu.index} lists what can be created"
             )
     for daemon in snapshot.daemons:
+        place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
         if daemon.error is not None:
-            place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
             yield f"{place} could not be asked: {daemon.error}"
+        elif daemon.note is not None:
+            yield f"{place}: {daemon.note}"
 
 
 def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[GpushareError]:

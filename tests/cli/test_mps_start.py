@@ -26,7 +26,7 @@ def daemons(cli: Cli, host: str = "sim:h200") -> list[dict[str, object]]:
 def test_limits_are_set_and_shown(cli: Cli, world: World) -> None:
     data = cli("mps", "start", "--threads", "25", "--memory", "1500M", "--priority", "low", output="json").ok().data
     assert data["dry_run"] is False
-    assert len(data["steps"]) == 6
+    assert len(data["steps"]) == 7
     (daemon,) = daemons(cli)
     assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["priority"]) == (25.0, 1500 * MIB, "low")
     assert (daemon["ours"], daemon["transient"], daemon["gpu_index"]) == (True, False, 0)
@@ -76,6 +76,7 @@ def test_dry_run_needs_no_root_and_changes_nothing(cli: Cli, world: World) -> No
     assert data["dry_run"]
     assert [step["command"].split()[0].split("=")[0] for step in data["steps"]] == [
         "mkdir",
+        "write",
         "nvidia-smi",
         "CUDA_VISIBLE_DEVICES",
         "echo",

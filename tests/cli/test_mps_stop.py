@@ -14,6 +14,8 @@ import pytest
 from gpushare.actions import mps_stop
 from gpushare.host.mps_control import MpsControl
 from gpushare.model import ComputeMode
+from gpushare.sim.spec import parse_spec
+from gpushare.sim.state import StateFile
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
@@ -331,3 +333,20 @@ def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(c
     transient = replace(found, record=replace(found.record, transient=True))
     cli("mps", "stop").ok()
     assert mps_stop.stop(world.host, transient, None, drain_seconds=0, force=False).pid == found.daemon.pid
+
+
+def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
+    cli: Cli, world: World, sim_dir: Path
+) -> None:
+    """The unit of a daemon stops it by its directory; any user can start a process that names the same one."""
+    cli("status").ok()
+    world.fault("user", "1000")
+    (sim_dir / "a").mkdir()
+    forged = world.foreign_daemon(sim_dir / "a")
+    world.fault("user", "0")
+    real = world.foreign_daemon(sim_dir)
+    with StateFile(parse_spec(world.spec).text).changed() as state:
+        by_pid = {daemon.pid: daemon for daemon in state.daemons}
+        by_pid[forged].environment["CUDA_MPS_PIPE_DIRECTORY"] = by_pid[real].pipe_directory
+    cli("mps", "stop", "--pipe-directory", str(sim_dir / "p"), "--yes").ok()
+    assert [daemon.pid for daemon in world.state.daemons] == [forged]

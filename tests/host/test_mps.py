@@ -103,10 +103,9 @@ def test_another_process_with_the_daemons_pid_is_not_the_daemon(host: Host) -> N
     assert record.started_at is not None
     before = dataclasses.replace(record, started_at=record.started_at - 1000)
     home.write(dataclasses.replace(before, pid=admin.add_process(SPEC)))
-    first, second = found(host)
-    assert (first.daemon.ours, first.daemon.pid) == (True, None)
-    # The daemon itself is shown, as somebody else's.
-    assert (second.daemon.ours, second.daemon.pid) == (False, record.pid)
+    # The daemon that listens in our home is it, whatever PID the record names.
+    (item,) = found(host)
+    assert (item.daemon.ours, item.daemon.pid) == (True, record.pid)
 
 
 def test_another_daemon_with_the_daemons_pid_is_not_the_daemon(host: Host, sim_dir: Path) -> None:
@@ -129,11 +128,11 @@ def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest
     assert [found.daemon.pid for found in find_daemons(host, (), deep=False)] == [record.pid]
 
 
-def test_a_corrupt_record_makes_the_daemon_foreign(host: Host) -> None:
+def test_a_daemon_in_our_home_is_ours_also_with_a_broken_record(host: Host) -> None:
     home, record = start_ours(host)
     (home.directory / "daemon.json").write_text('{"pid": "?"}')
     (item,) = found(host)
-    assert (item.daemon.ours, item.daemon.pid, item.daemon.pipe_directory) == (False, record.pid, str(home.pipe))
+    assert (item.daemon.ours, item.daemon.pid, item.daemon.pipe_directory) == (True, record.pid, str(home.pipe))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host import kept_file, mps_home
-from gpushare.host.mps_home import DaemonHome, DaemonRecord, device_key, home_of, homes_in
+from gpushare.host.mps_aside import forget_aside, set_aside
+from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of, homes_in, record_of
+from gpushare.model import device_key, old_device_key
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 RECORD = DaemonRecord(device_uuid=UUID, pid=7, started_at=1.5, uid=0, threads_percent=25.0, memory_limit_bytes=2**30)
@@ -55,7 +57,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(("length", "fits"), [(86, True), (87, True), (88, False), (89, False)])
 def test_a_pipe_directory_has_87_bytes_at_most(sim_dir: Path, length: int, fits: bool) -> None:
-    rest = length - len(str(sim_dir)) - len("//mps/gpu-0d54321e/pipe")
+    rest = length - len(str(sim_dir)) - len(f"//mps/{device_key(UUID)}/pipe")
     home = home_of(sim_dir / ("ü" * (rest // 2) + "x" * (rest % 2)), UUID)
     assert len(os.fsencode(home.pipe)) == length
     if fits:
@@ -81,9 +83,50 @@ def test_directories_are_closed_to_others_whatever_the_umask(sim_dir: Path) -> N
 
 
 def test_a_name_is_short_and_of_one_device() -> None:
-    assert device_key(UUID) == "gpu-0d54321e"
-    assert device_key("MIG-8443519F-29f1") == "mig-8443519f"
-    assert home_of(Path("/run/gpushare"), UUID).pipe == Path("/run/gpushare/mps/gpu-0d54321e/pipe")
+    assert device_key(UUID) == "gpu-0d54321e-7aaa804e"
+    assert device_key("MIG-8443519F-29f1") == "mig-8443519f-5a2ae53d"
+    assert home_of(Path("/run/gpushare"), UUID).pipe == Path("/run/gpushare/mps/gpu-0d54321e-7aaa804e/pipe")
+    # The default of a user, and of one without a session.
+    for short in ("/run/user/1000/gpushare", "/tmp/gpushare-4294967294"):
+        assert len(str(home_of(Path(short), UUID).pipe)) <= 87
+
+
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_devices_whose_first_digits_are_the_same_have_homes_of_their_own(kind: str) -> None:
+    """NVIDIA's mock and some virtual GPUs count in the last digits."""
+    names = {device_key(f"{kind}-00000000-0000-0000-0000-{number:012x}") for number in range(20_000)}
+    assert len(names) == 20_000
+
+
+def test_the_home_of_an_earlier_version_is_used_while_it_has_a_record_of_the_device(sim_dir: Path) -> None:
+    twin = UUID[:-1] + "f"
+    old = DaemonHome(sim_dir / "mps" / old_device_key(UUID))
+    assert home_of(sim_dir, UUID) != old
+    old.create()
+    assert home_of(sim_dir, UUID) != old
+    old.write(RECORD)
+    assert home_of(sim_dir, UUID) == old
+    assert home_of(sim_dir, twin) != old != home_of(sim_dir, UUID.replace("0d54321e", "1d54321e"))
+    # One that was set aside for a MIG change is found again, too.
+    set_aside(old, RECORD, None)
+    old.clear()
+    assert home_of(sim_dir, UUID) == old
+    forget_aside(old)
+    assert home_of(sim_dir, UUID).directory.name == device_key(UUID)
+
+
+def test_a_record_of_a_start_needs_no_pid() -> None:
+    raw = {"device_uuid": UUID, "pid": None, "started_at": None, "uid": 0, "state": "starting"}
+    for pid in (None, 0):
+        record = record_of({**raw, "pid": pid})
+        assert record is not None
+        assert (record.pid, record.interrupted) == (None, True)
+        assert record_of({**raw, "pid": pid, "state": "running"}) is None
+    old = record_of({"device_uuid": UUID, "pid": 7, "started_at": 1.5, "uid": 0})
+    assert old is not None
+    assert (old.pid, old.interrupted) == (7, False)
+    for wrong in ({"pid": -1}, {"pid": 2**40}, {"pid": True}, {"state": 3}, {"state": "x" * 100}):
+        assert record_of({**raw, "pid": 7, **wrong}) is None
 
 
 def test_a_record_is_written_and_read(home: DaemonHome) -> None:

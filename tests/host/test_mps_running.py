@@ -29,7 +29,11 @@ class Table(LocalProcesses):
         return list(self.rows)
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        return ProcessInfo(pid=pid, command_line=tuple(self.rows[pid][1].split()) or None) if pid in self.rows else None
+        return (
+            ProcessInfo(pid=pid, uid=0, command_line=tuple(self.rows[pid][1].split()) or None)
+            if pid in self.rows
+            else None
+        )
 
     def environment(self, pid: int) -> dict[str, str] | None:
         pipe = self.rows[pid][2]

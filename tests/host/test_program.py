@@ -141,3 +141,39 @@ def test_none_removes_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GS_A", "1")
     assert "GS_A" not in merged_environment({"GS_A": None})
     assert merged_environment(None)["GS_A"] == "1"
+
+
+@pytest.mark.parametrize(("program", "room"), [("nvidia-cuda-mps-control", 1 << 20), ("nvidia-smi", 16 << 20)])
+def test_a_program_that_floods_is_ended(
+    script: Script, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, program: str, room: int
+) -> None:
+    path = script(f"echo $$ > {sim_dir}/pid; trap '' PIPE XFSZ; while :; do head -c 9000000 /dev/zero; done")
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", path)
+    started = LocalPrograms().start([program], timeout=120.0)
+    with pytest.raises(OperationFailed) as caught:
+        started.result()
+    assert caught.value.code == "program_floods"
+    assert f"more than {room >> 20} MiB" in caught.value.message
+    pid = int((sim_dir / "pid").read_text())
+    deadline = time.monotonic() + 120
+    while LocalProcesses().alive(pid):
+        assert time.monotonic() < deadline
+
+
+def test_as_much_as_there_is_room_for_is_read(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script("head -c 1048576 /dev/zero | tr '\\0' x")
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", path)
+    done = LocalPrograms().run(["nvidia-cuda-mps-control"], timeout=120.0)
+    assert len(done.stdout) == 1 << 20
+
+
+def test_without_memory_files_a_flood_is_ended_too(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    monkeypatch.setattr("gpushare.host.program._MOST_OF_OTHERS", 1 << 16)
+    script("while :; do echo flood; sleep 0.00001; head -c 70000 /dev/zero; sleep 1; done")
+    with pytest.raises(OperationFailed) as caught:
+        run()
+    assert caught.value.code == "program_floods"

@@ -176,3 +176,15 @@ def test_a_daemon_that_does_not_quit_fails_the_epilog(node: Node) -> None:
     done = node.run("epilog", 1)
     assert done.returncode == 1
     assert "does not quit" in done.stderr
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_no_job_can_hold_the_lock(node: Node, older: bool) -> None:
+    """Whoever can open a file can lock it, and a prolog that waits in vain drains the node."""
+    lock = node.tmp / "state" / "lock"
+    if older:
+        lock.parent.mkdir()
+        lock.touch()
+        lock.chmod(0o644)
+    assert node.run("prolog", 7, "0", "50").returncode == 0
+    assert lock.stat().st_mode & 0o777 == 0o600

@@ -23,7 +23,7 @@ HOST = host(
     gpu(1),
     gpu(2, Sharing.MIG, mig=(mig(0, mps=mps(None)), mig(1))),
 )
-GPU_UNIT, MIG_UNIT = "gpushare-mps-gpu-00000000.service", "gpushare-mps-mig-00000000.service"
+GPU_UNIT, MIG_UNIT = "gpushare-mps-gpu-00000000-ab4d6893.service", "gpushare-mps-mig-00000000-45f0367f.service"
 
 
 def settings(unit: str) -> dict[str, list[str]]:

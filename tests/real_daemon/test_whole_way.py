@@ -169,6 +169,12 @@ def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: P
     assert home_of(host.run_directory, device.uuid).leftovers() == []
 
 
+def suspend(pid: int) -> None:
+    """Stop a process, and wait until it is: all of its threads take a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(pid))
+
+
 @pytest.fixture
 def impatient(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a stopped daemon up soon: it need not be waited for in a test. One that runs may take its time."""
@@ -183,7 +189,7 @@ def impatient(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hanging_daemon_is_shown_with_its_error(host: Host, device: Device, impatient: None) -> None:
     found = start(host, device)
-    os.kill(found.daemon.pid or 0, signal.SIGSTOP)
+    suspend(found.daemon.pid or 0)
     hanging = only_daemon(host, device).daemon
     assert hanging.pid == found.daemon.pid
     assert "did not answer" in (hanging.error or "")
@@ -195,7 +201,7 @@ def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(
     host: Host, device: Device, impatient: None, sim_dir: Path
 ) -> None:
     found = start(host, device)
-    os.kill(found.daemon.pid or 0, signal.SIGSTOP)
+    suspend(found.daemon.pid or 0)
     with pytest.raises(TimedOut) as caught:
         stop(host, found, device, drain_seconds=0.0, force=False)
     assert caught.value.code == "daemon_hangs"
@@ -207,7 +213,7 @@ def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(
 
 def test_a_forced_stop_ends_a_hanging_daemon(host: Host, device: Device, impatient: None, sim_dir: Path) -> None:
     found = start(host, device)
-    os.kill(found.daemon.pid or 0, signal.SIGSTOP)
+    suspend(found.daemon.pid or 0)
     done = stop(host, found, device, drain_seconds=0.0, force=True)
     assert done.forced
     assert daemons_below(sim_dir) == []

@@ -1,0 +1,100 @@
+"""The real daemon after gpushare was killed beside it, and with what others told it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from gpushare.actions import mps_start
+from gpushare.actions.mps_device import own_daemon
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.mps_stop import stop
+from gpushare.actions.plan import carry_out
+from gpushare.errors import GpushareError, NotFound
+from gpushare.host.host import Host
+from gpushare.host.mps import find_daemons
+from gpushare.host.mps_control import MpsControl
+from gpushare.host.mps_home import home_of
+from gpushare.model import ComputeMode
+from gpushare.selection import Device
+from gpushare.units import GIB, MIB
+from tests.real_daemon.conftest import daemons_below, wait_until
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_start_that_was_killed(host: Host, device: Device, recorded: bool) -> None:
+    steps = plan_start(host, device, MpsLimits(), exclusive=True).steps
+    child = os.fork()
+    if child == 0:
+        try:
+            for step in steps[:-1]:
+                step.do()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    home = home_of(host.run_directory, device.uuid)
+    (pid,) = daemons_below(host.run_directory)
+    record = home.read()
+    assert record is not None
+    assert (record.interrupted, record.pid, record.previous_compute_mode) == (True, None, "DEFAULT")
+    with pytest.raises(NotFound) as caught:
+        own_daemon(host, device)
+    assert caught.value.code == "start_interrupted"
+    if not recorded:
+        (home.directory / "daemon.json").unlink()
+    (found,) = find_daemons(host, [device.gpu])
+    assert (found.daemon.ours, found.daemon.pid, found.daemon.error) == (True, pid, None)
+    stop(host, found, device, drain_seconds=0.0, force=False)
+    assert (daemons_below(host.run_directory), home.read()) == ([], None)
+    if recorded:
+        assert host.nvml.compute_mode(0) is ComputeMode.DEFAULT
+
+
+def test_a_start_that_was_killed_is_completed_by_the_next(host: Host, device: Device) -> None:
+    for step in plan_start(host, device, MpsLimits(threads_percent=25.0), exclusive=True).steps[:-1]:
+        step.do()
+    (before,) = daemons_below(host.run_directory)
+    carry_out(plan_start(host, device, MpsLimits(threads_percent=50.0), exclusive=True))
+    (after,) = daemons_below(host.run_directory)
+    home, record = own_daemon(host, device)
+    assert (before != after, record.pid, record.previous_compute_mode) == (True, after, "DEFAULT")
+    assert MpsControl(host.programs, str(home.pipe)).default_threads() == 50.0
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), [("0", "2000M", 2000 * MIB), ("UUID", "3G", 3 * GIB)])
+def test_a_limit_that_another_set(host: Host, device: Device, name: str, value: str, limit: int) -> None:
+    carry_out(plan_start(host, device, MpsLimits()))
+    home, _ = own_daemon(host, device)
+    control = MpsControl(host.programs, str(home.pipe))
+    key = name.replace("UUID", device.uuid)
+    control.ask(f"set_default_device_pinned_mem_limit {key} {value}")
+
+    def held() -> Any:
+        (found,) = find_daemons(host, [device.gpu])
+        return found.daemon.memory_limit_bytes
+
+    # The log is written behind the answer.
+    wait_until(lambda: held() == limit)
+    control.ask(f"set_default_device_pinned_mem_limit {key} 0G")
+    wait_until(lambda: held() is None)
+
+
+def test_a_daemon_that_dies_right_after_its_start(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = MpsControl.answers
+
+    def killing(self: MpsControl, timeout: float = 5.0) -> bool:
+        for pid in daemons_below(host.run_directory):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not daemons_below(host.run_directory))
+        return answers(self, timeout)
+
+    monkeypatch.setattr(MpsControl, "answers", killing)
+    monkeypatch.setattr(mps_start, "_ANSWER_SECONDS", 1e6)
+    with pytest.raises(GpushareError) as caught:
+        carry_out(plan_start(host, device, MpsLimits()))
+    assert "ended right after its start" in caught.value.message
