@@ -91,11 +91,15 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C and what ends like it. Only the main thread has a say in signals, and is interrupted by them."""
+    """Let Ctrl-C and what ends like it do nothing. Only the main thread has a say in signals, and is interrupted by them.
+
+    By a handler, which no program inherits: a daemon that is started here would ignore SIGTERM for ever.
+    """
     before = {}
     with contextlib.suppress(ValueError):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, signal.SIG_IGN)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda *_: None)
     try:
         yield
     finally:

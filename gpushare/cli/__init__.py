@@ -110,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
     common.open_closed_streams()
+    common.outlive_the_terminal()
     try:
         with common.ended_by_exception():
             code = _run(words)

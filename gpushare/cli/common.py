@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
@@ -67,6 +69,35 @@ def reset() -> None:
     """Forget what an earlier run in this process was told (tests)."""
     for name, value in vars(Settings()).items():
         setattr(settings, name, value)
+
+
+class _Terminal(io.FileIO):
+    """A terminal to write to. What is said to one that was closed is lost, and hinders nothing: not an end in order."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_the_terminal() -> None:
+    """Let stdout and stderr go on when the terminal that they are is closed, and let no child's end get lost."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if stream.isatty() and type(stream) is io.TextIOWrapper:
+                raw = _Terminal(stream.fileno(), "w", closefd=False)
+                said = io.TextIOWrapper(
+                    io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True, write_through=True
+                )
+                setattr(sys, name, said)
+    # Inherited as ignored it takes every exit code away.
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def open_closed_streams() -> None:
@@ -162,11 +193,10 @@ class Ended(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def ended_by_exception(*numbers: int, ignored: bool = False) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (or these signals) end a command as Ctrl-C does: rolled back, the terminal as it was.
+def ended_by_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: rolled back, the terminal as it was.
 
-    A signal that the caller set is left so; with ``ignored`` not one that he only ignores, as a shell's script does
-    with the SIGINT of what it runs in the background.
+    A signal that the caller handles or ignores (nohup) is left so.
     """
 
     def end(number: int, _frame: object) -> None:
@@ -175,9 +205,9 @@ def ended_by_exception(*numbers: int, ignored: bool = False) -> Iterator[None]:
     taken: list[tuple[int, Any]] = []
     # Another thread than the main one (ValueError) has no say in signals.
     with contextlib.suppress(ValueError):
-        for number in numbers or (signal.SIGTERM, signal.SIGHUP):
+        for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
             before = signal.getsignal(number)
-            if before is signal.SIG_DFL or (ignored and before is signal.SIG_IGN):
+            if before is signal.SIG_DFL:
                 signal.signal(number, end)
                 taken.append((number, before))
     try:
@@ -289,7 +319,9 @@ def answered(prompt: str) -> str:
     sys.stderr.flush()
     line = ""
     try:
-        line = sys.stdin.readline()
+        # A terminal that was closed meanwhile (EIO) says no more than the end of a file.
+        with contextlib.suppress(OSError):
+            line = sys.stdin.readline()
     finally:
         # Without an answer the cursor is still behind the question.
         if not line:

@@ -39,7 +39,7 @@ def metrics(
     """
     address, port = _address(listen)
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
         raise NotSupported(
             "the Python package prometheus-client is not installed",
@@ -48,8 +48,10 @@ def metrics(
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(settings.connect()))
+    from gpushare.cli.metrics_server import MetricsServer
+
     try:
-        server, thread = start_http_server(port, address, registry)
+        server = MetricsServer(address, port, make_wsgi_app(registry))
     except (OSError, OverflowError) as error:
         raise OperationFailed(
             f"cannot listen at {listen}: {getattr(error, 'strerror', None) or error}",
@@ -59,14 +61,12 @@ def metrics(
     host = f"[{address}]" if ":" in address else address
     note(f"http://{host}:{server.server_port}/metrics")
     try:
-        thread.join()
+        server.serve()
     except KeyboardInterrupt:
         # Ctrl-C and SIGTERM are how it ends.
         return int(ExitCode.OK)
     finally:
-        server.shutdown()
         server.server_close()
-    return int(ExitCode.OK)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import Command, ended_by_exception, gpus_of, settings
+from gpushare.cli.common import Command, gpus_of, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -129,8 +128,7 @@ def tune(
     device = select_one(gpu, gpus_of(host))
     from gpushare.measure.tune import tune as measured
 
-    # As bench does: a script that runs it in the background has nothing else than a signal to end it by.
-    with ended_by_exception(signal.SIGINT, ignored=True), _reporter() as reporter:
+    with _reporter() as reporter:
         result = measured(host, device, options, reporter)
     from gpushare.cli.tune_result import finished
 

@@ -82,8 +82,8 @@ class CopiesResult:
 class Watcher:
     """What a caller does beside the copies; each method is called by the loop that waits for them."""
 
-    def started(self, pid: int) -> None:
-        """A copy was started."""
+    def announce(self, pid: int, started: float | None) -> None:
+        """A copy is about to run; called in its own process."""
 
     def ended(self, pid: int) -> None:
         """A copy has ended."""
@@ -181,13 +181,13 @@ class Copies:
             # Python keeps back what it prints to a file; a number must be seen when it is printed.
             environment = {**launch.environment, "PYTHONUNBUFFERED": "1"}
             started = self.clock()
-            child = self.host.processes.spawn(launch.argv, environment, Streams(nothing, appending, appending))
+            child = self.host.processes.spawn(
+                launch.argv, environment, Streams(nothing, appending, appending), self.watcher.announce
+            )
         finally:
             os.close(appending)
             os.close(nothing)
-        copy = _Copy(number, child, file.fileno(), Printed(self.metric), started)
-        self.watcher.started(child.pid)
-        return copy
+        return _Copy(number, child, file.fileno(), Printed(self.metric), started)
 
     def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
         first = min((copy.started for copy in copies), default=self.clock())
