@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.common import Command, note, settings
-from gpushare.errors import BadUsage, ExitCode, GpushareError, NoPermission, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, ExitCode, GpushareError, NotSupported, OperationFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -196,18 +196,22 @@ def _packaged(name: str) -> str:
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
     from gpushare.host.kept_file import replace_file
+    from gpushare.host.written_file import check_links
 
     if path.suffix != ".prom":
         raise BadUsage(f"'{path}' does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile")
-    _guarded(path, lambda: replace_file(path, text, durable=True))
+
+    def write() -> None:
+        check_links(path.parent)
+        replace_file(path, text, durable=True)
+
+    _guarded(path, write)
 
 
 def _guarded(path: Path, write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        raise NoPermission(
-            f"cannot write {path}: {error.strerror}",
-            "give a file in a directory that you may write",
-            code="not_written",
-        ) from None
+        from gpushare.cli.exported import unwritten
+
+        raise unwritten(path, error, "give a file in a directory that you may write") from None

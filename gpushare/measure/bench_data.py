@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
+from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Measurement, RunResult
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary
@@ -212,9 +213,7 @@ def write_bench(path: Path, data: Mapping[str, Any]) -> None:
         OperationFailed: it cannot be written.
     """
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+        create_file(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n".encode(errors="replace"))
     except OSError as error:
         raise OperationFailed(
             f"cannot write {path}: {error.strerror}", "the result above is all there is; keep it: -o json > FILE"

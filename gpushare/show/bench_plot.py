@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpushare.errors import BadUsage, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, NotSupported
 
 
 def check_plot(text: str) -> None:
@@ -29,12 +30,8 @@ def check_plot(text: str) -> None:
         )
 
 
-def draw(path: Path, data: Mapping[str, Any]) -> None:
-    """Draw throughput against copies, with intervals as error bars.
-
-    Raises:
-        OperationFailed: it cannot be written.
-    """
+def drawn(data: Mapping[str, Any], form: str) -> bytes:
+    """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
     import matplotlib as mpl
 
     # No window: this may run where there is no display.
@@ -68,8 +65,8 @@ def draw(path: Path, data: Mapping[str, Any]) -> None:
         axes.set_title(f"{data['gpu']['name'] or 'GPU'}, driver {data['driver'] or 'unknown'}")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OperationFailed(f"cannot write {path}: {error.strerror}", "give another --plot FILE") from None
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150, format=form)
+        return picture.getvalue()
     finally:
         plt.close(figure)
