@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpushare.errors import GpushareError, Interrupted, OperationFailed
+from gpushare.host.system_error import system_error
 
 
 class NotUndone(OperationFailed):
@@ -54,10 +55,10 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
             # Noted before it acts: a step that fails half way is undone too.
             done.append(step)
             step.do()
-    except GpushareError as error:
-        left = roll_back(done)
-        if left:
-            raise _not_undone(error, left) from error
+    except (GpushareError, OSError) as error:
+        left, said = roll_back(done), _said(error)
+        if left and said is not None:
+            raise _not_undone(said, left) from error
         raise
     except KeyboardInterrupt:
         # Ctrl-C in the middle leaves nothing half done either.
@@ -68,6 +69,11 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
     except BaseException:
         roll_back(done)
         raise
+
+
+def _said(error: GpushareError | OSError) -> GpushareError | None:
+    """Return the error as it is told: a full disk is one, too. None: what the system says is a fault of ours."""
+    return error if isinstance(error, GpushareError) else system_error(error)
 
 
 def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:

@@ -214,6 +214,12 @@ def _unexpected(words: list[str], error: Exception) -> int:
         return _unwritten(error)
     if common.settings.debug or "--debug" in _before_dashes(words):
         raise error
+    if isinstance(error, OSError):
+        from gpushare.host.system_error import system_error
+
+        refused = system_error(error)
+        if refused is not None:
+            return _failed(words, refused)
     what = f"{type(error).__name__}: {error}".replace("\n", " ")
     bug = OperationFailed(
         f"unexpected {what}", "this is a bug of gpushare; run it again with --debug and report it", code="bug"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.errors import BadUsage, Interrupted
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -120,7 +121,7 @@ def output_of(text: str) -> OutputFormat:
         return OutputFormat(text.lower())
     except ValueError:
         raise BadUsage(
-            f"'{text}' is not an output format", "give -o table, plain, json, yaml or csv", code="bad_output"
+            f"{quoted(text)} is not an output format", "give -o table, plain, json, yaml or csv", code="bad_output"
         ) from None
 
 

@@ -11,6 +11,7 @@ import typer
 
 from gpushare.cli.common import Command, note, settings
 from gpushare.errors import BadUsage, ExitCode, GpushareError, NotSupported, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,7 +200,9 @@ def _write(path: Path, text: str) -> None:
     from gpushare.host.written_file import check_links
 
     if path.suffix != ".prom":
-        raise BadUsage(f"'{path}' does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile")
+        raise BadUsage(
+            f"{quoted(str(path), 200)} does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile"
+        )
 
     def write() -> None:
         check_links(path.parent)

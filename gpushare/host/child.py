@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.process import Streams
@@ -82,22 +84,24 @@ def started(
         )
     except subprocess.SubprocessError:
         raise OperationFailed(
-            f"'{argv[0]}' was not started: the guard that would end it if gpushare died is gone itself",
+            f"{quoted(argv[0], 200)} was not started: the guard that would end it if gpushare died is gone itself",
             "start it again; what ended the guard may be seen in: journalctl -e",
             code="guard_gone",
         ) from None
     except FileNotFoundError:
         raise NotFound(
-            f"there is no program '{argv[0]}'",
-            f"check the spelling: command -v {argv[0]}",
+            f"there is no program {quoted(argv[0], 200)}",
+            f"check the spelling: command -v {shlex.quote(argv[0])}",
             code="command_not_found",
         ) from None
     except PermissionError:
         raise NoPermission(
-            f"may not execute '{argv[0]}'", f"check its mode: ls -l {argv[0]}", code="command_not_executable"
+            f"may not execute {quoted(argv[0], 200)}",
+            f"check its mode: ls -l {shlex.quote(argv[0])}",
+            code="command_not_executable",
         ) from None
     except OSError as error:
         raise OperationFailed(
-            f"cannot execute '{argv[0]}': {error.strerror}", "give a program that this machine can run"
+            f"cannot execute {quoted(argv[0], 200)}: {error.strerror}", "give a program that this machine can run"
         ) from None
     return Child(process)

@@ -155,12 +155,14 @@ class DaemonHome:
             if not _LEASE.match(path.name):
                 continue
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
+                # One that cannot be removed counts for nobody all the same.
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
             except BlockingIOError:
                 live.append(int(path.name.partition(".")[0]))
             finally:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KIND = "gpushare bench"
 # A result of a few hundred cells has some hundred kilobytes.
+_MOST = 1e300
 _MOST_BYTES = 64 * 1024 * 1024
 
 
@@ -231,9 +232,11 @@ def read_bench(text: str) -> dict[str, Any]:
         f"{text} is no result of gpushare bench", "make one: gpushare bench --to FILE -- CMD", code="not_a_bench"
     )
     try:
-        if os.path.getsize(text) > _MOST_BYTES:
+        with open(text, "rb") as file:
+            said = file.read(_MOST_BYTES + 1)
+        if len(said) > _MOST_BYTES:
             raise wrong
-        raw = json.loads(Path(text).read_text(encoding="utf-8"))
+        raw = json.loads(said.decode())
     except FileNotFoundError:
         raise NotFound(f"there is no file {text}", "check the spelling", code="no_file") from None
     except OSError as error:
@@ -255,5 +258,6 @@ def _is_cell(cell: Any) -> bool:
     if figures is None:
         return True
     return isinstance(figures, dict) and all(
-        figures.get(key) is None or isinstance(figures.get(key), (int, float)) for key in ("mean", "low", "high")
+        figures.get(key) is None or (isinstance(figures.get(key), (int, float)) and abs(figures[key]) < _MOST)
+        for key in ("mean", "low", "high")
     )

@@ -17,6 +17,7 @@ from gpushare.host.process import Streams
 from gpushare.host.process_group import group_members
 from gpushare.measure.bounded import bounded
 from gpushare.measure.metric import Metric, Printed, hopeless
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Meter
@@ -325,7 +326,7 @@ class Copies:
 
 def _no_number(printed: Printed) -> str:
     if printed.refused is not None and not printed.values:
-        return f"printed '{printed.refused}' where --metric matches, which is no rate or time"
+        return f"printed {quoted(printed.refused)} where --metric matches, which is no rate or time"
     return "printed no number that --metric matches"
 
 

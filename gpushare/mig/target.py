@@ -9,6 +9,7 @@ from typing import Final
 from gpushare.errors import BadUsage, NotFound
 from gpushare.mig.planner import Target
 from gpushare.mig.profile import Layout
+from gpushare.units import quoted
 
 _IDS: Final = re.compile(r"(?:(\d{1,4})/)?(\d{1,4})(?:/(\d{1,4}))?", re.ASCII)
 _PLACE: Final = re.compile(r"(\d+g(?:\.\d+gb)?(?:[+-][a-z.]+)?):(\d{1,3})", re.ASCII)
@@ -34,7 +35,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     matches = matches or _by_old_name(word.lower(), layouts) or _by_ids(word, layouts)
     if len(matches) > 1:
         places = ", ".join(_title(one) for one in matches)
-        raise BadUsage(f"'{text}' fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
+        raise BadUsage(f"{quoted(text)} fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
     if not matches:
         there = [
             f"{layout.gpu}/{one.id} ({one.name or f'{one.profile.name}:{one.start}'})"

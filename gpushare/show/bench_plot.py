@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpushare.errors import BadUsage, NotSupported
+from gpushare.units import quoted
 
 
 def check_plot(text: str) -> None:
@@ -21,7 +22,7 @@ def check_plot(text: str) -> None:
     from importlib.util import find_spec
 
     if Path(text).suffix.lower() not in {".png", ".svg"}:
-        raise BadUsage(f"'{text}' is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
+        raise BadUsage(f"{quoted(text)} is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
     if find_spec("matplotlib") is None:
         raise NotSupported(
             "drawing needs matplotlib, and it is not installed",
