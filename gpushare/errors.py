@@ -26,6 +26,18 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+# A sentence; what is longer repeats some input.
+_MOST_CHARACTERS: Final = 2000
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of at most so many characters: of a longer one its beginning and its end."""
+    if len(text) <= most:
+        return text
+    kept = most - 3
+    return f"{text[: kept - kept // 3]}...{text[-(kept // 3) :]}"
+
+
 class GpushareError(Exception):
     """One error with its hint; every subclass has a stable code and an exit code.
 
@@ -37,6 +49,7 @@ class GpushareError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
 
     def __init__(self, message: str, hint: str, *, gpu: str | None = None, code: str | None = None) -> None:
+        message = cut(message, _MOST_CHARACTERS)
         super().__init__(message)
         self.message: Final = message
         self.hint: Final = hint

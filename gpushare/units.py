@@ -8,9 +8,9 @@ leaves as whole mebibytes.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, cut
 
 KIB: Final = 1024
 MIB: Final = 1024**2
@@ -29,6 +29,30 @@ _MAX_SIZE: Final = 1024 * TIB
 _MAX_SECONDS: Final = 366 * 86400.0
 
 
+def quoted(text: str, most: int = 60) -> str:
+    """Return what a user gave, in quotes; of a long text only the beginning and the end."""
+    return f"'{cut(text, most)}'"
+
+
+def check_depth(text: str, loader: Any, most: int = 200) -> None:
+    """Look how deep a YAML text is nested, before libyaml's composer does: that one ends the process by too much.
+
+    Raises:
+        RecursionError: it is nested too deep.
+        yaml.YAMLError: it is no YAML.
+    """
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > most:
+                raise RecursionError(depth)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
 def parse_memory_limit(text: str) -> int:
     """Return a memory limit in bytes, rounded down to whole mebibytes (what MPS can hold).
 
@@ -41,21 +65,21 @@ def parse_memory_limit(text: str) -> int:
     hint = "give a size with its unit, for example --memory 4G or --memory 1500M"
     match = re.match(_SIZE, text, re.IGNORECASE | re.ASCII)
     if match is None:
-        raise BadUsage(f"'{text}' is not a memory size", hint, code="bad_size")
+        raise BadUsage(f"{quoted(text)} is not a memory size", hint, code="bad_size")
     number, prefix, _ = match.groups()
     if not prefix:
-        raise BadUsage(f"the memory size '{text}' has no unit", hint, code="bad_size")
+        raise BadUsage(f"the memory size {quoted(text)} has no unit", hint, code="bad_size")
     from decimal import ROUND_FLOOR, Decimal, localcontext
 
     with localcontext() as context:
         context.prec, context.rounding = 60, ROUND_FLOOR
         exact = Decimal(number) * _FACTORS[prefix.lower()]
     if exact > _MAX_SIZE:
-        raise BadUsage(f"the memory size '{text}' is larger than any GPU", hint, code="bad_size")
+        raise BadUsage(f"the memory size {quoted(text)} is larger than any GPU", hint, code="bad_size")
     size = int(exact) // MIB * MIB
     if size == 0:
         raise BadUsage(
-            f"the memory size '{text}' is below 1 MiB, which MPS would take as no limit", hint, code="bad_size"
+            f"the memory size {quoted(text)} is below 1 MiB, which MPS would take as no limit", hint, code="bad_size"
         )
     return size
 
@@ -71,13 +95,17 @@ def parse_thread_percentage(text: str) -> float:
     hint = "give a percentage above 0 and up to 100, for example --threads 25"
     match = re.match(_PERCENT, text, re.ASCII)
     if match is None:
-        raise BadUsage(f"'{text}' is not a percentage", hint, code="bad_percentage")
+        raise BadUsage(f"{quoted(text)} is not a percentage", hint, code="bad_percentage")
     value = float(match.group(1))
     if not 0.0 < value <= 100.0:
-        raise BadUsage(f"the thread percentage {text.strip()} is outside (0, 100]", hint, code="bad_percentage")
+        raise BadUsage(
+            f"the thread percentage {cut(text.strip(), 60)} is outside (0, 100]", hint, code="bad_percentage"
+        )
     # The daemon keeps and prints one decimal; a value that it would round to 0.0 is not one.
     if round(value, 1) == 0.0:
-        raise BadUsage(f"the thread percentage {text.strip()} rounds to 0.0 in MPS", hint, code="bad_percentage")
+        raise BadUsage(
+            f"the thread percentage {cut(text.strip(), 60)} rounds to 0.0 in MPS", hint, code="bad_percentage"
+        )
     return round(value, 1)
 
 
@@ -90,11 +118,11 @@ def parse_seconds(text: str) -> float:
     hint = "give seconds, or 250ms, 2s, 10m, 1h"
     match = re.match(_SECONDS, text, re.IGNORECASE | re.ASCII)
     if match is None:
-        raise BadUsage(f"'{text}' is not a duration", hint, code="bad_duration")
+        raise BadUsage(f"{quoted(text)} is not a duration", hint, code="bad_duration")
     number, unit = match.groups()
     seconds = float(number) * _SECOND_FACTORS[(unit or "s").lower()]
     if seconds > _MAX_SECONDS:
-        raise BadUsage(f"the duration '{text}' is longer than a year", hint, code="bad_duration")
+        raise BadUsage(f"the duration {quoted(text)} is longer than a year", hint, code="bad_duration")
     return seconds
 
 
@@ -116,13 +144,6 @@ def mps_memory_readback(size_bytes: int) -> str:
 def mps_percentage(value: float) -> str:
     """Return a percentage as the MPS control daemon prints it: ``25.0``."""
     return f"{value:.1f}"
-
-
-def quoted(text: str, most: int = 60) -> str:
-    """Return what a user typed, in quotes, for a message; a long text without its middle."""
-    if len(text) > most:
-        text = f"{text[: most * 2 // 3]}...{text[-(most // 4) :]}"
-    return repr(text)
 
 
 def format_bytes(size: int | None) -> str:

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host.file_system import is_full
+from gpushare.host.written_file import directory_of, open_over
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,7 +119,8 @@ def make_logs(path: Path) -> None:
         NoPermission: it cannot be made.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        with directory_of(path):
+            pass
     except OSError as error:
         raise NoPermission(
             f"cannot create {path}: {error.strerror}", "give --logs a directory that you may write", code="not_written"
@@ -134,7 +136,7 @@ def opened(log: Path | None) -> IO[bytes]:
     if log is None:
         return tempfile.TemporaryFile(buffering=0)
     try:
-        return open(log, "w+b", buffering=0)
+        return open(open_over(log), "w+b", buffering=0)
     except OSError as error:
         raise OperationFailed(
             f"cannot write {log}: {error.strerror}", "give --logs a directory that you may write", code="not_written"

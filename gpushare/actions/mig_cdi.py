@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gpushare.actions.plan import Step
 from gpushare.errors import NotFound, OperationFailed
 from gpushare.host import cdi
+from gpushare.host.written_file import create_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +82,8 @@ def _put_back(file: Path, content: bytes) -> None:
     if file.exists() and file.read_bytes() == content:
         return
     temporary = file.with_name(f".{file.name}.gpushare")
-    temporary.write_bytes(content)
+    temporary.unlink(missing_ok=True)
+    create_file(temporary, content)
     temporary.chmod(0o644)
     temporary.replace(file)
 

@@ -11,6 +11,7 @@ from gpushare.actions.safe_end import Drain, end_clients
 from gpushare.errors import BadUsage, GpushareError, InUse, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.host import make_private_directory
+from gpushare.host.kept_file import writing
 from gpushare.host.mps import FoundDaemon, find_daemons
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ def terminate(host: Host, client: Client, gpus: Sequence[Gpu]) -> Killed:
         )
     # Before the call: if it hangs, the second try must not come.
     make_private_directory(mark.parent)
-    mark.touch()
+    with writing(mark, "the mark of a client that is terminated"):
+        mark.touch()
     if not client.found.control(host).terminate_client(server, pid):
         raise OperationFailed(
             f"the MPS daemon did not terminate client {pid}",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gpushare.errors import GpushareError, Interrupted, OperationFailed
+from gpushare.host.system_error import system_error
 
 # The code of an error that names all that could not come back, and the command for it.
 NOT_RESTORED: Final = "not_restored"
@@ -58,10 +59,10 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
             # Noted before it acts: a step that fails half way is undone too.
             done.append(step)
             step.do()
-    except GpushareError as error:
-        left = roll_back(done)
-        if left:
-            raise _not_undone(error, left) from error
+    except (GpushareError, OSError) as error:
+        left, said = roll_back(done), _said(error)
+        if left and said is not None:
+            raise _not_undone(said, left) from error
         raise
     except KeyboardInterrupt:
         # Ctrl-C in the middle leaves nothing half done either.
@@ -72,6 +73,11 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
     except BaseException:
         roll_back(done)
         raise
+
+
+def _said(error: GpushareError | OSError) -> GpushareError | None:
+    """Return the error as it is told: a full disk is one, too. None: what the system says is a fault of ours."""
+    return error if isinstance(error, GpushareError) else system_error(error)
 
 
 def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
@@ -95,11 +101,15 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C and what ends like it. Only the main thread has a say in signals, and is interrupted by them."""
+    """Let Ctrl-C and what ends like it do nothing. Only the main thread has a say in signals, and is interrupted by them.
+
+    By a handler, which no program inherits: a daemon that is started here would ignore SIGTERM for ever.
+    """
     before = {}
     with contextlib.suppress(ValueError):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, signal.SIG_IGN)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda *_: None)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from gpushare.host.mps_control import MpsControl
 from gpushare.host.production import Production, find_production, lives, productions, write_production
 from gpushare.host.tuned import Tuned, check_job_name, find_tuned
 from gpushare.model import Priority
-from gpushare.units import MIB, format_bytes
+from gpushare.units import MIB, format_bytes, quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -53,12 +53,16 @@ class ProductionWatch(Attachment):
 
     def record(self) -> None:
         """Write the record, if it says something new; what goes wrong in that must not end the program."""
-        with contextlib.suppress(GpushareError, OSError):
+        with contextlib.suppress(GpushareError):
             held = self._held()
             if held is None or (self.peak is not None and held <= self.peak):
                 return
             self.peak = held
-            write_production(self.host, production_of(self.host, self.device, self.name, self.program_pid, self.peak))
+            # A peak that cannot be noted, on a disk that is full meanwhile, ends no production job.
+            with contextlib.suppress(GpushareError):
+                write_production(
+                    self.host, production_of(self.host, self.device, self.name, self.program_pid, self.peak)
+                )
 
     def _held(self) -> int | None:
         if self.host.processes.namespace_is_host() is False:
@@ -89,7 +93,7 @@ class ProductionShare(MpsShare):
         """Return the watch over the program, after its record was written."""
         before = find_production(self.host, self.name)
         peak = None if before is None or before.device_uuid != self.device.uuid else before.memory_peak_bytes
-        with contextlib.suppress(GpushareError, OSError):
+        with contextlib.suppress(GpushareError):
             write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
         return ProductionWatch(self.host, self.device, self.home, pid, seen={pid}, name=self.name, peak=peak)
 
@@ -219,7 +223,7 @@ def find_spared(host: Host, device: Device, beside: str | None) -> Production | 
     found = find_production(host, check_job_name(beside))
     if found is None and find_tuned(host, beside) is None:
         raise NotFound(
-            f"no production job '{beside}' is known, running or tuned",
+            f"no production job {quoted(beside)} is known, running or tuned",
             f"start it: gpushare run --production {beside} -- CMD; or tune it: gpushare tune --name {beside} ...",
             code="no_production",
         )

@@ -25,7 +25,7 @@ from gpushare.host.claims import HeldClaim
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Drain
     from gpushare.host.host import Host
-    from gpushare.host.process import Spawned
+    from gpushare.host.process import Announce, Spawned
     from gpushare.selection import Device
 
 # Signals that end the program; the others are passed on as they are.
@@ -109,9 +109,7 @@ class _Session:
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Signals are caught before the program starts: from then on none may kill gpushare unheard.
         with Wakeups((*_ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
-            child = self._child = self._host.processes.spawn(command, environment)
-            # At once, and then with what guards against a reused PID: describing it takes a while.
-            _tell(guard, f"program {child.pid} -")
+            child = self._child = self._host.processes.spawn(command, environment, announce=announcer(guard))
             info = self._host.processes.describe(child.pid)
             _tell_program(guard, child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
@@ -253,6 +251,19 @@ def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO
         guard.wait()
         raise
     return guard, cast("IO[bytes]", guard.stdin)
+
+
+def announcer(pipe: IO[bytes]) -> Announce:
+    """Return what tells the guard of a program from within, before it runs: gpushare may be killed at any point.
+
+    A guard that is gone makes it raise, so that nothing runs unguarded.
+    """
+
+    def announce(pid: int, started: float | None) -> None:
+        # One write: it comes whole between those of gpushare, which has none in its buffer.
+        os.write(pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
+
+    return announce
 
 
 def _tell(pipe: IO[bytes], word: str) -> None:

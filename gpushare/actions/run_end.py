@@ -25,7 +25,7 @@ def ask_to_end(host: Host, pids: Sequence[int], clients: set[int] | None, number
     """Send a signal to a program's processes where it does no harm; return those that got one.
 
     A process with a handler of its own gets the signal, or SIGINT if it handles only that (Python
-    does). A process that is no MPS client gets it in any case. An MPS client without a handler would
+    does). A process that is no MPS client gets it in any case, or SIGTERM if it ignores it. An MPS client without a handler would
     die of it with its queue in flight, and break its neighbours: it gets nothing here. ``clients`` None
     is unknown: then any of them may be one.
     """
@@ -43,7 +43,11 @@ def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     for candidate in (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
             return candidate
-    return None if client else number
+    if client:
+        return None
+    # What was started with SIGINT ignored, as a script's background job is, ignores it for ever.
+    ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
+    return signal.SIGTERM if ignored else number
 
 
 def end_program(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, NoPermission, NotFound
 from gpushare.host.mps_control import DEVICE
-from gpushare.units import mps_memory, mps_percentage, parse_pinned_limits, parse_thread_percentage
+from gpushare.units import mps_memory, mps_percentage, parse_pinned_limits, parse_thread_percentage, quoted
 
 if TYPE_CHECKING:
     from gpushare.actions.mps_limits import MpsLimits
@@ -76,12 +76,12 @@ def check_program(program: str) -> None:
         return
     if os.path.isfile(program):
         raise NoPermission(
-            f"may not execute '{program}'",
+            f"may not execute {quoted(program, 200)}",
             f"check its mode: ls -l {shlex.quote(program)}",
             code="command_not_executable",
         )
     raise NotFound(
-        f"there is no program '{program}'",
+        f"there is no program {quoted(program, 200)}",
         f"check the spelling: command -v {shlex.quote(program)}",
         code="command_not_found",
     )

@@ -16,6 +16,7 @@ from gpushare.host.mig_processes import processes_in
 from gpushare.host.mps import find_daemons
 from gpushare.model import Holder
 from gpushare.selection import Device, select
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -40,7 +41,9 @@ def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     if gpu is not None:
         devices = select(gpu, host.nvml.sweep())
         if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
-            raise BadUsage(f"{places[0].title} is not on '{gpu}'", "leave -g away: a name says where", code="two_names")
+            raise BadUsage(
+                f"{places[0].title} is not on {quoted(gpu)}", "leave -g away: a name says where", code="two_names"
+            )
     return places
 
 

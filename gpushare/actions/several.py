@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from gpushare.actions.left_behind import end_left_behind, still_there
 from gpushare.actions.listened import Program, opened
-from gpushare.actions.run import start_guard
+from gpushare.actions.run import announcer, start_guard
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
 from gpushare.actions.run_environment import client_environment, without_own_limits
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
@@ -126,14 +126,18 @@ class Several:
             appending = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                child = self._host.processes.spawn(argv, environment, Streams(nothing, appending, appending))
+                child = self._host.processes.spawn(
+                    argv,
+                    environment,
+                    Streams(nothing, appending, appending),
+                    None if self._pipe is None else announcer(self._pipe),
+                )
             finally:
                 os.close(appending)
                 os.close(nothing)
         except BaseException:
             file.close()
             raise
-        self._tell(f"program {child.pid} -")
         program = Program(title, child, file, log is not None, listen, redrawn=redrawn)
         self.programs.append(program)
         self._tell_start(child.pid)

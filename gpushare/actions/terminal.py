@@ -43,7 +43,8 @@ class Terminal:
         number = child.stopped_by()
         if number in {signal.SIGTTIN, signal.SIGTTOU}:
             self._lend()
-            if self._lent or self._descriptor is None:
+            if self._lent or self._descriptor is None or _foreground(self._descriptor) is None:
+                # With a terminal that is gone the program reads its end.
                 self._continue()
             else:
                 # We are in the background too: stop like any job that wants the terminal. The SIGCONT

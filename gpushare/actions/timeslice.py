@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 from gpushare.actions.plan import Plan, Step
 from gpushare.errors import BadUsage, InUse, NoPermission, NotSupported, OperationFailed
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import read_trusted, replace_file, writing
 from gpushare.host.mps import find_daemons
 from gpushare.host.smi import compute_mode_command, parse_level, set_argv
 from gpushare.model import ComputeMode, TimeSlice
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -35,7 +36,7 @@ def level_of(text: str) -> TimeSlice:
     level = parse_level(text)
     if level is None:
         raise BadUsage(
-            f"'{text}' is not a time-slice level",
+            f"{quoted(text)} is not a time-slice level",
             "give default, short, medium or long (0 to 3): gpushare timeslice set short -g 0",
             code="bad_level",
         )
@@ -148,30 +149,23 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, k
     changed: list[ComputeMode] = []
     noted: list[Path] = []
 
-    def note(previous: ComputeMode | None) -> None:
-        if previous is None:
-            record.unlink(missing_ok=True)
-            return
-        make_private_directory(record.parent)
-        replace_file(record, json.dumps({"schema": 1, "previous_compute_mode": previous.name}))
-
     def act() -> None:
         now = host.nvml.compute_mode(device.gpu.index)
         if now is not None and now is not mode:
             changed.append(now)
             if keep and recorded is None:
                 noted.append(record)
-                note(now)
+                _note(record, now)
         set_compute_mode(host, device, mode)
         if not keep:
             noted.append(record)
-            note(None)
+            _note(record, None)
 
     def back() -> None:
         for previous in changed:
             set_compute_mode(host, device, previous)
         if noted and _recorded_mode(record) is not recorded:
-            note(recorded)
+            _note(record, recorded)
 
     return Step(
         what=f"set the compute mode of {device.title} to {mode.title}",
@@ -180,6 +174,16 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, k
         do=act,
         revert=back,
     )
+
+
+def _note(record: Path, previous: ComputeMode | None) -> None:
+    if previous is not None:
+        make_private_directory(record.parent)
+    with writing(record, "the note of the compute mode that was there"):
+        if previous is None:
+            record.unlink(missing_ok=True)
+        else:
+            replace_file(record, json.dumps({"schema": 1, "previous_compute_mode": previous.name}))
 
 
 def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:

@@ -1,4 +1,8 @@
-"""Signals as something to wait for: no handler interrupts the work, none is lost."""
+"""Signals as something to wait for: no handler interrupts the work, none is lost.
+
+A signal that is ignored when gpushare starts (nohup, a script's background job) stays ignored: a handler here would make
+gpushare act on it, and give the programs that it starts the default in its place.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,8 @@ class Wakeups:
         """Take the signals over."""
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
+            if signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGCHLD:
+                continue
             # The byte in the wake-up socket is the message; the handler only keeps the default away.
             self._before[number] = signal.signal(number, lambda *_: None)
         return self

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpushare.advice.table import Mechanism
 from gpushare.errors import BadUsage
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,7 +46,7 @@ def mechanism_named(text: str) -> Mechanism:
     if len(found) == 1:
         return found[0]
     raise BadUsage(
-        f"'{text}' is no way of sharing that gpushare compares",
+        f"{quoted(text)} is no way of sharing that gpushare compares",
         _meant(text, {one.value: names for one, names in _MECHANISMS.items()})
         + "name streams, mps, time-slicing, mig or vgpu",
         code="no_mechanism",
@@ -64,12 +65,12 @@ def row_named(table: Table, text: str) -> Row:
         return table.row(found[0])
     if found:
         raise BadUsage(
-            f"'{text}' may be {' or '.join(table.row(key).title for key in found)}",
+            f"{quoted(text)} may be {' or '.join(table.row(key).title for key in found)}",
             f"name one: {', '.join(found)}",
             code="no_row",
         )
     raise BadUsage(
-        f"'{text}' is no row of the table",
+        f"{quoted(text)} is no row of the table",
         _meant(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
         code="no_row",
     )

@@ -8,8 +8,10 @@ from typing import Any, Final, NoReturn
 
 from gpushare.advice.table import Dated, Entry, Mechanism, Option, Row, Source, Table
 from gpushare.errors import NotFound, OperationFailed
+from gpushare.units import check_depth, quoted
 
 SCHEMA: Final = 1
+_MOST_CHARACTERS: Final = 1 << 20
 _ROW_KEYS: Final = ("key", "title", "published", "question", "levels")
 _CELL_NEEDED: Final = ("published", "today", "level", "source")
 _CELL_KEYS: Final = (*_CELL_NEEDED, "limit", "options", "contradiction", "note")
@@ -40,7 +42,8 @@ def _text(path: Path | None) -> str:
 
         return files("gpushare").joinpath("data/mechanisms.yaml").read_text(encoding="utf-8")
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise NotFound(
             f"there is no file {path}", "see the table that comes with gpushare: gpushare compare", code="no_file"
@@ -50,6 +53,9 @@ def _text(path: Path | None) -> str:
         raise OperationFailed(
             f"cannot read {path}: {why}", "see its permissions and its encoding", code="bad_table"
         ) from None
+    if len(text) > _MOST_CHARACTERS:
+        raise OperationFailed(f"{path} is larger than 1 MiB", "give a table of mechanisms", code="bad_table")
+    return text
 
 
 class _Reader:
@@ -115,7 +121,7 @@ class _Reader:
         limit = self._dated(cell, "limit", "limit", where) if "limit" in cell else ()
         for one in limit:
             if not one.value.isdecimal():
-                self._wrong(cell.lines["limit"], f"the limit of {where} is '{one.value}', not a whole number")
+                self._wrong(cell.lines["limit"], f"the limit of {where} is {quoted(one.value)}, not a whole number")
         return Entry(
             published=self._word(cell, "published"),
             today=self._dated(cell, "today", "text", where),
@@ -160,7 +166,7 @@ class _Reader:
             return None
         text = str(one["since"])
         if not text.isdecimal():
-            self._wrong(one.lines["since"], f"since of {where} is '{text}', not a driver branch like 590")
+            self._wrong(one.lines["since"], f"since of {where} is {quoted(text)}, not a driver branch like 590")
         return int(text)
 
     # -- what a value must be --------------------------------------------------------------------
@@ -199,13 +205,13 @@ class _Reader:
 
     def _known(self, word: str, known: tuple[str, ...], what: str, line: int) -> None:
         if word not in known:
-            self._wrong(line, f"'{word}' is no {what}; there are {', '.join(known)}")
+            self._wrong(line, f"{quoted(word)} is no {what}; there are {', '.join(known)}")
 
     def _once(self, words: Iterable[Any], what: str, line: int) -> None:
         seen: set[str] = set()
         for word in map(str, words):
             if word in seen:
-                self._wrong(line, f"the {what} '{word}' is there twice")
+                self._wrong(line, f"the {what} {quoted(word)} is there twice")
             seen.add(word)
 
     def _wrong(self, line: int | None, why: str) -> NoReturn:
@@ -221,7 +227,10 @@ class _Reader:
 
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         try:
+            check_depth(text, loader)
             node = yaml.compose(text, Loader=loader)
+        except RecursionError:
+            self._wrong(None, "it is nested too deep")
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             problem = getattr(error, "problem", None) or "it cannot be read"
@@ -230,16 +239,21 @@ class _Reader:
 
     def _value(self, node: Any, loader: Any) -> Any:
         """Return a YAML node as plain values; mappings keep their lines, a key twice is refused."""
+        import yaml
+
         line = node.start_mark.line + 1
         if node.id == "sequence":
             return [self._value(item, loader) for item in node.value]
         if node.id == "scalar":
-            return loader.construct_object(node)
+            try:
+                return loader.construct_object(node)
+            except (yaml.YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+                self._wrong(line, f"this is no {str(node.tag).rpartition(':')[2][:40]}")
         found = _Object(line)
         for key_node, value_node in node.value:
             key = str(loader.construct_object(key_node)) if key_node.id == "scalar" else ""
             key_line = key_node.start_mark.line + 1
             if not key or key in found:
-                self._wrong(key_line, f"the key '{key}' is there twice" if key else "a key must be a word")
+                self._wrong(key_line, f"the key {quoted(key)} is there twice" if key else "a key must be a word")
             found[key], found.lines[key] = self._value(value_node, loader), key_line
         return found

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpushare.advice.three import any_of
 from gpushare.errors import BadUsage
-from gpushare.units import parse_memory_limit, parse_seconds
+from gpushare.units import parse_memory_limit, parse_seconds, quoted
 
 
 class Isolation(str, Enum):
@@ -207,7 +207,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     values: dict[str, Any] = {}
     for key, value in words.items():
         if key not in KEYS:
-            raise BadUsage(f"'{key}' is not a property of a workload", _close(key), code="unknown_key")
+            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key), code="unknown_key")
         if value is not None:
             values.update(_value(key, value))
     found = Workload(**values)

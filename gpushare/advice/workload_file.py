@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from gpushare.advice.workload import Case, Workload, workload_of, yes_or_no
 from gpushare.errors import BadUsage
+from gpushare.units import quoted
 
 _HINT: Final = "write for example: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]"
 _TOP: Final = ("workloads", "root")
@@ -27,6 +28,8 @@ def read_case(text: str, path: str) -> Case:
         raise BadUsage(
             f"{path}:{where} it is no YAML: {getattr(error, 'problem', None) or error}", _HINT, code="bad_file"
         ) from None
+    except RecursionError:
+        raise BadUsage(f"{path}: it is nested too deep", _HINT, code="bad_file") from None
     if node is None:
         raise BadUsage(f"{path}: it is empty", _HINT, code="bad_file")
     root = None
@@ -35,7 +38,7 @@ def read_case(text: str, path: str) -> Case:
         for name, (key, _) in entries.items():
             if name not in _TOP:
                 raise BadUsage(
-                    f"{path}: line {key.start_mark.line + 1}: unknown key '{name}'",
+                    f"{path}: line {key.start_mark.line + 1}: unknown key {quoted(name)}",
                     f"beside workloads stands only: {', '.join(_TOP[1:])}",
                     code="unknown_key",
                 )
@@ -71,7 +74,7 @@ def _entries(node: Any, path: str) -> dict[str, tuple[Any, Any]]:
         name = _key(key)
         if name in entries:
             raise BadUsage(
-                f"{path}: line {key.start_mark.line + 1}: '{name}' is there twice", "keep one", code="bad_file"
+                f"{path}: line {key.start_mark.line + 1}: {quoted(name)} is there twice", "keep one", code="bad_file"
             )
         entries[name] = (key, value)
     return entries

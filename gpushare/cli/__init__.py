@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
     common.open_closed_streams()
+    common.outlive_the_terminal()
     try:
         with common.ended_by_exception():
             code = _run(words)
@@ -195,6 +196,12 @@ def _unexpected(error: Exception) -> int:
         return _unwritten(error)
     if common.settings.debug:
         raise error
+    if isinstance(error, OSError):
+        from gpushare.host.system_error import system_error
+
+        refused = system_error(error)
+        if refused is not None:
+            return _failed(refused)
     what = f"{type(error).__name__}: {error}".replace("\n", " ")
     bug = OperationFailed(
         f"unexpected {what}", "this is a bug of gpushare; run it again with --debug and report it", code="bug"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
 import textwrap
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.cli.common import answered
 from gpushare.errors import BadUsage, NotFound, OperationFailed
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from gpushare.advice.situation import Situation
     from gpushare.advice.workload import Case, Workload
     from gpushare.host.host import Host
+
+
+_MOST_CHARACTERS: Final = 256 << 10
 
 
 def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
@@ -68,12 +71,15 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
     from gpushare.advice.workload_file import read_case
 
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise NotFound(f"there is no file {path}", "write one: see gpushare advise --help", code="no_file") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise OperationFailed(f"cannot read {path}: {reason}", "give a YAML file", code="not_readable") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise OperationFailed(f"{path} is larger than 256 KiB", "give a YAML file", code="not_readable")
     case = read_case(text, path)
     return case if root is None else replace(case, root=root)
 

@@ -252,9 +252,12 @@ def _files(
         failed.append(error)
     try:
         if picture is not None:
-            from gpushare.show.bench_plot import draw
+            from gpushare.host.written_file import create_file
+            from gpushare.show.bench_plot import drawn
 
-            draw(picture, data)
-    except GpushareError as error:
-        failed.append(error)
+            create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
+    except OSError as error:
+        failed.append(
+            OperationFailed(f"cannot write {picture}: {error.strerror}", "give another --plot FILE", code="not_written")
+        )
     return failed

@@ -9,6 +9,7 @@ import typer
 
 from gpushare.cli.common import GPU_HELP, Command, gpus_of, settings
 from gpushare.errors import BadUsage, NotFound
+from gpushare.units import quoted
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +41,7 @@ def capture(
         return Result(command="capture", data=json.loads(schema_text()), text=schema_text().rstrip("\n"))
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
-        raise BadUsage(f"'{by}' is no way to name GPUs", "give --by index or --by uuid", code="bad_key")
+        raise BadUsage(f"{quoted(by)} is no way to name GPUs", "give --by index or --by uuid", code="bad_key")
     host = settings.connect()
     gpus = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
     if not gpus:

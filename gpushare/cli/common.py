@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.errors import BadUsage, Interrupted
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +76,35 @@ def reset() -> None:
         setattr(settings, name, value)
 
 
+class _Terminal(io.FileIO):
+    """A terminal to write to. What is said to one that was closed is lost, and hinders nothing: not an end in order."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_the_terminal() -> None:
+    """Let stdout and stderr go on when the terminal that they are is closed, and let no child's end get lost."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if stream.isatty() and type(stream) is io.TextIOWrapper:
+                raw = _Terminal(stream.fileno(), "w", closefd=False)
+                said = io.TextIOWrapper(
+                    io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True, write_through=True
+                )
+                setattr(sys, name, said)
+    # Inherited as ignored it takes every exit code away.
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def open_closed_streams() -> None:
     """Put the null device where a standard stream was closed (``>&-``): Python has None there."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -93,7 +125,7 @@ def output_of(text: str) -> OutputFormat:
         return OutputFormat(text.lower())
     except ValueError:
         raise BadUsage(
-            f"'{text}' is not an output format", "give -o table, plain, json, yaml or csv", code="bad_output"
+            f"{quoted(text)} is not an output format", "give -o table, plain, json, yaml or csv", code="bad_output"
         ) from None
 
 
@@ -166,11 +198,10 @@ class Ended(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def ended_by_exception(*numbers: int, ignored: bool = False) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (or these signals) end a command as Ctrl-C does: rolled back, the terminal as it was.
+def ended_by_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: rolled back, the terminal as it was.
 
-    A signal that the caller set is left so; with ``ignored`` not one that he only ignores, as a shell's script does
-    with the SIGINT of what it runs in the background.
+    A signal that the caller handles or ignores (nohup) is left so.
     """
 
     def end(number: int, _frame: object) -> None:
@@ -179,9 +210,9 @@ def ended_by_exception(*numbers: int, ignored: bool = False) -> Iterator[None]:
     taken: list[tuple[int, Any]] = []
     # Another thread than the main one (ValueError) has no say in signals.
     with contextlib.suppress(ValueError):
-        for number in numbers or (signal.SIGTERM, signal.SIGHUP):
+        for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
             before = signal.getsignal(number)
-            if before is signal.SIG_DFL or (ignored and before is signal.SIG_IGN):
+            if before is signal.SIG_DFL:
                 signal.signal(number, end)
                 taken.append((number, before))
     try:
@@ -390,7 +421,9 @@ def answered(prompt: str) -> str:
     sys.stderr.flush()
     line = ""
     try:
-        line = sys.stdin.readline()
+        # A terminal that was closed meanwhile (EIO) says no more than the end of a file.
+        with contextlib.suppress(OSError):
+            line = sys.stdin.readline()
     finally:
         # Without an answer the cursor is still behind the question.
         if not line:

@@ -9,6 +9,7 @@ import typer
 
 from gpushare.cli.common import GPU_HELP, Command, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +77,9 @@ def _view_of(text: str | None) -> View | None:
         return None
     found = [view for view in View if view.value.startswith(text.lower())] if text else []
     if len(found) != 1:
-        raise BadUsage(f"'{text}' is not a view of the table", "give --view published, today or host", code="bad_view")
+        raise BadUsage(
+            f"{quoted(text)} is not a view of the table", "give --view published, today or host", code="bad_view"
+        )
     return found[0]
 
 
@@ -84,7 +87,7 @@ def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> Non
     from gpushare.advice.table import driver_branch
 
     if driver is not None and driver_branch(driver) is None:
-        raise BadUsage(f"'{driver}' is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
+        raise BadUsage(f"{quoted(driver)} is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
     if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
         raise BadUsage(
             "--driver is for the view today", "a host has the driver it has: leave --driver away", code="two_views"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -79,18 +80,31 @@ def printed(documents: tuple[Document, ...]) -> str:
 
 
 def _written(documents: tuple[Document, ...], directory: Path) -> tuple[str, ...]:
-    there = [str(directory / one.name) for one in documents if (directory / one.name).exists()]
-    if there:
-        raise InUse(f"{there[0]} is there already", "give another directory, or remove it", code="file_exists")
+    from gpushare.host.written_file import create_file, directory_of
+
+    written: list[str] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for one in documents:
-            path = directory / one.name
-            path.write_text(one.text, encoding="utf-8")
-            if one.kind == "sh":
-                path.chmod(0o755)
+        with directory_of(directory) as descriptor:
+            there = [one.name for one in documents if os.path.lexists(directory / one.name)]
+            if there:
+                raise _there(directory / there[0])
+            for one in documents:
+                # Nobody else's link or file is written through, whatever happened since.
+                mode = 0o777 if one.kind == "sh" else 0o666
+                try:
+                    create_file(one.name, one.text.encode(), directory=descriptor, mode=mode)
+                except FileExistsError:
+                    raise _there(directory / one.name) from None
+                written.append(str(directory / one.name))
     except OSError as error:
-        raise NoPermission(
-            f"cannot write into {directory}: {error.strerror}", "give another directory: --to DIR", code="not_written"
-        ) from None
-    return tuple(str(directory / one.name) for one in documents)
+        raise unwritten(directory, error, "give another directory: --to DIR") from None
+    return tuple(written)
+
+
+def _there(path: Path) -> InUse:
+    return InUse(f"{path} is there already", "give another directory, or remove it", code="file_exists")
+
+
+def unwritten(path: Path, error: OSError, hint: str) -> NoPermission:
+    """Return the error for files that a user wanted somewhere and that cannot be written there."""
+    return NoPermission(f"cannot write {path}: {error.strerror or error}", hint, code="not_written")

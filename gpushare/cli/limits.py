@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, NotFound
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +109,9 @@ def priority_of(text: str | None) -> Priority | None:
         return None
     names = {level.title: level for level in Priority} | {str(int(level)): level for level in Priority}
     if text.lower() not in names:
-        raise BadUsage(f"'{text}' is not a priority", "give --priority normal or --priority low", code="bad_priority")
+        raise BadUsage(
+            f"{quoted(text)} is not a priority", "give --priority normal or --priority low", code="bad_priority"
+        )
     return names[text.lower()]
 
 
@@ -122,7 +125,9 @@ def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> di
         gpu, equals, value = entry.partition("=")
         if not equals or not gpu.strip():
             raise BadUsage(
-                f"'{entry}' in {option} names no GPU", f"give one for all, or {option} 0=...,1=...", code="bad_limit"
+                f"{quoted(entry)} in {option} names no GPU",
+                f"give one for all, or {option} 0=...,1=...",
+                code="bad_limit",
             )
         if gpu.strip() in values:
             raise BadUsage(f"{option} names GPU {gpu.strip()} twice", f"give {option} 0=...,1=...", code="bad_limit")
@@ -146,7 +151,7 @@ def _resolve(values: dict[str | None, Any], devices: Sequence[Device]) -> dict[s
             named = ()
         if not named or any(device.uuid not in uuids for device in named):
             raise BadUsage(
-                f"a limit names GPU '{name}', which is not among the chosen: {', '.join(d.title for d in devices)}",
+                f"a limit names GPU {quoted(name or '')}, which is not among the chosen: {', '.join(d.title for d in devices)}",
                 f"choose it too: -g {','.join([*(d.selector for d in devices), str(name)])}",
                 code="bad_limit",
             )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.common import Command, note, settings
-from gpushare.errors import BadUsage, ExitCode, GpushareError, NoPermission, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, ExitCode, GpushareError, NotSupported, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def metrics(
     """
     address, port = _address(listen)
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
         raise NotSupported(
             "the Python package prometheus-client is not installed",
@@ -48,8 +49,10 @@ def metrics(
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(settings.connect()))
+    from gpushare.cli.metrics_server import MetricsServer
+
     try:
-        server, thread = start_http_server(port, address, registry)
+        server = MetricsServer(address, port, make_wsgi_app(registry))
     except (OSError, OverflowError) as error:
         raise OperationFailed(
             f"cannot listen at {listen}: {getattr(error, 'strerror', None) or error}",
@@ -59,14 +62,12 @@ def metrics(
     host = f"[{address}]" if ":" in address else address
     note(f"http://{host}:{server.server_port}/metrics")
     try:
-        thread.join()
+        server.serve()
     except KeyboardInterrupt:
         # Ctrl-C and SIGTERM are how it ends.
         return int(ExitCode.OK)
     finally:
-        server.shutdown()
         server.server_close()
-    return int(ExitCode.OK)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -200,18 +201,24 @@ def _packaged(name: str) -> str:
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
     from gpushare.host.kept_file import replace_file
+    from gpushare.host.written_file import check_links
 
     if path.suffix != ".prom":
-        raise BadUsage(f"'{path}' does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile")
-    _guarded(path, lambda: replace_file(path, text, durable=True))
+        raise BadUsage(
+            f"{quoted(str(path), 200)} does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile"
+        )
+
+    def write() -> None:
+        check_links(path.parent)
+        replace_file(path, text, durable=True)
+
+    _guarded(path, write)
 
 
 def _guarded(path: Path, write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        raise NoPermission(
-            f"cannot write {path}: {error.strerror}",
-            "give a file in a directory that you may write",
-            code="not_written",
-        ) from None
+        from gpushare.cli.exported import unwritten
+
+        raise unwritten(path, error, "give a file in a directory that you may write") from None

@@ -9,6 +9,7 @@ import typer
 from gpushare.cli.changes import carried_out
 from gpushare.cli.common import GPU_HELP, ChangingCommand, settings
 from gpushare.errors import BadUsage, NotFound
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.actions.plan import Plan
@@ -57,7 +58,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     targets = find_targets(instance, layouts)
     if len(targets) != 1:
         raise BadUsage(
-            f"'{instance}' is {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
+            f"{quoted(instance)} is {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
         )
     layout = next(one for one in layouts if one.gpu == targets[0].gpu)
     found = next(one for one in layout.instances if one.id == targets[0].instance)

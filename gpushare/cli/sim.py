@@ -10,6 +10,7 @@ from gpushare.cli import sim_fault
 from gpushare.cli.common import ChangingCommand, Command, Group, confirm, settings
 from gpushare.cli.sim_fault import Gpu, spec_of
 from gpushare.errors import BadUsage
+from gpushare.units import quoted
 
 group = typer.Typer(
     cls=Group,
@@ -272,7 +273,7 @@ def end(
     if signal is not None:
         name = signal.upper().removeprefix("SIG")
         if f"SIG{name}" not in signals.Signals.__members__:
-            raise BadUsage(f"'{signal}' is not a signal", "give KILL, TERM, INT, STOP or CONT", code="bad_signal")
+            raise BadUsage(f"{quoted(signal)} is not a signal", "give KILL, TERM, INT, STOP or CONT", code="bad_signal")
         number = signals.Signals[f"SIG{name}"]
     end_process(spec_of(None), pid, number)
     return Result(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import Command, ended_by_exception, gpus_of, settings
+from gpushare.cli.common import Command, gpus_of, settings
 from gpushare.errors import BadUsage
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,8 +129,7 @@ def tune(
     device = select_one(gpu, gpus_of(host))
     from gpushare.measure.tune import tune as measured
 
-    # As bench does: a script that runs it in the background has nothing else than a signal to end it by.
-    with ended_by_exception(signal.SIGINT, ignored=True), _reporter() as reporter:
+    with _reporter() as reporter:
         result = measured(host, device, options, reporter)
     from gpushare.cli.tune_result import finished
 
@@ -159,7 +158,9 @@ def _percentages(option: str, text: str | None, example: str) -> tuple[float, ..
     try:
         return tuple(parse_thread_percentage(word) for word in text.split(","))
     except BadUsage as error:
-        raise BadUsage(f"{option} '{text}': {error.message}", f"give {option} {example}", code=error.code) from None
+        raise BadUsage(
+            f"{option} {quoted(text)}: {error.message}", f"give {option} {example}", code=error.code
+        ) from None
 
 
 def _production_caps(text: str | None) -> tuple[float, ...] | None:
@@ -197,7 +198,7 @@ def words_of(option: str, command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError as error:
         raise BadUsage(
-            f"{option} '{command}' is no command line: {error}", "close the quote", code="bad_command"
+            f"{option} {quoted(command, 200)} is no command line: {error}", "close the quote", code="bad_command"
         ) from None
     if not words:
         raise BadUsage(f"{option} names no program", f"give one: {option} 'python train.py'", code="no_command")
@@ -216,7 +217,7 @@ def _factor(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1.0 <= value <= 1000.0:
-        raise BadUsage(f"--p99 '{text}' is not a factor from 1 up", "give one: --p99 1.1x", code="bad_factor")
+        raise BadUsage(f"--p99 {quoted(text)} is not a factor from 1 up", "give one: --p99 1.1x", code="bad_factor")
     return value
 
 

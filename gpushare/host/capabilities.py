@@ -26,7 +26,7 @@ Place = tuple[int, int | None]
 
 NODES: Final = "/dev/nvidia-caps"
 DEFAULT_MODE: Final = 0o444
-_FIELD: Final = re.compile(r"^DeviceFile(Minor|Mode|Modify):\s*(\d+)", re.MULTILINE | re.ASCII)
+_FIELD: Final = re.compile(r"^DeviceFile(Minor|Mode|Modify):\s*(\d{1,9})\b", re.MULTILINE | re.ASCII)
 # linux/posix_acl_xattr.h: a version, then entries of tag, permissions and id.
 _ACL: Final = "system.posix_acl_access"
 _ACL_VERSION, _NO_ID = 2, 0xFFFFFFFF

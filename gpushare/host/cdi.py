@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import NoPermission, NotSupported, OperationFailed
+from gpushare.units import check_depth
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -111,6 +112,7 @@ def _parsed(text: str) -> Any:
     # JSON is YAML. Nothing but texts: YAML 1.1 takes a name like 1:0 for the number 60.
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
+        check_depth(text, loader)
         return yaml.load(text, Loader=loader)  # noqa: S506 - BaseLoader makes texts, lists and dictionaries only
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None

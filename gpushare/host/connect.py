@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpushare.errors import BadUsage
 from gpushare.host.host import Host, local_host
 from gpushare.host.nvml import NvmlReader
+from gpushare.units import quoted
 
 
 def connect(spec: str) -> Host:
@@ -17,7 +18,7 @@ def connect(spec: str) -> Host:
         return local_host()
     if not spec.strip().lower().startswith("sim:"):
         raise BadUsage(
-            f"'{spec}' is not a host",
+            f"{quoted(spec)} is not a host",
             "give local, or a simulated one: --host sim:h200, --host sim:2xt4,a30",
             code="bad_host",
         )

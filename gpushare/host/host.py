@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
@@ -148,7 +149,9 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
     except OSError as error:
         raise NoPermission(
             f"cannot create the directory {path}: {error.strerror}",
-            f"set {variable} to a {'short ' if variable == 'GPUSHARE_RUN_DIR' else ''}directory that you may write",
+            f"make room: df -h; or set {variable} to a directory elsewhere"
+            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+            else f"set {variable} to a {'short ' if variable == 'GPUSHARE_RUN_DIR' else ''}directory that you may write",
             code="directory_unwritable",
         ) from None
     # A link is another's way to choose where our files go.

@@ -43,10 +43,17 @@ def read_understood(path: Path) -> Any:
     """
     text = read_bounded(path)
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole)
     except (ValueError, RecursionError):
         # UnicodeDecodeError is a ValueError, too.
         raise ValueError("it is no JSON" if text else "it is empty") from None
+
+
+def _whole(text: str) -> int:
+    """Return a whole number of at most 64 bits: no other was written, and none can be counted with everywhere."""
+    if len(text) > 20:
+        raise ValueError(text[:20])
+    return int(text)
 
 
 def read_bounded(path: Path) -> bytes:
@@ -101,6 +108,9 @@ def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwri
         hint = f"run as its owner, or as root: sudo gpushare ...; see whose it is: {shlex.join(words)}"
         return NoPermission(message, hint, code=code)
     parent = shlex.quote(str(path.parent))
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        hint = "too many files are open; raise the limit: ulimit -n 4096"
+        return OperationFailed(message, hint, code=code)
     hint = f"make room, or remove what is in the way: df -h {parent}; ls -l {parent}"
     return OperationFailed(message, hint, code=code)
 

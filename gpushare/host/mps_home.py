@@ -204,7 +204,9 @@ class DaemonHome:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
+                # One that cannot be removed counts for nobody all the same.
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
             except BlockingIOError:
                 live.append(int(path.name.partition(".")[0]))
             finally:

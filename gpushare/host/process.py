@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
 import signal as signals
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from gpushare.errors import NoPermission, NotFound, OperationFailed
-from gpushare.host.child import Child
+from gpushare.errors import NoPermission, NotFound
+from gpushare.host.container import container_of
 
 if TYPE_CHECKING:
     import psutil
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
 
 T = TypeVar("T")
+# Tells of a new process: its PID and its start time.
+Announce = Callable[[int, float | None], None]
 
 # A PID is not given out again within so short a time.
 SAME_START_SECONDS = 3.0
@@ -94,39 +94,27 @@ class Processes(Protocol):
     def uses_driver(self, pid: int) -> bool | None:
         """Return whether the process has the driver's library loaded; None when it cannot be told."""
 
-    def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
-        """Start the user's program in its own process group, with the caller's streams unless others are given."""
+    def ignores(self, pid: int, signal: int) -> bool | None:
+        """Return whether the process ignores a signal; None when it cannot be told."""
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        streams: Streams | None = None,
+        announce: Announce | None = None,
+    ) -> Spawned:
+        """Start the user's program in its own process group, with the caller's streams unless others are given.
+
+        ``announce`` is called in the new process, before the program runs in it: whoever must know of it does then,
+        even if gpushare is killed in between.
+        """
 
     def namespace_is_host(self) -> bool | None:
         """Return whether this PID namespace is the host's; None when it cannot be told."""
 
     def open_files(self, prefix: str) -> OpenFiles:
         """Return who has files open whose path starts with ``prefix``, and whether everybody could be looked at."""
-
-
-# Not compiled here: nobody needs it while no process is on a GPU.
-_CONTAINER = (
-    # systemd's scopes, and the same where containerd was given a cgroup without systemd.
-    r"(?:docker|libpod|cri-containerd|crio|containerd|nerdctl)[-:]([0-9a-f]{12,64})(?=\.scope|$|/)"
-    # A directory whose name is an id: Docker, Kubernetes and others with cgroupfs, below any parent.
-    r"|/(?:docker|lxc|kubepods[^:\n]*)/(?:[^\n]*/)?([0-9a-f]{32,64})(?=$|/)|/([0-9a-f]{64})(?=$|/)"
-    r"|/lxc(?:\.payload)?[./]([^/\n]+)"
-    r"|/[^/\n]*slurm[^\n]*/(job_[0-9]+)"
-)
-
-
-def container_of(cgroup: str) -> str | None:
-    """Return the container that a ``/proc/PID/cgroup`` text names, short id or name, or None.
-
-    Knows Docker, Podman, containerd and CRI-O (with Kubernetes pods), LXC, and Slurm's ``job_N``;
-    cgroup v1 and v2. None means that the process is in none of them.
-    """
-    match = re.search(_CONTAINER, cgroup, re.MULTILINE)
-    if match is None:
-        return None
-    scope, path, anywhere, lxc, slurm = match.groups()
-    short = scope or path or anywhere
-    return short[:12] if short else lxc or slurm
 
 
 def shortened(words: Sequence[str]) -> Sequence[str]:
@@ -211,8 +199,11 @@ class LocalProcesses:
 
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether the process handles a signal itself (SigCgt of ``/proc/PID/status``)."""
-        match = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status") or "", re.MULTILINE)
-        return bool(int(match.group(1), 16) >> (signal - 1) & 1) if match else None
+        return _in_mask("SigCgt", pid, signal)
+
+    def ignores(self, pid: int, signal: int) -> bool | None:
+        """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
+        return _in_mask("SigIgn", pid, signal)
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal (kill(2)).
@@ -253,28 +244,26 @@ class LocalProcesses:
 
         return has_driver(pid)
 
-    def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
-        """Start a program in its own process group.
+    def spawn(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        streams: Streams | None = None,
+        announce: Announce | None = None,
+    ) -> Spawned:
+        """Start a program in its own process group; signals that gpushare was told to ignore are ignored in it too.
 
         Raises:
             NotFound: there is no such program.
             NoPermission: it may not be executed.
+            OperationFailed: it cannot be executed, or could not be announced; it does not run.
         """
-        try:
-            # process_group= needs Python 3.11.
-            given = {} if streams is None else streams._asdict()
-            process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=os.setpgrp, **given)  # noqa: PLW1509
-        except FileNotFoundError:
-            hint = f"check the spelling: command -v {shlex.quote(argv[0])}"
-            raise NotFound(f"there is no program '{argv[0]}'", hint, code="command_not_found") from None
-        except PermissionError:
-            hint = f"check its mode: ls -l {shlex.quote(argv[0])}"
-            raise NoPermission(f"may not execute '{argv[0]}'", hint, code="command_not_executable") from None
-        except OSError as error:
-            raise OperationFailed(
-                f"cannot execute '{argv[0]}': {error.strerror}", "give a program that this machine can run"
-            ) from None
-        return Child(process)
+        from gpushare.host.child import started
+
+        if announce is not None:
+            # In the new process nothing is imported any more.
+            _booted_at()
+        return started(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started_at(pid)))
 
     def namespace_is_host(self) -> bool | None:
         """Return whether ``/proc/self/ns/pid`` is the host's namespace (inode 4026531836).
@@ -303,6 +292,11 @@ def wait_gone(processes: Processes, pids: Iterable[int], seconds: float, *, inte
         time.sleep(interval)
         left = [pid for pid in left if processes.alive(pid)]
     return left
+
+
+def _in_mask(field: str, pid: int, signal: int) -> bool | None:
+    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read(f"/proc/{pid}/status") or "", re.MULTILINE)
+    return bool(int(match.group(1), 16) >> (signal - 1) & 1) if match else None
 
 
 def _read(path: str) -> str | None:

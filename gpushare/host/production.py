@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import read_trusted, replace_file
+from gpushare.host.kept_file import read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -36,14 +36,16 @@ def write_production(host: Host, production: Production) -> None:
     """Write the record of a production job.
 
     Raises:
-        NoPermission, OSError: the directory cannot be made, or the file not be written.
+        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
     directory = host.run_directory / "production"
     # One by one: a mode holds for the last of a path only.
     make_private_directory(host.run_directory)
     make_private_directory(directory)
     # Others read it too, and spare the job.
-    replace_file(directory / f"{production.name}.json", json.dumps(asdict(production)))
+    path = directory / f"{production.name}.json"
+    with writing(path, "the record of a production job"):
+        replace_file(path, json.dumps(asdict(production)))
 
 
 def productions(host: Host) -> list[Production]:

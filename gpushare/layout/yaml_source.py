@@ -9,6 +9,7 @@ from gpushare.errors import BadUsage
 
 # A merge key (<<) may double a mapping at each level; no honest one comes near.
 _MAX_KEYS: Final = 4096
+_MAX_MERGED: Final = 64
 _MAX_DIGITS: Final = 40
 
 
@@ -81,14 +82,29 @@ def _at(node: Any) -> Mark:
     return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _loader() -> Any:
+def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
     """Return PyYAML's safe loader, with places, and without duplicate keys and endless values."""
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - PyYAML's
+            try:
+                return super().construct_object(node, deep=deep)
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+                # A tag (!!timestamp, !!int) promises what the text is not: PyYAML does not look.
+                kind = str(node.tag).rpartition(":")[2]
+                raise _Refused(f"this is no {kind[:40]}", node) from None
+
         def flatten_mapping(self, node: Any) -> None:
+            for key, value in node.value:
+                # Each alias in such a list may stand for thousands of keys.
+                if key.tag == "tag:yaml.org,2002:merge" and len(getattr(value, "value", "")) > _MAX_MERGED:
+                    raise _Refused("too many merged mappings", key)
+            before = len(node.value)
             super().flatten_mapping(node)
-            if len(node.value) > _MAX_KEYS:
+            # All merges of a file count: a chain of them copies its keys again and again.
+            self.merged = getattr(self, "merged", 0) + max(0, len(node.value) - before)
+            if len(node.value) > _MAX_KEYS or self.merged > 4 * _MAX_KEYS:
                 raise _Refused("too many keys", node)
 
         def mapping(self, node: Any) -> Any:

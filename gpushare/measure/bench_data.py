@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
+from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Measurement, RunResult
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 KIND = "gpushare bench"
 # A result of a few hundred cells has some hundred kilobytes.
+_MOST = 1e300
 _MOST_BYTES = 64 * 1024 * 1024
 
 
@@ -217,9 +219,7 @@ def write_bench(path: Path, data: Mapping[str, Any]) -> None:
         OperationFailed: it cannot be written.
     """
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+        create_file(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n".encode(errors="replace"))
     except OSError as error:
         raise OperationFailed(
             f"cannot write {path}: {error.strerror}", "the result above is all there is; keep it: -o json > FILE"
@@ -237,9 +237,11 @@ def read_bench(text: str) -> dict[str, Any]:
         f"{text} is no result of gpushare bench", "make one: gpushare bench --to FILE -- CMD", code="not_a_bench"
     )
     try:
-        if os.path.getsize(text) > _MOST_BYTES:
+        with open(text, "rb") as file:
+            said = file.read(_MOST_BYTES + 1)
+        if len(said) > _MOST_BYTES:
             raise wrong
-        raw = json.loads(Path(text).read_text(encoding="utf-8"))
+        raw = json.loads(said.decode())
     except FileNotFoundError:
         raise NotFound(f"there is no file {text}", "check the spelling", code="no_file") from None
     except OSError as error:
@@ -261,5 +263,6 @@ def _is_cell(cell: Any) -> bool:
     if figures is None:
         return True
     return isinstance(figures, dict) and all(
-        figures.get(key) is None or isinstance(figures.get(key), (int, float)) for key in ("mean", "low", "high")
+        figures.get(key) is None or (isinstance(figures.get(key), (int, float)) and abs(figures[key]) < _MOST)
+        for key in ("mean", "low", "high")
     )

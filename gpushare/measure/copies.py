@@ -17,6 +17,7 @@ from gpushare.host.process import Streams
 from gpushare.host.process_group import group_members
 from gpushare.measure.bounded import bounded
 from gpushare.measure.metric import Metric, Printed, hopeless
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Meter
@@ -82,8 +83,8 @@ class CopiesResult:
 class Watcher:
     """What a caller does beside the copies; each method is called by the loop that waits for them."""
 
-    def started(self, pid: int) -> None:
-        """A copy was started."""
+    def announce(self, pid: int, started: float | None) -> None:
+        """A copy is about to run; called in its own process."""
 
     def ended(self, pid: int) -> None:
         """A copy has ended."""
@@ -181,13 +182,13 @@ class Copies:
             # Python keeps back what it prints to a file; a number must be seen when it is printed.
             environment = {**launch.environment, "PYTHONUNBUFFERED": "1"}
             started = self.clock()
-            child = self.host.processes.spawn(launch.argv, environment, Streams(nothing, appending, appending))
+            child = self.host.processes.spawn(
+                launch.argv, environment, Streams(nothing, appending, appending), self.watcher.announce
+            )
         finally:
             os.close(appending)
             os.close(nothing)
-        copy = _Copy(number, child, file.fileno(), Printed(self.metric), started)
-        self.watcher.started(child.pid)
-        return copy
+        return _Copy(number, child, file.fileno(), Printed(self.metric), started)
 
     def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
         first = min((copy.started for copy in copies), default=self.clock())
@@ -325,7 +326,7 @@ class Copies:
 
 def _no_number(printed: Printed) -> str:
     if printed.refused is not None and not printed.values:
-        return f"printed '{printed.refused}' where --metric matches, which is no rate or time"
+        return f"printed {quoted(printed.refused)} where --metric matches, which is no rate or time"
     return "printed no number that --metric matches"
 
 

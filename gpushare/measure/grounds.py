@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpushare.actions.mig_places import places_on
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.plain_share import pipe_directory, plain_environment
-from gpushare.actions.run import start_guard
+from gpushare.actions.run import announcer, start_guard
 from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids
 from gpushare.actions.run_environment import client_environment
 from gpushare.actions.run_mig import take_place
@@ -93,9 +93,9 @@ class Grounds:
 
         self._stack.callback(dismiss)
 
-    def started(self, pid: int) -> None:
-        """Let the guard end this program if gpushare dies."""
-        self._tell(f"program {pid} -")
+    def announce(self, pid: int, started: float | None) -> None:
+        """Let the guard end this program, in which it is called, if gpushare dies."""
+        announcer(self._pipe)(pid, started)
 
     def ended(self, pid: int) -> None:
         """Let the guard forget a program."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from gpushare.errors import BadUsage
 from gpushare.measure.statistics import percentile
+from gpushare.units import quoted
 
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 # "1,234.5": thousands in groups of three.
@@ -80,9 +81,11 @@ def _checked(option: str, text: str) -> None:
     try:
         groups = re.compile(text).groups
     except re.error as error:
-        raise BadUsage(f"{option} '{text}' is not a regular expression: {error}", hint, code="bad_metric") from None
+        raise BadUsage(
+            f"{option} {quoted(text)} is not a regular expression: {error}", hint, code="bad_metric"
+        ) from None
     if groups != 1:
-        raise BadUsage(f"{option} '{text}' has {groups} pairs of brackets, not one", hint, code="bad_metric")
+        raise BadUsage(f"{option} {quoted(text)} has {groups} pairs of brackets, not one", hint, code="bad_metric")
 
 
 def number(text: str | None) -> float | None:

@@ -20,6 +20,7 @@ from gpushare.measure.metric import Metric, hopeless
 from gpushare.measure.progress import Progress, Window
 from gpushare.measure.usage import UsageMeter
 from gpushare.measure.window_length import LONGEST_SECONDS, WindowLength
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -141,7 +142,7 @@ class Pair:
             found = seen.count(0.0, float("inf")) > 0
             if not found and hopeless(seen.refusals, time.monotonic() - started):
                 raise OperationFailed(
-                    f"the {program.title} job printed '{seen.refused}' where --metric matches, which is no rate or time",
+                    f"the {program.title} job printed {quoted(seen.refused or '')} where --metric matches, which is no rate or time",
                     "mark the number with the brackets: --metric 'rate=([0-9.]+)'",
                     code="no_numbers",
                 )

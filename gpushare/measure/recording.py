@@ -23,8 +23,8 @@ from gpushare.measure.tally import ProcessUse, Recording, Tally
 INTERACTIVE_BELOW: Final = 0.2
 STEADY_FROM: Final = 0.8
 CONTENDED_FROM: Final = 0.1
-# Enough for thousands of GPUs; a file that is none of ours may have no line end at all.
-_LONGEST_HEADER: Final = 4 * 1024**2
+# Enough for thousands of GPUs, and as many processes.
+_LONGEST_LINE: Final = 4 * 1024**2
 _MAKE_ONE: Final = "make one: gpushare observe --for 10m"
 
 
@@ -123,9 +123,10 @@ def read_recording(path: str | Path) -> Recording:
 
 
 def _read(path: Path, file: Any) -> Recording:
-    tally = Tally(_header(path, file.readline(_LONGEST_HEADER)))
+    tally = Tally(_header(path, file.readline(_LONGEST_LINE)))
     damaged, missed, reason = 0, 0, None
-    for line in file:
+    # A file that is none of ours may have no line end at all.
+    for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
         try:
             raw = json.loads(line)
             if "t" in raw:
@@ -134,7 +135,7 @@ def _read(path: Path, file: Any) -> Recording:
                 tally.meet(samples.process_of(raw["process"]))
             elif "end" in raw:
                 missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
             # A crash cuts the last line off, a full disk or a lost block one in the middle.
             damaged += 1
     if not tally.samples:
@@ -157,7 +158,7 @@ def _header(path: Path, line: str) -> Header:
         if schema != samples.SCHEMA:
             raise ValueError(schema)
         return samples.header_of(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         raise OperationFailed(f"{path} is not a recording of gpushare", _MAKE_ONE, code="not_a_recording") from None
 
 

@@ -128,9 +128,9 @@ class _Signals(Watcher):
         self._wakeups, self._grounds = wakeups, grounds
         self.number: int | None = None
 
-    def started(self, pid: int) -> None:
+    def announce(self, pid: int, started: float | None) -> None:
         """Tell the guard."""
-        self._grounds.started(pid)
+        self._grounds.announce(pid, started)
 
     def ended(self, pid: int) -> None:
         """Tell the guard."""

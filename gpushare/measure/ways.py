@@ -15,6 +15,7 @@ from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.host.mps import find_daemons
 from gpushare.host.mps_program import max_clients
 from gpushare.model import ComputeMode
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -77,11 +78,13 @@ def parse_ways(text: str) -> tuple[Way, ...]:
         match = _WAY.fullmatch(word)
         if match is None or (match[2] is not None and match[1] != MPS):
             raise BadUsage(
-                f"'{word}' is not a way of sharing", f"give some of --ways {DEFAULT_WAYS},mps:50", code="bad_way"
+                f"{quoted(word)} is not a way of sharing", f"give some of --ways {DEFAULT_WAYS},mps:50", code="bad_way"
             )
         percent, divided = None if match[2] is None else float(match[2]), match[3] is not None
         if percent is not None and (percent == 0 or (percent > 100 and not divided)):
-            raise BadUsage(f"{percent:g} in '{word}' is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
+            raise BadUsage(
+                f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way"
+            )
         found.setdefault(word, Way(name=word, kind=match[1], percent=percent, divided=divided))
     return tuple(found.values())
 
@@ -96,7 +99,9 @@ def parse_copies(text: str) -> tuple[int, ...]:
     for word in (word.strip() for word in text.split(",")):
         if not (word.isascii() and word.isdigit() and len(word) < 5 and 1 <= int(word) <= _MOST_COPIES):
             raise BadUsage(
-                f"'{word}' is not a number of copies from 1 to {_MOST_COPIES}", "give --copies 1,2,4", code="bad_copies"
+                f"{quoted(word)} is not a number of copies from 1 to {_MOST_COPIES}",
+                "give --copies 1,2,4",
+                code="bad_copies",
             )
         numbers.add(int(word))
     return tuple(sorted(numbers))

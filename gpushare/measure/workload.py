@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         # From before the libraries are loaded, which takes seconds.
-        signal.signal(number, end)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
     try:
         if options.probe:
             sys.stdout.write(f"backend={first_usable([options.backend] if options.backend else list(BACKENDS))}\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpushare.errors import BadUsage, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.units import quoted
 
 
 def check_plot(text: str) -> None:
@@ -20,7 +22,7 @@ def check_plot(text: str) -> None:
     from importlib.util import find_spec
 
     if Path(text).suffix.lower() not in {".png", ".svg"}:
-        raise BadUsage(f"'{text}' is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
+        raise BadUsage(f"{quoted(text)} is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
     if find_spec("matplotlib") is None:
         raise NotSupported(
             "drawing needs matplotlib, and it is not installed",
@@ -29,12 +31,8 @@ def check_plot(text: str) -> None:
         )
 
 
-def draw(path: Path, data: Mapping[str, Any]) -> None:
-    """Draw throughput against copies, with intervals as error bars.
-
-    Raises:
-        OperationFailed: it cannot be written.
-    """
+def drawn(data: Mapping[str, Any], form: str) -> bytes:
+    """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
     import matplotlib as mpl
 
     # No window: this may run where there is no display.
@@ -68,8 +66,8 @@ def draw(path: Path, data: Mapping[str, Any]) -> None:
         axes.set_title(f"{data['gpu']['name'] or 'GPU'}, driver {data['driver'] or 'unknown'}")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OperationFailed(f"cannot write {path}: {error.strerror}", "give another --plot FILE") from None
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150, format=form)
+        return picture.getvalue()
     finally:
         plt.close(figure)

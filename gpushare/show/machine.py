@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+import re
+from typing import Any, Final
 
 from gpushare.show.result import Result, Table, jsonable
-from gpushare.show.text import well_formed
+from gpushare.show.text import in_json, visible, well_formed
+
+# What a spreadsheet takes for the beginning of a formula, in both widths, and the blanks that it drops before one.
+_FORMULA: Final = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+_NUMBER: Final = r"[-+]?\d{1,300}(?:\.\d{1,300})?|-"
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -22,7 +27,7 @@ def json_text(result: Result, *, compact: bool = False, ascii_only: bool = False
         text = json.dumps(document(result), ensure_ascii=ascii_only, separators=(",", ":"))
     else:
         text = json.dumps(document(result), ensure_ascii=ascii_only, indent=2)
-    return text + "\n"
+    return in_json(text) + "\n"
 
 
 def yaml_text(result: Result, *, ascii_only: bool = False) -> str:
@@ -39,7 +44,10 @@ def csv_table(result: Result) -> Table | None:
 
 
 def csv_text(table: Table, *, header: bool = True) -> str:
-    """Return a table as RFC 4180 CSV: a header of keys, raw values, nothing for unknown."""
+    """Return a table as RFC 4180 CSV: a header of keys, plain values, nothing for unknown.
+
+    A text can neither drive the terminal nor be a formula: users choose the names of their processes.
+    """
     import csv
     import io
 
@@ -58,9 +66,12 @@ def _field(value: Any) -> str | int | float:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, float, str)):
+    if isinstance(value, (int, float)):
         return value
-    return json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        return in_json(json.dumps(value, ensure_ascii=False))
+    formula = value.startswith(_FORMULA) and re.fullmatch(_NUMBER, value, re.ASCII) is None
+    return f"'{visible(value)}" if formula else visible(value)
 
 
 def _clean(value: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import IO, Final
 # bidirectional overrides: a process may put any of them into its own name.
 # Compiled at the first use: JSON of a host needs neither.
 _UNSAFE: Final = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+# JSON has escaped the others, and its own line breaks stand.
+_UNSAFE_IN_JSON: Final = r"[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _SURROGATES: Final = r"[\ud800-\udfff]"
 # What we draw ourselves has an ASCII spelling of the same width.
@@ -24,6 +26,13 @@ def _escape(match: re.Match[str]) -> str:
 def visible(text: str) -> str:
     """Return text with every character escaped that would break the line or drive the terminal."""
     return re.sub(_UNSAFE, _escape, text)
+
+
+def in_json(text: str) -> str:
+    """Return JSON with what drives a terminal and is no control character to JSON (U+009B) escaped: the same data."""
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return re.sub(_UNSAFE_IN_JSON, lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def one_line(text: str) -> str:

@@ -54,14 +54,15 @@ class ResetResult:
 
 def list_hosts() -> list[UsedHost]:
     """Return every simulated host of this user that was used, by name."""
-    import json
+    from gpushare.errors import GpushareError
+    from gpushare.host.kept_file import read_trusted
 
     found = []
     for path in sorted(state_root().glob("*/state.json")):
         try:
-            spec = json.loads(path.read_text(encoding="utf-8"))["spec"]
+            spec = read_trusted(path)["spec"]
             state = StateFile(spec).read()
-        except (OSError, ValueError, KeyError, TypeError):
+        except (GpushareError, OSError, ValueError, KeyError, TypeError):
             # A file of another version, or half removed.
             continue
         if state is not None:

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ended.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
     file = StateFile(spec)
     pid = _appear(file, options, ended)
     return 1 if pid is None else _work(file, pid, options, ended)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission, NotFound
-from gpushare.host.process import LocalProcesses, ProcessInfo, Spawned, Streams
+from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import liveness
 from gpushare.sim.programs import MPS_CONTROL
 from gpushare.sim.settled import changing, current
@@ -169,7 +169,17 @@ class SimulatedProcesses:
         """Return whether the process has the driver's library loaded: here everybody on a GPU has."""
         return True
 
-    def spawn(self, argv: Sequence[str], env: Mapping[str, str], streams: Streams | None = None) -> Spawned:
+    def ignores(self, pid: int, signal: int) -> bool | None:
+        """Return whether the process ignores a signal; a simulated one ignores none."""
+        return self._local.ignores(pid, signal) if pid < FIRST_SIMULATED_PID else False
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        streams: Streams | None = None,
+        announce: Announce | None = None,
+    ) -> Spawned:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
 
         ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
@@ -177,7 +187,7 @@ class SimulatedProcesses:
         """
         from gpushare.sim import clients
 
-        child = self._local.spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams)
+        child = self._local.spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams, announce)
         started = liveness.started_at(child.pid)
         if started is None:
             return child

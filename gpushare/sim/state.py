@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import shlex
+import stat
 import time
 import zlib
 from collections.abc import Iterator
@@ -13,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpushare.errors import NoPermission
+from gpushare.errors import NoPermission, OperationFailed
+from gpushare.host.kept_file import replace_file, writing
 
 # Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
 FIRST_SIMULATED_PID = 4_194_305
@@ -244,13 +248,29 @@ class StateFile:
             NoPermission: it is another user's.
         """
         try:
-            return _decode(json.loads(self.path.read_text(encoding="utf-8")))
+            # A link or a FIFO there is neither followed nor waited for.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, encoding="utf-8") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise self._broken("it is not a regular file")
+                return _decode(json.loads(file.read()))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
             raise NoPermission(
                 f"cannot read the state of the simulated host in {self.directory}: {error.strerror}", _OWN_DIRECTORY
             ) from None
+        except OSError as error:
+            raise self._broken(error.strerror) from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise self._broken("it cannot be understood") from None
+
+    def _broken(self, why: str | None) -> OperationFailed:
+        return OperationFailed(
+            f"cannot read the state of the simulated host, {self.path}: {why}",
+            f"begin anew: rm -r {shlex.quote(str(self.directory))}",
+            code="bad_sim_state",
+        )
 
     @contextlib.contextmanager
     def changed(self, new: SimulatedHostState | None = None) -> Iterator[SimulatedHostState]:
@@ -274,7 +294,10 @@ class StateFile:
         """Hold the host's lock (flock: it goes with the process, however that ends)."""
         try:
             self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-            descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _check_owner(self.directory.parent)
+            safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            # Who may open it may hold it.
+            descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | safe, 0o600)
         except OSError as error:
             raise NoPermission(
                 f"cannot write the state of the simulated host in {self.directory}: {error.strerror}",
@@ -287,13 +310,19 @@ class StateFile:
             os.close(descriptor)
 
     def _write(self, text: str) -> None:
-        import tempfile
+        with writing(self.path, "the state of the simulated host"):
+            replace_file(self.path, text)
 
-        descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".state-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-        os.replace(temporary, self.path)
+
+def _check_owner(directory: Path) -> None:
+    """Raise where another user made the directory that this user's simulated hosts have by default, in /tmp.
+
+    Raises:
+        PermissionError: so it is.
+    """
+    found = os.lstat(directory)
+    if "GPUSHARE_SIM_DIR" not in os.environ and found.st_uid not in {os.geteuid(), 0}:
+        raise PermissionError(errno.EPERM, f"{directory} belongs to user {found.st_uid}")
 
 
 def now() -> float:

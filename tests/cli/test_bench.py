@@ -423,14 +423,14 @@ import sys
 from gpushare.cli import main
 from gpushare.measure.grounds import Grounds
 
-real, path = Grounds.started, sys.argv.pop(1)
+real, path = Grounds.announce, sys.argv.pop(1)
 
-def started(self, pid):
-    real(self, pid)
+def announce(self, pid, started):
+    real(self, pid, started)
     with open(path, "a") as told:
         told.write(f"{pid}\\n")
 
-Grounds.started = started
+Grounds.announce = announce
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -65,17 +65,25 @@ def test_what_was_measured_until_then_is_shown_and_not_kept(
     assert world.state.daemons == []
 
 
-def test_a_script_that_runs_it_in_the_background_can_end_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell lets what it runs there ignore SIGINT."""
+def test_a_script_that_runs_it_in_the_background_ends_it_by_sigterm(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell lets what it runs there ignore SIGINT: that stays so, as with every other program."""
     tell(monkeypatch)
-    monkeypatch.setattr(Tuning, "trial", lambda _self, _setting: signal.raise_signal(signal.SIGINT))
+    came = []
+
+    def trial(_self: Tuning, _setting: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        came.append(signal.getsignal(signal.SIGINT))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Tuning, "trial", trial)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         answer = cli("tune", *PAIR, *QUICK)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-    assert answer.code == 130
+    assert came == [signal.SIG_IGN]
+    assert answer.code == 143
     assert "error: interrupted" in answer.err
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.host.process import container_of
+from gpushare.host.container import container_of
 
 ID = "0123456789abcdef" * 4
 SHORT = ID[:12]
@@ -69,3 +72,47 @@ def test_no_text_is_no_container() -> None:
 def test_any_text_is_a_short_name_of_one_line_or_none(text: str) -> None:
     found = container_of(text)
     assert found is None or (found in text and "\n" not in found)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/kubepods" * 500, "/slurm" * 900, "/docker" * 900 + "/x", "/lxc." * 900, "/slurm/job_" * 500 + "x", "a" * 9000],
+)
+def test_a_long_path_costs_nothing(path: str) -> None:
+    """Whoever may make cgroups chooses their names, and every process on a GPU is looked at."""
+    started = time.process_time()
+    container_of(V1.format(path=path) * 5)
+    assert time.process_time() - started < 0.2
+
+
+OLD = (
+    r"(?:docker|libpod|cri-containerd|crio|containerd|nerdctl)[-:]([0-9a-f]{12,64})(?=\.scope|$|/)"
+    r"|/(?:docker|lxc|kubepods[^:\n]*)/(?:[^\n]*/)?([0-9a-f]{32,64})(?=$|/)|/([0-9a-f]{64})(?=$|/)"
+    r"|/lxc(?:\.payload)?[./]([^/\n]+)"
+    r"|/[^/\n]*slurm[^\n]*/(job_[0-9]+)"
+)
+WORDS = [
+    "docker",
+    "lxc",
+    "lxc.payload/p",
+    "lxc.a",
+    "lxc.payload.b",
+    "kubepods",
+    "kubepods.x",
+    "slurmstepd",
+    "job_7",
+    "job_12x",
+]
+WORDS += [ID, "f" * 32, f"docker-{ID}.scope", f"cri-containerd:{ID}", "user.slice", f"x:cri-containerd:{SHORT}", "0::"]
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=6), st.booleans())
+def test_it_finds_what_one_regular_expression_found(names: list[str], absolute: bool) -> None:
+    text = f"0::{'/' if absolute else ''}{'/'.join(names)}\n"
+    match = re.search(OLD, text, re.MULTILINE)
+    expected = None
+    if match is not None:
+        scope, path, anywhere, lxc, slurm = match.groups()
+        short = scope or path or anywhere
+        expected = short[:12] if short else lxc or slurm
+    assert container_of(text) == expected

@@ -193,12 +193,14 @@ def test_in_turn_none_starts_after_one_that_hung(together: Together) -> None:
     assert found.hung
 
 
-def test_a_program_that_is_not_there_ends_those_that_run(host: Host) -> None:
-    started: list[int] = []
+def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: Path) -> None:
+    # A copy announces itself in its own process.
+    announced = tmp_path / "announced"
 
     class Noting(Watcher):
-        def started(self, pid: int) -> None:
-            started.append(pid)
+        def announce(self, pid: int, _started: float | None) -> None:
+            with announced.open("a") as file:
+                file.write(f"{pid}\n")
 
     launches = [
         Launch(argv=["sleep", "600"], environment=dict(os.environ)),
@@ -206,8 +208,9 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host) -> None:
     ]
     with pytest.raises(NotFound):
         Copies(host, Metric(), Limits(grace=1.0), watcher=Noting()).together(launches)
-    assert len(started) == 1
-    assert not alive(started[0])
+    started = [int(pid) for pid in announced.read_text().split()]
+    assert len(started) == 2
+    assert not any(map(alive, started))
 
 
 def test_much_output_is_neither_kept_nor_waited_for(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,15 +233,18 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
     assert not any(alive(one.pid) for one in found.copies)
 
 
-def test_the_watcher_hears_of_every_start_and_end(host: Host) -> None:
-    heard: list[tuple[str, int]] = []
+def test_the_watcher_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> None:
+    announced = tmp_path / "announced"
+    ended: list[int] = []
 
     class Listening(Watcher):
-        def started(self, pid: int) -> None:
-            heard.append(("started", pid))
+        def announce(self, pid: int, started: float | None) -> None:
+            assert started is not None
+            with announced.open("a") as file:
+                file.write(f"{pid}\n")
 
         def ended(self, pid: int) -> None:
-            heard.append(("ended", pid))
+            ended.append(pid)
 
     launches = [
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
@@ -246,4 +252,4 @@ def test_the_watcher_hears_of_every_start_and_end(host: Host) -> None:
     ]
     found = Copies(host, Metric(), Limits(limit=0.3, grace=1.0), watcher=Listening()).together(launches)
     pids = [one.pid for one in found.copies]
-    assert sorted(heard) == sorted([("started", pid) for pid in pids] + [("ended", pid) for pid in pids])
+    assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)

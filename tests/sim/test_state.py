@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_a_state_of_another_user_is_told_with_its_remedy(monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied")
 
     # Root may read anything: the refusal itself is made up.
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(os, "open", refused)
     with pytest.raises(NoPermission, match="cannot read the state") as caught:
         StateFile(SPEC).read()
     assert "GPUSHARE_SIM_DIR" in caught.value.hint

@@ -1,0 +1,136 @@
+"""``gpushare metrics`` among strangers who connect to it: half-open, slow, too many, too large."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from tests.cli.drive import Started
+
+pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def server(real: Callable[..., Started]) -> Iterator[tuple[str, int, int]]:
+    """Yield address, port and PID of a server that may have only few files open."""
+    started = real(
+        "metrics",
+        "--listen",
+        "127.0.0.1:0",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+    )
+    assert started.process.stderr is not None
+    found = re.search(r"http://(\S+):(\d+)/", started.process.stderr.readline())
+    assert found is not None
+    yield found[1], int(found[2]), started.pid
+    started.process.terminate()
+    assert started.result().code == 0
+
+
+def scraped(host: str, port: int) -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.1\r\nX: "])
+def test_two_thousand_half_open_connections(server: tuple[str, int, int], said: bytes) -> None:
+    host, port, pid = server
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    try:
+        with ExitStack() as stack:
+            for _ in range(2000):
+                stack.enter_context(one := socket.create_connection((host, port), timeout=60))
+                if said:
+                    try:
+                        one.send(said)
+                    except OSError:
+                        # It was closed already, for those that came after it.
+                        continue
+            assert "gpushare_host_up" in scraped(host, port)
+            before = cpu_seconds(pid)
+            time.sleep(1.0)
+            assert cpu_seconds(pid) - before < 0.3
+            assert len(threads(pid)) < 16
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "gpushare_host_up" in scraped(host, port)
+
+
+def threads(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/task")
+
+
+def test_a_request_byte_by_byte_has_its_time_once(server: tuple[str, int, int]) -> None:
+    host, port, _ = server
+    with socket.create_connection((host, port), timeout=60) as slow:
+        started = time.monotonic()
+        # It is closed at last: a reset, or a broken pipe.
+        with suppress(OSError):
+            while time.monotonic() - started < 30:
+                slow.send(b"G")
+                time.sleep(0.2)
+        assert time.monotonic() - started < 15
+    assert "gpushare_host_up" in scraped(host, port)
+
+
+def test_a_request_without_end(server: tuple[str, int, int]) -> None:
+    host, port, _ = server
+    with socket.create_connection((host, port), timeout=60) as large:
+        large.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * 17_000)
+        answer = b""
+        # A reset for what it did not read any more.
+        with suppress(ConnectionResetError):
+            answer = large.recv(100)
+        assert not answer or answer.startswith(b"HTTP/1.0 431")
+    assert "gpushare_host_up" in scraped(host, port)
+
+
+def test_who_does_not_read_the_answer(server: tuple[str, int, int]) -> None:
+    host, port, _ = server
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(one := socket.create_connection((host, port), timeout=60))
+            one.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert "gpushare_host_up" in scraped(host, port)
+                break
+            except urllib.error.HTTPError as error:
+                assert error.code == 503
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+
+
+@pytest.mark.parametrize("said", [b"\r\n\r\n", b"x\r\n\r\n", b"\xff\x00 / HTTP/9\n\n", b"POST / HTTP/1.0\r\n\r\n"])
+def test_what_is_no_request_is_answered_or_dropped(server: tuple[str, int, int], said: bytes) -> None:
+    host, port, _ = server
+    with socket.create_connection((host, port), timeout=60) as one:
+        one.sendall(said)
+        while one.recv(4096):
+            pass
+    assert "gpushare_host_up" in scraped(host, port)
+
+
+def test_an_answer_is_compressed_for_who_asks(server: tuple[str, int, int]) -> None:
+    host, port, _ = server
+    asked = urllib.request.Request(f"http://{host}:{port}/metrics", headers={"Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310 - this test's own
+        assert answer.headers["Content-Encoding"] == "gzip"
+        assert answer.read(2) == b"\x1f\x8b"

@@ -1,0 +1,159 @@
+"""What gpushare writes for a user: never through another's link, over another's file, or into another's FIFO."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.written_file import check_links, create_file, directory_of, open_over
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make another user's files")
+
+
+def plant_link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def plant_dangling(path: Path, target: Path) -> None:
+    target.unlink()
+    path.symlink_to(target)
+
+
+def plant_fifo(path: Path, _target: Path) -> None:
+    os.mkfifo(path)
+
+
+def plant_hard_link(path: Path, target: Path) -> None:
+    os.link(target, path)
+
+
+def plant_directory(path: Path, _target: Path) -> None:
+    path.mkdir()
+
+
+PLANTS = [plant_link, plant_dangling, plant_fifo, plant_hard_link, plant_directory]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Return a file that nobody may write to."""
+    path = tmp_path / "target"
+    path.write_text("precious")
+    return path
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_an_export_writes_new_files_only(
+    cli: Cli, tmp_path: Path, target: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    directory = tmp_path / "to"
+    names = [one["name"] for one in cli("export", "slurm", "--node", "n1", output="json").data["documents"]]
+    directory.mkdir()
+    plant(directory / names[-1], target)
+    answer = cli("export", "slurm", "--node", "n1", "--to", str(directory))
+    assert (answer.code, len(answer.lines("error")), len(answer.lines("hint"))) == (19, 1, 1)
+    assert "is there already" in answer.err
+    assert not target.exists() or target.read_text() == "precious"
+    assert sorted(os.listdir(directory)) == [names[-1]]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_logs_go_into_own_files_only(
+    cli: Cli, world: World, tmp_path: Path, target: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    plant(directory / "copy-1.log", target)
+    answer = cli("run", "--copies", "2", "--logs", str(directory), "--", "echo", "hello")
+    assert answer.code == 1
+    assert "unexpected" not in answer.err
+    assert f"cannot write {directory}/copy-1.log" in answer.err
+    assert (directory / "copy-0.log").read_text() == "hello\n"
+    assert not target.exists() or target.read_text() == "precious"
+    assert world.state.daemons == []
+
+
+def test_logs_of_an_earlier_farm_are_written_anew(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "copy-0.log").write_text("much longer than what comes now")
+    cli("run", "--copies", "1", "--logs", str(tmp_path), "--", "echo", "hello").ok()
+    assert (tmp_path / "copy-0.log").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("verb", ["observe", "bench"])
+def test_a_recording_and_a_result_are_new_files(cli: Cli, tmp_path: Path, verb: str) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "nowhere")
+    more = ("--for", "1s") if verb == "observe" else ("--", "true")
+    answer = cli(verb, "--to", str(link), *more)
+    assert answer.code == 2
+    assert "is there already" in answer.err
+    assert not (tmp_path / "nowhere").exists()
+
+
+@needs_root
+def test_root_spares_another_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "copy-0.log"
+    path.write_text("theirs")
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(FileExistsError, match=f"user {STRANGER}"):
+        open_over(path)
+    assert path.read_text() == "theirs"
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+def test_root_follows_no_link_that_a_stranger_made_to_a_directory(tmp_path: Path, mode: int) -> None:
+    """In a directory for everybody, or in the stranger's own."""
+    public, elsewhere = tmp_path / "public", tmp_path / "elsewhere"
+    public.mkdir()
+    elsewhere.mkdir()
+    public.chmod(mode)
+    os.chown(public, 0 if mode == 0o1777 else STRANGER, -1)
+    (public / "dir").symlink_to(elsewhere)
+    os.lchown(public / "dir", STRANGER, STRANGER)
+    for path in (public / "dir", public / "dir" / "below"):
+        with pytest.raises(OSError, match="link of user"), directory_of(path):
+            pass
+    assert os.listdir(elsewhere) == []
+    os.lchown(public / "dir", 0, 0)
+    check_links(public / "dir")
+
+
+def test_own_links_to_a_directory_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with directory_of(tmp_path / "link") as descriptor:
+        create_file("a", b"text", directory=descriptor)
+    assert (tmp_path / "real" / "a").read_bytes() == b"text"
+
+
+def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import io
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(io.FileIO):
+        write = full
+
+    monkeypatch.setattr("gpushare.host.written_file.open", Full, raising=False)
+    with pytest.raises(OSError, match="No space"):
+        create_file(tmp_path / "a", b"text")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_made_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        create_file(tmp_path / "a", b"", mode=0o777)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o750
