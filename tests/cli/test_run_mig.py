@@ -447,5 +447,5 @@ def test_dry_run_takes_nothing(cli: Cli, world: World) -> None:
     assert step["command"].startswith(f"CUDA_VISIBLE_DEVICES={uuid} CUDA_MPS_PIPE_DIRECTORY=")
     assert step["command"].endswith("sh -c 'exit 3'")
     steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--threads", "25", "--", "true").ok().data["steps"]
-    assert [one["what"].split()[0] for one in steps] == ["make", "start", "note", "run"]
+    assert [one["what"].split()[0] for one in steps] == ["make", "note", "start", "note", "run"]
     assert (leases(world), list(world.directory.rglob("*.lease"))) == ({}, [])
