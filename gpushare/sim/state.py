@@ -9,7 +9,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,12 @@ class StateFile:
         Raises:
             NoPermission: it is another user's.
         """
+        text = self._text()
+        return None if text is None else _decode(json.loads(text))
+
+    def _text(self) -> str | None:
         try:
-            return _decode(json.loads(self.path.read_text(encoding="utf-8")))
+            return self.path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
@@ -257,14 +261,14 @@ class StateFile:
         ``new`` is used when the host was never used before.
         """
         with self.locked():
-            state = self.read() or new
+            before = self._text()
+            state = new if before is None else _decode(json.loads(before))
             if state is None:
                 message = "the simulated host has no state"
                 raise FileNotFoundError(message)
-            before = json.dumps(asdict(state))
             yield state
-            after = json.dumps(asdict(state))
-            if after != before or not self.path.exists():
+            after = json.dumps(state, default=vars)
+            if after != before:
                 self._write(after)
 
     @contextlib.contextmanager
