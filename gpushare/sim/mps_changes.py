@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from gpushare.sim import clients, mps_daemon, mps_limits, mps_servers
 from gpushare.sim.devices import daemon_devices
-from gpushare.sim.mps_request import Reply, Request, not_found, refused
+from gpushare.sim.mps_request import Reply, Request, invalid_device, not_found, refused
 from gpushare.sim.mps_servers import server_line
 from gpushare.sim.state import SimulatedProcess, SimulatedServer, now
 
-_NUMBER = re.compile(r"\s*([+-]?(?:(0[xX][0-9a-fA-F]+)|\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)")
+_HEXADECIMAL = r"(0[xX](?:[0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)(?:[pP][+-]?[0-9]+)?)"
+_DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_NUMBER = re.compile(rf"\s*([+-]?(?:{_HEXADECIMAL}|{_DECIMAL}))")
 
 
 def set_default_active_thread_percentage(request: Request) -> Reply:
@@ -36,11 +39,18 @@ def set_active_thread_percentage(request: Request) -> Reply:
 def _percentage(request: Request, index: int) -> float | None:
     match = _NUMBER.match(request.word(index))
     # As C's strtod reads it: the longest number at the beginning, hexadecimal too.
-    value = (float.fromhex if match.group(2) else float)(match.group(1)) if match else 0.0
+    value = _number(match.group(1), hexadecimal=match.group(2) is not None) if match else 0.0
     if 0.0 < value <= 100.0:
         return value
     request.log("Invalid percentage, expected between (0.0, 100.0]")
     return None
+
+
+def _number(text: str, *, hexadecimal: bool) -> float:
+    try:
+        return float.fromhex(text) if hexadecimal else float(text)
+    except OverflowError:
+        return math.inf
 
 
 def set_default_device_pinned_mem_limit(request: Request) -> Reply:
@@ -55,29 +65,24 @@ def set_device_pinned_mem_limit(request: Request) -> Reply:
 
 
 def _set_limit(request: Request, limits: dict[str, int], index: int) -> Reply:
-    words = mps_limits.split_device(request.words[index:])
-    key = mps_limits.device_key(words[0]) if words else None
+    key, text = mps_limits.read_device(request.words[index:], request.major)
     if key is None:
-        if words and mps_limits.out_of_range(words[0]):
-            request.log("Invalid device ordinal!")
-        return Reply()
+        return invalid_device(request)
     known = key.isdigit() or any(key == device.uuid for device in daemon_devices(request.state, request.daemon))
     # Taken out first: the order of the entries says which was set last.
     limits.pop(key, None)
-    value = mps_limits.parse_memory(words[1]) if len(words) > 1 else None
+    value = mps_limits.parse_memory(text)
     if value is not None and known:
         limits[key] = value
     return Reply()
 
 
 def set_default_client_priority(request: Request) -> Reply:
-    """0 or 1 for upcoming servers; what is no number is ignored in silence."""
-    match = re.match(r"[+-]?\d+", request.word(0))
-    if match is None:
-        return Reply()
-    if int(match.group()) not in {0, 1}:
+    """0 or 1 for upcoming servers; what is no number is 0."""
+    priority = request.integer(0)
+    if priority not in {0, 1}:
         return Reply("Invalid priority value - must be 0 or 1!\n")
-    request.daemon.priority = int(match.group())
+    request.daemon.priority = priority
     return Reply()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpushare.host.program import Completed, timed_out
 from gpushare.sim import clients, mps_changes, mps_daemon, mps_queries, mps_texts
@@ -15,9 +16,18 @@ from gpushare.sim.settled import changing, current
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, StateFile
 
 _POLL_SECONDS = 0.01
-_ACTIONS = ("-h", "--help", "-v", "-d", "--daemon", "-f", "--forground")
-_STATIC = ("-S", "--static-partitioning")
-_IGNORED = ("-M", "--multiuser-server", "-multiuser-server", "-q", "--ready-devices")
+# Of the program's buffers for a command and for a reply to a wrong one.
+_BUFFER_BYTES = 4096
+# The options of 580 and newer by their letters; S came with 590.
+_OPTIONS = {
+    "h": "help",
+    "v": "version",
+    "d": "daemon",
+    "f": "foreground",
+    "M": "multiuser-server",
+    "q": "ready-devices",
+    "S": "static-partitioning",
+}
 _Command = Callable[[Request], "Reply | None"]
 
 _COMMANDS: dict[str, _Command] = {
@@ -61,55 +71,77 @@ def main(
     words = list(argv[1:])
     state = current(state_file)
     major = driver_major(state.driver)
-    if major < 580:
-        action = words[0] if len(words) == 1 and words[0] in {"-d", "-f", "-h", "--help"} else ""
-        # Anything else silently becomes the UI.
-        return _act(argv, action, stdin, env, state_file, deadline, timeout)
-    static, action = False, ""
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
-        if word in _STATIC and major >= 590:
-            static = True
-        elif word in _ACTIONS:
-            action = action or word
-        elif word not in _IGNORED:
-            return Completed(tuple(argv), 0, mps_texts.UNRECOGNIZED + mps_texts.usage(major), "")
-    if words and not action:
-        stdin = " ".join(words) + "\n"
-    return _act(argv, action, stdin, env, state_file, deadline, timeout, static=static)
-
-
-def _act(
-    argv: Sequence[str],
-    action: str,
-    stdin: str,
-    env: Mapping[str, str],
-    state_file: StateFile,
-    deadline: float,
-    timeout: float,
-    *,
-    static: bool = False,
-) -> Completed:
+    letters, commands = _old_arguments(words, major) if major < 580 else _arguments(words, major)
     name = tuple(argv)
-    if action in {"-h", "--help", "-v"}:
-        state = current(state_file)
-        driver = state.driver
-        binary = state.mps_binary or binary_version(driver)
-        text = mps_texts.version(binary) if action == "-v" else mps_texts.usage(driver_major(driver))
-        return Completed(name, 0, text, "")
-    if not action:
+    first = letters[:1]
+    if first == "h":
+        return Completed(name, 0, mps_texts.usage(major), "")
+    if first == "v":
+        return Completed(name, 0, mps_texts.version(state.mps_binary or binary_version(state.driver)), "")
+    if first == "?":
+        said = f"Unrecognized option {letters[1:]}\n" if major >= 580 else ""
+        return Completed(name, 0 if said else 1, said + mps_texts.usage(major), "")
+    if not {"d", "f"} & set(letters):
+        if commands:
+            stdin = " ".join(commands) + "\n"
         return _Session(name, env, state_file, deadline, timeout).run(stdin)
+    if "M" in letters and state.uid and major < 580:
+        return Completed(name, 1, mps_texts.usage(major) + mps_texts.ONLY_ROOT, "")
     with changing(state_file) as (state, lines):
-        daemon, code, error, started = mps_daemon.start(state, env, static=static)
+        daemon, code, said, started = mps_daemon.start(state, env, static="S" in letters)
         lines += started
-    if error == mps_texts.RUNNING and driver_major(state.driver) < 550:
-        # 535 says that on stdout.
-        return Completed(name, code, error, "")
-    if daemon is None or action in {"-d", "--daemon"}:
-        return Completed(name, code, "", error)
+    if daemon is None or "f" not in letters:
+        return Completed(name, code, said, "")
     _foreground(name, daemon.pid, state_file, deadline, timeout)
-    text = "".join(render_line(line, daemon.started_at) for line in started)
-    return Completed(name, 0, text, error)
+    return Completed(name, 0, said + "".join(render_line(line, daemon.started_at) for line in started), "")
+
+
+def _old_arguments(words: list[str], major: int) -> tuple[str, list[str]]:
+    """Return the options of 535 to 570 as letters; "?" is what 555 refuses. No argument is a command."""
+    if words in (["-h"], ["--help"]):
+        return "h", []
+    known = {"-d": "d", "-f": "f"}
+    if major >= 555:
+        if set(words) - known.keys() - {"-multiuser-server"}:
+            return "?", []
+        return "".join(known.get(word, "M") for word in words), []
+    # Anything but one option silently becomes the UI.
+    return known.get(words[0], "") if len(words) == 1 else "", []
+
+
+def _arguments(words: list[str], major: int) -> tuple[str, list[str]]:
+    """Return the options of 580 and newer as letters, and the command's words, as getopt_long_only reads them.
+
+    The first option that ends the program comes first and alone: "h", "v", or "?" and the letter that
+    the program names (NUL for an unknown one).
+    """
+    options = {letter: name for letter, name in _OPTIONS.items() if letter != "S" or major >= 590}
+    found, commands = "", []
+    for index, word in enumerate(words):
+        if word == "--":
+            commands += words[index + 1 :]
+            break
+        if not word.startswith("-") or word == "-":
+            commands.append(word)
+            continue
+        name, equals, _ = word.removeprefix("-").removeprefix("-").partition("=")
+        long = next((letter for letter, option in options.items() if name and option.startswith(name)), None)
+        if word[1] in options and (len(word) == 2 or (long is None and word[1] != "-")):
+            letters = word[1:]
+        elif long is not None:
+            letters = f"?{long}" if equals else long
+        else:
+            letters = "?\0"
+        for letter in letters:
+            if letter in {"h", "v"}:
+                return letter, []
+            if letter == "?":
+                return letters, []
+            if letter not in options:
+                # 580 has the letter, but not what it does.
+                return "?\0" if letter == "S" else f"?{letter}", []
+            found += letter
+    return found, commands
 
 
 def _foreground(argv: tuple[str, ...], pid: int, state_file: StateFile, deadline: float, timeout: float) -> None:
@@ -121,6 +153,15 @@ def _foreground(argv: tuple[str, ...], pid: int, state_file: StateFile, deadline
                     mps_daemon.ended(state, daemon, cleanly=False)
             raise timed_out(argv, timeout)
         time.sleep(_POLL_SECONDS)
+
+
+def _commands(stdin: str) -> Iterator[str]:
+    """Yield the commands as C's fgets reads them: a long line comes in pieces, a NUL ends one."""
+    for line in re.findall(rb"[^\n]*\n|[^\n]+", stdin.encode(errors="surrogateescape")):
+        for start in range(0, len(line), _BUFFER_BYTES - 1):
+            piece = line[start : start + _BUFFER_BYTES - 1].partition(b"\0")[0]
+            # Bytes: only C's white space counts.
+            yield piece.strip().decode(errors="surrogateescape")
 
 
 class _Session:
@@ -149,8 +190,8 @@ class _Session:
             return Completed(self._argv, 1, "", mps_texts.NO_DAEMON)
         if (dropped := self._dropped()) is not None:
             return dropped
-        for line in stdin.split("\n")[: -1 if stdin.endswith("\n") else None] if stdin else []:
-            reply = self._answer(line.strip())
+        for command in _commands(stdin):
+            reply = self._answer(command)
             if reply is None:
                 error = "Cannot send command to MPS control daemon process\n" if self._opened else mps_texts.NO_DAEMON
                 return Completed(self._argv, 1, output, error)
@@ -194,7 +235,7 @@ class _Session:
             texts = ("Accepting connection...", "NEW UI")
             lines += [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text) for text in texts]
             self._opened = True
-        return Request(state=state, daemon=daemon, words=command.split()[1:], lines=lines)
+        return Request(state=state, daemon=daemon, words=command_words(command)[1:], lines=lines)
 
     def _close(self) -> None:
         with changing(self._state_file) as (state, lines):
@@ -203,13 +244,19 @@ class _Session:
                 lines.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, "UI closed"))
 
 
+def command_words(command: str) -> list[str]:
+    """Return the words of a command; only C's white space parts them."""
+    return [word for word in re.split(r"[ \t\v\f\r]+", command) if word]
+
+
 def execute(command: str, request: Request) -> Reply | None:
     """Carry one command out; None when it blocks and must be asked again."""
-    name = command.split(maxsplit=1)[0] if command else ""
+    name = command_words(command)[0] if command else ""
     since, newer = _NEWER.get(name, (0, None))
     function = _COMMANDS.get(name) or (newer if request.major >= since else None)
     if function is None:
-        return Reply(f'Unknown command "{name}"\n')
+        said = f'Unknown command "{name}"'.encode(errors="surrogateescape")[:_BUFFER_BYTES]
+        return Reply(said.decode(errors="surrogateescape") + "\n")
     # 535 lets any user change the settings.
     if name.startswith("set_") and not request.owner and request.major >= 550:
         return refused(request)

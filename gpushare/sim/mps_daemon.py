@@ -25,7 +25,7 @@ def start(
 ) -> tuple[SimulatedDaemon | None, int, str, list[LogLine]]:
     """Start a daemon as ``nvidia-cuda-mps-control -d`` does.
 
-    Returns the daemon or None, the exit code, what goes to stderr, and the log lines.
+    Returns the daemon or None, the exit code, what goes to stdout, and the log lines.
     """
     if driver_major(state.driver) >= 580:
         if not state.nvml_installed:
@@ -33,24 +33,18 @@ def start(
         if not state.driver_loaded:
             return None, _CUDA_ERROR_NO_DEVICE, "", []
     pipe = env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY
-    if not _real(pipe) and not _make_directory(pipe):
-        return None, 1, f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n", []
-    if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
-        return None, 1, mps_texts.RUNNING, []
-    try:
-        fits = _real(pipe) or _make_files(pipe)
-    except OSError:
-        return None, 1, f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n", []
-    if not fits:
-        return None, 1, "", []
     daemon = _new(state, env, pipe, static=static)
+    warning = "" if _open_logs(daemon.log_directory) else mps_texts.NO_LOGS.format(daemon.log_directory)
+    error = _open_pipe(state, pipe)
+    if error is not None:
+        # An error goes to the logs too, and those say once more that they are not there.
+        return None, 1, warning + error + (warning if error else ""), []
     if driver_major(state.driver) >= 580 and not daemon_devices(state, daemon):
         return None, _CUDA_ERROR_NO_DEVICE, "", []
     state.daemons.append(daemon)
     if driver_major(state.driver) >= 550 and not _real(pipe):
         _write(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
-    lines, warning = _open_logs(state, daemon)
-    return daemon, 0, warning, lines
+    return daemon, 0, warning, [] if warning else _first_lines(state, daemon)
 
 
 def ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:
@@ -83,10 +77,22 @@ def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str, *, static
     return daemon
 
 
-def _open_logs(state: SimulatedHostState, daemon: SimulatedDaemon) -> tuple[list[LogLine], str]:
-    directory = daemon.log_directory
+def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
+    """Make the files of a pipe directory; return what the daemon says when it cannot, or None."""
+    cannot = f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n"
+    if not _real(pipe) and not _make_directory(pipe):
+        return cannot
+    if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
+        return mps_texts.RUNNING
+    try:
+        return None if _real(pipe) or _make_files(pipe) else ""
+    except OSError:
+        return cannot
+
+
+def _open_logs(directory: str) -> bool:
     if _real(directory):
-        return [], ""
+        return True
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
@@ -94,7 +100,13 @@ def _open_logs(state: SimulatedHostState, daemon: SimulatedDaemon) -> tuple[list
             with open(os.path.join(directory, name), "a", encoding="utf-8"):
                 pass
     except OSError:
-        return [], f"Warning: Failed writing log files to directory [{directory}]. No logs will be available.\n"
+        return False
+    return True
+
+
+def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[LogLine]:
+    if _real(daemon.log_directory):
+        return []
     pipe = daemon.pipe_directory
     texts = [
         f"Starting control daemon using socket {pipe}/control",
@@ -105,7 +117,7 @@ def _open_logs(state: SimulatedHostState, daemon: SimulatedDaemon) -> tuple[list
     given = _number(daemon.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     if given is not None and not 0.0 < given <= 100.0:
         texts.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE should be between (0.0, 100.0]")
-    return [LogLine(directory, CONTROL, "Control", daemon.pid, text) for text in texts], ""
+    return [LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text) for text in texts]
 
 
 def _real(directory: str) -> bool:

@@ -9,18 +9,19 @@ from gpushare.sim.devices import Device
 
 _UINT64 = 1 << 64
 _NUMBER = re.compile(r"([+-]?)(\d+)(.*)", re.DOTALL)
-_ORDINAL = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"\s*([+-]?[0-9]+)")
 # Seen on 535: 31 is the last one, 32 and -1 are "Invalid device ordinal!" in the log.
 _MAX_DEVICES = 32
+# The branch whose daemon knows a GPU by its UUID; the older ones read "GPU-..." as device 0.
+_UUIDS_SINCE = 580
 MIB = 1 << 20
 
 
 def parse_memory(text: str) -> int | None:
     """Return the mebibytes that the daemon makes of a value; None clears the limit.
 
-    Seen on nvidia-cuda-mps-control 535 and 550: the number ends at the first other character, and
-    only a ``G`` right after it (or after one ``M``) counts; so ``1.5G`` is 1M, ``1024K`` is 1024M. It
-    wraps at 64 bits of bytes.
+    Seen on nvidia-cuda-mps-control 535, 550 and 555: the number ends at the first other character, and
+    only a ``G`` right after it counts; so ``1.5G`` is 1M, ``1024K`` is 1024M. It wraps at 64 bits of bytes.
     """
     match = _NUMBER.match(text)
     if match is None:
@@ -29,7 +30,7 @@ def parse_memory(text: str) -> int | None:
     number = min(int(digits), _UINT64 - 1)
     if sign == "-":
         number = -number % _UINT64
-    unit = MIB * 1024 if re.match(r"m?g", rest, re.IGNORECASE) else MIB
+    unit = MIB * 1024 if rest[:1] in {"g", "G"} else MIB
     return (number * unit % _UINT64) // MIB or None
 
 
@@ -40,27 +41,29 @@ def readback(mebibytes: int | None) -> str:
     return f"{mebibytes // 1024}G" if mebibytes >= 1024 else f"{mebibytes}M"
 
 
-def device_key(text: str) -> str | None:
-    """Return the entry that a device argument names: an ordinal, or a UUID as it is; None when it is neither."""
-    if text.startswith(("GPU-", "MIG-")):
-        return text
-    match = _ORDINAL.match(text)
-    if match is None or not 0 <= int(match.group()) < _MAX_DEVICES:
-        return None
-    return str(int(match.group()))
+def leading_integer(text: str) -> tuple[int, str]:
+    """Return a number as C's strtol and a cast to int read it, and the rest: 0 and all of it when there is none."""
+    match = _INTEGER.match(text)
+    if match is None:
+        return 0, text
+    # A Python int of thousands of digits takes its time; from 20 on each of them is the same.
+    digits = match.group(1)[:30]
+    number = max(min(int(digits), 2**63 - 1), -(2**63))
+    return (number + 2**31) % 2**32 - 2**31, text[match.end() :]
 
 
-def split_device(words: list[str]) -> list[str]:
-    """Return the words with a number's tail as the next one: ``1x 7G`` is device 1 and the value ``x``."""
-    match = _ORDINAL.match(words[0]) if words else None
-    if match is None or match.end() == len(words[0]):
-        return words
-    return [match.group(), words[0][match.end() :], *words[1:]]
+def read_device(words: list[str], major: int) -> tuple[str | None, str]:
+    """Return the entry that the words name, None for a number out of range, and the text of the value.
 
-
-def out_of_range(text: str) -> bool:
-    """Return whether it is a number that is no device's (the daemon logs only these as invalid)."""
-    return _ORDINAL.match(text) is not None and device_key(text) is None
+    What is no number is device 0, and the value begins where the number ends: ``1x 7G`` is device 1
+    and the value ``x``, ``abc 7G`` is device 0 and the value ``abc``, which clears it.
+    """
+    word = words[0] if words else ""
+    value = words[1] if len(words) > 1 else ""
+    if word.startswith(("GPU-", "MIG-")) and major >= _UUIDS_SINCE:
+        return word, value
+    number, rest = leading_integer(word)
+    return (str(number) if 0 <= number < _MAX_DEVICES else None), rest or value
 
 
 def limit_of(limits: Mapping[str, int], devices: list[Device], device: Device) -> int | None:

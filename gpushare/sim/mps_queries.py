@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from gpushare.sim import clients, mps_limits
 from gpushare.sim.devices import Device, daemon_devices
 from gpushare.sim.models import find_model
-from gpushare.sim.mps_request import Reply, Request, not_found
+from gpushare.sim.mps_request import Reply, Request, invalid_device, not_found
 from gpushare.sim.state import SimulatedProcess, SimulatedServer
 
 _HOST_NAMESPACE = 4026531836
@@ -19,7 +21,7 @@ def get_server_list(request: Request) -> Reply:
 
 def get_server_status(request: Request) -> Reply:
     """ACTIVE or FAULT; unknown to 535."""
-    if not request.word(0)[:1].isdigit():
+    if not re.match(r"[+-]?[0-9]", request.word(0)):
         return Reply("A server PID is required\n")
     server = request.server(0)
     return Reply(f"{server.status}\n") if server else not_found(request, 0)
@@ -78,11 +80,10 @@ def get_device_pinned_mem_limit(request: Request) -> Reply:
 
 
 def _limit(request: Request, limits: dict[str, int], index: int) -> Reply:
-    key = mps_limits.device_key(request.word(index))
-    if mps_limits.out_of_range(request.word(index)):
-        request.log("Invalid device ordinal!")
-        return Reply()
-    value = None if key is None else limits.get(key)
+    key, _ = mps_limits.read_device(request.words[index:], request.major)
+    if key is None:
+        return invalid_device(request)
+    value = limits.get(key)
     if value is None:
         request.log("No default pinned memory limit set for the device!")
         return Reply()

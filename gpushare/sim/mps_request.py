@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
+from gpushare.sim.mps_limits import leading_integer
 from gpushare.sim.mps_logs import CONTROL, LogLine
 from gpushare.sim.mps_servers import driver_major
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedServer
-
-_INTEGER = re.compile(r"\s*([+-]?\d+)")
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ class Request:
 
     def integer(self, index: int) -> int:
         """Return a word as C's atoi reads it: the leading digits, else 0."""
-        match = _INTEGER.match(self.words[index]) if index < len(self.words) else None
-        return int(match.group(1)) if match else 0
+        return leading_integer(self.word(index))[0]
 
     def word(self, index: int) -> str:
         """Return a word, or an empty text when it is missing."""
@@ -67,6 +64,13 @@ class Request:
 def not_found(request: Request, index: int) -> Reply:
     """Return the answer for a server PID that is not there."""
     return Reply(f"Server {request.integer(index)} not found\n")
+
+
+def invalid_device(request: Request) -> Reply:
+    """Return the answer for a device number out of range: nothing, and a line in the log up to 555."""
+    if request.major < 580:
+        request.log("Invalid device ordinal!")
+    return Reply()
 
 
 def refused(request: Request) -> Reply:

@@ -5,9 +5,9 @@ from __future__ import annotations
 NO_DAEMON = "Cannot find MPS control daemon process\n"
 # Of two conversations at once the daemon drops one, with this or in silence (seen on driver 580).
 CANNOT_SEND = "Cannot send command to MPS control daemon process\n"
+ONLY_ROOT = "Only root user may enable -multiuser-server!\n"
+NO_LOGS = "Warning: Failed writing log files to directory [{}]. No logs will be available.\n"
 RUNNING = "An instance of this daemon is already running\n"
-# The trailing blanks are the program's own.
-UNRECOGNIZED = "Unrecognized option  \n"
 
 _USAGE_580 = """\
 CUDA MPS Control for Linux/Unix/QNX.
@@ -88,9 +88,9 @@ _SM_COMMANDS_595 = """\
 
 
 def usage(major: int) -> str:
-    """Return what ``-h`` prints on a driver branch (seen on 535, 580 and 595)."""
+    """Return what ``-h`` prints on a driver branch (seen on 535, 550, 555, 580 and 595)."""
     if major < 580:
-        return _USAGE_OLD.format(year=2023 if major < 550 else 2024)
+        return _USAGE_OLD.format(year=2023 if major < 555 else 2024)
     if major < 590:
         return _USAGE_580
     return (

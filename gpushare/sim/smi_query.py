@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from gpushare.sim import activity, smi_view
+from gpushare.sim.smi import Wrong
 from gpushare.sim.smi_view import Chosen
 from gpushare.sim.state import SimulatedHostState
 from gpushare.units import MIB
@@ -18,6 +19,7 @@ _ALIASES = {
     "pid": "pid",
     "process_name": "process_name",
 }
+_APP_ALIASES = {"name": "process_name", "used_memory": "used_gpu_memory"}
 _Value = Callable[[SimulatedHostState, Chosen], object]
 
 
@@ -77,24 +79,40 @@ _GPU_FIELDS: dict[str, tuple[str, _Value]] = {
 _APP_FIELDS = ("timestamp", "gpu_name", "gpu_bus_id", "gpu_uuid", "pid", "process_name", "used_gpu_memory")
 
 
-def gpus(state: SimulatedHostState, chosen: list[Chosen], fields: str, form: str) -> tuple[int, str]:
-    """Return exit code and text of ``--query-gpu=FIELDS --format=csv[,noheader][,nounits]``."""
-    names = [name.strip() for name in fields.split(",")]
-    for name in names:
-        if _ALIASES.get(name, name) not in _GPU_FIELDS:
-            return 2, f'Field "{name}" is not a valid field to query.\n\n'
+def check(query: str, fields: str, form: str | None, major: int) -> None:
+    """Check what a query asks for, before any GPU is looked at.
+
+    Raises:
+        Wrong: a format or a field is not known, or the format is missing, which it may from 580 on.
+    """
+    words = [word.strip() for word in (form or "").split(",") if word.strip()]
+    if form is None and major < 580:
+        raise Wrong(2, "\"--format=\" switch is missing. Please run 'nvidia-smi -h' for help.\n\n")
+    if set(words) - {"csv", "noheader", "nounits"}:
+        raise Wrong(2, "Format modifier is not recognized.\n")
+    if "csv" not in words and major < 580:
+        raise Wrong(2, "Format modifier --format=csv is mandatory.\n")
+    known = _GPU_FIELDS.keys() if query == "--query-gpu" else set(_APP_FIELDS)
+    for name in _names(fields):
+        if _ALIASES.get(name, name) not in known and _APP_ALIASES.get(name, name) not in known:
+            raise Wrong(2, f'Field "{name}" is not a valid field to query.\n\n')
+
+
+def _names(fields: str) -> list[str]:
+    return [name.strip() for name in fields.split(",") if name.strip()]
+
+
+def gpus(state: SimulatedHostState, chosen: list[Chosen], fields: str, form: str) -> str:
+    """Return the text of ``--query-gpu=FIELDS --format=csv[,noheader][,nounits]``."""
+    names = _names(fields)
     header = [(name, _GPU_FIELDS[_ALIASES.get(name, name)][0]) for name in names]
     rows = [[_GPU_FIELDS[_ALIASES.get(name, name)][1](state, one) for name in names] for one in chosen]
     return _csv(header, rows, form)
 
 
-def compute_apps(state: SimulatedHostState, chosen: list[Chosen], fields: str, form: str) -> tuple[int, str]:
-    """Return exit code and text of ``--query-compute-apps``: MPS servers and clients are both in it."""
-    short = {"name": "process_name", "used_memory": "used_gpu_memory"}
-    names = [short.get(name.strip(), name.strip()) for name in fields.split(",")]
-    for name in names:
-        if name not in _APP_FIELDS:
-            return 2, f'Field "{name}" is not a valid field to query.\n\n'
+def compute_apps(state: SimulatedHostState, chosen: list[Chosen], fields: str, form: str) -> str:
+    """Return the text of ``--query-compute-apps``: MPS servers and clients are both in it."""
+    names = [_APP_ALIASES.get(name, name) for name in _names(fields)]
     titles = activity.process_names(state)
     rows: list[list[object]] = []
     for one in chosen:
@@ -115,10 +133,8 @@ def compute_apps(state: SimulatedHostState, chosen: list[Chosen], fields: str, f
     return _csv([(name, "MiB" if name == "used_gpu_memory" else "") for name in names], rows, form)
 
 
-def _csv(header: list[tuple[str, str]], rows: list[list[object]], form: str) -> tuple[int, str]:
+def _csv(header: list[tuple[str, str]], rows: list[list[object]], form: str) -> str:
     words = [word.strip() for word in form.split(",")]
-    if words[0] != "csv" or set(words[1:]) - {"noheader", "nounits"}:
-        return 2, f"Invalid format specification: {form}\n"
     units = "nounits" not in words
     lines = []
     if "noheader" not in words:
@@ -129,4 +145,4 @@ def _csv(header: list[tuple[str, str]], rows: list[list[object]], form: str) -> 
             text = "[N/A]" if value is None else str(value)
             cells.append(f"{text} {unit}" if unit and units and value is not None else text)
         lines.append(", ".join(cells))
-    return 0, "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines)

@@ -12,7 +12,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +247,17 @@ class StateFile:
         Raises:
             NoPermission: it is another user's.
         """
+        text = self._text()
+        return None if text is None else _decode(json.loads(text))
+
+    def _text(self) -> str | None:
         try:
             # A link or a FIFO there is neither followed nor waited for.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, encoding="utf-8") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise self._broken("it is not a regular file")
-                return _decode(json.loads(file.read()))
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
@@ -279,14 +283,14 @@ class StateFile:
         ``new`` is used when the host was never used before.
         """
         with self.locked():
-            state = self.read() or new
+            before = self._text()
+            state = new if before is None else _decode(json.loads(before))
             if state is None:
                 message = "the simulated host has no state"
                 raise FileNotFoundError(message)
-            before = json.dumps(asdict(state))
             yield state
-            after = json.dumps(asdict(state))
-            if after != before or not self.path.exists():
+            after = json.dumps(state, default=vars)
+            if after != before:
                 self._write(after)
 
     @contextlib.contextmanager

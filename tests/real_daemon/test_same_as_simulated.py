@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from gpushare.sim import open_simulated
 from gpushare.sim.admin import set_fault
 from tests.real_daemon.conftest import PATIENCE_SECONDS, wait_until
 
-# The year of the copyright line tells the branch: these programs have no option for their version.
-BRANCHES = {"2003 - 2023": "535.261.03", "2003 - 2024": "550.163.01"}
+# The programs of these branches hold their driver's version, and no option tells it.
+VERSION = re.compile(rb"(?<![0-9.])(5[0-9]{2}\.[0-9]{2,3}(?:\.[0-9]{2})?)(?![0-9.])")
+NEWEST_THAT_STARTS_WITHOUT_A_GPU = 570
 
 
 class Both:
@@ -27,31 +29,37 @@ class Both:
         self.directory = directory
         self._real, self._patch = real, monkeypatch
         # Real ones run where the variable names them, and a simulated host asks for it too.
-        self.usage = LocalPrograms().run([PROGRAM, "-h"]).text
-        self.driver = next((driver for years, driver in BRANCHES.items() if years in self.usage), "")
+        found = VERSION.search(Path(real).read_bytes())
+        self.driver = found.group(1).decode() if found else ""
         self._programs: dict[str, Programs] = {
             "real": LocalPrograms(),
             "simulated": open_simulated("sim:h200").programs,
         }
         self.uuid = connect("sim:h200").nvml.sweep()[0].uuid or ""
 
-    def run(self, side: str, argv: list[str], stdin: str = "") -> Completed:
-        """Run one of the two in its own directories."""
+    def starts(self) -> bool:
+        """Return whether the real daemon starts without a GPU."""
+        return int(self.driver.split(".")[0]) <= NEWEST_THAT_STARTS_WITHOUT_A_GPU
+
+    def run(self, side: str, argv: list[str], stdin: str = "", **changes: str) -> Completed:
+        """Run one of the two in its own directories, or in those that are named below them."""
         self._patch.setenv("GPUSHARE_MPS_CONTROL", self._real if side == "real" else "")
-        pipe, log = self.directory / side / "pipe", self.directory / side / "log"
-        pipe.mkdir(parents=True, exist_ok=True)
-        log.mkdir(exist_ok=True)
+        home = self.directory / f"{side:.4}"
+        pipe, log = home / changes.get("pipe", "p"), home / changes.get("log", "l")
+        if not changes:
+            pipe.mkdir(parents=True, exist_ok=True)
+            log.mkdir(exist_ok=True)
         environment = start_environment(self.uuid, str(pipe), str(log))
         return self._programs[side].run([PROGRAM, *argv], stdin=stdin, env=environment, timeout=PATIENCE_SECONDS)
 
-    def same(self, stdin: str, argv: list[str] | None = None) -> Completed:
-        """Run both and compare; return what they did."""
-        real, simulated = (self.run(side, argv or [], stdin) for side in ("real", "simulated"))
-        assert (simulated.exit_code, simulated.stdout, simulated.stderr) == (
-            real.exit_code,
-            real.stdout,
-            real.stderr,
-        ), stdin
+    def same(self, stdin: str, argv: list[str] | None = None, **changes: str) -> Completed:
+        """Run both and compare, each stream for itself; return what they did."""
+        real, simulated = (self.run(side, argv or [], stdin, **changes) for side in ("real", "simulated"))
+        there, here = (
+            (done.exit_code, *(text.replace(f"/{side:.4}/", "/") for text in (done.stdout, done.stderr)))
+            for side, done in (("real", real), ("simulated", simulated))
+        )
+        assert here == there, (argv, stdin)
         return real
 
 
@@ -60,14 +68,19 @@ def both(sim_dir: Path, real_control: str, monkeypatch: pytest.MonkeyPatch) -> B
     """Return both programs, of one driver, with no daemon yet."""
     pair = Both(sim_dir, real_control, monkeypatch)
     if not pair.driver:
-        pytest.skip("the real program is of a driver whose daemon does not start without a GPU")
+        pytest.skip("the real program does not tell its driver's version")
     set_fault("sim:h200", "driver", value=pair.driver)
+    if not pair.starts():
+        # As on this machine: no libcuda.so.1.
+        set_fault("sim:h200", "no-nvml")
     return pair
 
 
 @pytest.fixture
 def started(both: Both) -> Both:
     """Return both programs with a daemon each."""
+    if not both.starts():
+        pytest.skip("the daemon of this driver does not start without a GPU")
     both.same("", ["-d"])
 
     def answers() -> bool:
@@ -78,14 +91,55 @@ def started(both: Both) -> Both:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["-h"], ["--help"], ["get_server_list"], ["-v"], ["--nonsense"], ["-d", "-f"]], ids=str
+    "line",
+    """
+    ||-h|--help|get_server_list|quit|bogus|-v|-S|-q|-M|-x|--|-|--nonsense|--hel|--version|--static|--static-partitioning
+    |-multiuser-server|-multiuser-serve|-multiuser-server -x|--forground|-p 3|-dh|-hd|-vd|-dx|-qh|-Sh|-MS|--daemon=1
+    |-h=1|--=|-=1|---|-h -d|-d -h|-d -d -h|-h -v|-v -h|-x -h|-h -x|-h bogus|bogus -h|-d -S -x|-d bogus -x|-f -x|-- -h
+    """.replace("\n", "").split("|"),
 )
-def test_without_a_daemon(both: Both, argv: list[str]) -> None:
+def test_arguments_without_a_daemon(both: Both, line: str) -> None:
+    """Every one of them: what would start a daemon is tried elsewhere."""
+    both.same("get_server_list\n", line.split())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    argv=st.lists(
+        st.builds("{}{}".format, st.sampled_from(["", "-", "--"]), st.text("dfhvMqSxmrs=-", max_size=3)), max_size=3
+    )
+)
+def test_any_arguments_without_a_daemon(both: Both, argv: list[str]) -> None:
+    if both.starts() and argv and set(argv) <= {"-d", "-f"}:
+        # These would start it.
+        return
     both.same("get_server_list\n", argv)
 
 
-def test_a_second_start(started: Both) -> None:
+@pytest.mark.parametrize(
+    "argv", [["-d"], ["-f"], ["-d", "-d"], ["-d", "-f"], ["-f", "-d"], ["-d", "-x"], ["-d", ""]], ids=str
+)
+def test_a_second_start(started: Both, argv: list[str]) -> None:
+    started.same("", argv)
     assert started.same("", ["-d"]).exit_code == 1
+
+
+@pytest.mark.parametrize("argv", [["-v"], ["bogus"], ["get_default_client_priority"], ["-x", "quit"]], ids=str)
+def test_arguments_beside_a_daemon(started: Both, argv: list[str]) -> None:
+    started.same("", argv)
+    started.same("get_default_active_thread_percentage\n", argv)
+
+
+@pytest.mark.parametrize("log", ["l", "no/such/l"])
+def test_directories_that_cannot_be_used(both: Both, log: str) -> None:
+    """A pipe directory without a parent, one with too long a path, and one that is in use."""
+    for side in ("real", "simu"):
+        (both.directory / side / "l").mkdir(parents=True)
+    both.same("", ["-d"], pipe="no/such/p", log=log)
+    both.same("", ["-d"], pipe="p" * 90, log=log)
+    if both.starts():
+        assert both.same("", ["-d"], pipe="q", log=log).exit_code == 0
+        assert both.same("", ["-d"], pipe="q", log=log).exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -189,6 +243,85 @@ def test_devices_of_memory_limits(started: Both, device: str) -> None:
 @pytest.mark.parametrize("value", ["0", "1", "2", "-1", "abc", "", "1 0", "01"])
 def test_priorities(started: Both, value: str) -> None:
     started.same(f"set_default_client_priority {value}\nget_default_client_priority\n")
+
+
+COMMANDS = (
+    *("get_server_list", "get_server_status", "get_client_list", "get_device_client_list", "ps", "terminate_client"),
+    *("get_default_active_thread_percentage", "set_default_active_thread_percentage", "shutdown_server"),
+    *("get_active_thread_percentage", "set_active_thread_percentage", "set_default_device_pinned_mem_limit"),
+    *("get_default_device_pinned_mem_limit", "set_device_pinned_mem_limit", "get_device_pinned_mem_limit"),
+    *("set_default_client_priority", "get_default_client_priority", "device_query", "lspart", "sm_partition", "foo"),
+)
+WRONG = (
+    *("", "0", "1", "abc", "-1", "+1", "01", "1.5", "0x10", "0x1p4", "1e400", "nan", ".5", "%s%n", "1;2", "'1'", "\\"),
+    *("4294967297", "99999999999999999999", "-99999999999999999999", "999999 0", "999999 0 1G", "-p", "-p x", "-p -1"),
+    *(
+        "abc 2G",
+        "1x 7G",
+        "0x1 2G",
+        "GPU-0 2G",
+        "GPU-0",
+        "MIG-0 1G",
+        "-1 1G",
+        "31 1G",
+        "32 1G",
+        "0 1mg",
+        "0 +3G",
+        "0 3 G",
+    ),
+    *("0\t9G", "  0   9G", "0 18446744073709551616", "0 17592186044416G", "-uid", "-uid x", "--csv", "4 -f", "é", "-f"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_words_after_every_command(started: Both, command: str) -> None:
+    """All in one conversation, each after a limit, a share and a priority that a mistake would change."""
+    before = "set_default_device_pinned_mem_limit 0 5G\nset_default_client_priority 1\nset_default_active_thread_percentage 40\n"
+    after = "get_default_device_pinned_mem_limit 0\nget_default_client_priority\nget_default_active_thread_percentage\n"
+    started.same("".join(f"{before}{command} {words}\n{after}" for words in WRONG))
+
+
+@pytest.mark.parametrize("command", ["start_server", "start_server x", "start_server 0", "start_server -uid x"])
+def test_a_server_for_nobody(started: Both, command: str) -> None:
+    started.same(f"{command}\nget_server_list\n")
+
+
+@pytest.mark.parametrize(
+    "stdin",
+    [
+        *(
+            "\0\n",
+            "get_server_list\0\n",
+            "foo\0bar\n",
+            "foo\r\nbar\r\n",
+            "ps\v\n",
+            "foo\vbar\n",
+            "\x1cps\n",
+            "ps\x85\n",
+        ),
+        *("f" * length + "\nps\n" for length in (4078, 4079, 4093, 4094, 4095, 4096, 8190, 9000)),
+        "get_default_client_priority " + "f" * 4070,
+    ],
+    ids=lambda stdin: f"{stdin[:20]!r}, {len(stdin)}",
+)
+def test_lines_that_nobody_writes(started: Both, stdin: str) -> None:
+    started.same(stdin)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(
+        st.builds(
+            "{}{} {}".format,
+            st.sampled_from(["", " ", "\t"]),
+            st.sampled_from(COMMANDS),
+            st.one_of(st.sampled_from(WRONG), st.text("0123456789 .-+xGMgm%\0\t", max_size=9)),
+        ),
+        max_size=4,
+    )
+)
+def test_any_lines(started: Both, lines: list[str]) -> None:
+    started.same("\n".join(lines))
 
 
 @pytest.mark.parametrize("command", ["quit\n", "quit -t 1\n"])

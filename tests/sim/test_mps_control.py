@@ -56,7 +56,7 @@ def test_usage_and_version_are_those_of_driver_580(h200: Mps) -> None:
     assert "13000" in h200.run("-v").stdout
     unknown = h200.run("-d", "-S")
     assert unknown.exit_code == 0
-    assert unknown.stdout == "Unrecognized option  \n" + usage
+    assert unknown.stdout == "Unrecognized option \0\n" + usage
     assert h200.state.daemons == []
 
 
@@ -98,14 +98,62 @@ def test_older_programs_take_any_argument_for_the_ui(sim_dir: Path, driver: str)
     assert older.run("foo", stdin="get_default_active_thread_percentage\n").stdout == "100.0\n"
     assert older.run("-v").stdout == ""
     again = older.run("-d")
-    assert (again.exit_code, again.text) == (1, "An instance of this daemon is already running")
-    assert bool(again.stdout) == driver.startswith("535")
+    assert (again.exit_code, again.stdout, again.stderr) == (1, "An instance of this daemon is already running\n", "")
     assert len(older.run("-h").stdout.splitlines()) == 5
     assert older.ask("device_query --csv") == 'Unknown command "device_query"\n'
     with_pid_file = (older.pipe / "nvidia-cuda-mps-control.pid").exists()
     assert with_pid_file == driver.startswith("550")
     known = older.ask("get_server_status") == "A server PID is required\n"
     assert known == driver.startswith("550")
+
+
+def test_555_refuses_every_other_argument(sim_dir: Path) -> None:
+    h200 = mps.new(sim_dir, driver="555.58.02")
+    usage = h200.run("-h").stdout
+    assert "2003 - 2024" in usage
+    for words in (("-v",), ("-S",), ("quit",), ("bogus",), ("-d", "-h"), ("--daemon",), ("",)):
+        refused = h200.run(*words, stdin="get_server_list\n")
+        assert (words, refused.exit_code, refused.stdout, refused.stderr) == (words, 1, usage, "")
+    assert h200.run().stderr == h200.run("-multiuser-server").stderr == "Cannot find MPS control daemon process\n"
+    assert h200.run("-d", "-d").exit_code == 0
+    assert len(h200.state.daemons) == 1
+    assert h200.ask("quit") == ""
+    admin.set_fault("sim:h200", "user", value="1000")
+    alone = h200.run("-multiuser-server", "-d")
+    assert (alone.exit_code, alone.stdout) == (1, usage + "Only root user may enable -multiuser-server!\n")
+
+
+@pytest.mark.parametrize("driver", ["580.159.04", "595.99.02"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hel"], "CUDA MPS Control for Linux/Unix/QNX.\n"),
+        (["-d", "-h"], "CUDA MPS Control for Linux/Unix/QNX.\n"),
+        (["bogus", "-qh", "-x"], "CUDA MPS Control for Linux/Unix/QNX.\n"),
+        (["--version"], "CUDA MPS Control for Linux/Unix/QNX. Binary version: "),
+        (["-vd"], "CUDA MPS Control for Linux/Unix/QNX. Binary version: "),
+        (["--forground"], "Unrecognized option \0\n"),
+        (["-dx"], "Unrecognized option x\n"),
+        (["--daemon=1"], "Unrecognized option d\n"),
+        (["--="], "Unrecognized option \0\n"),
+    ],
+    ids=str,
+)
+def test_580_reads_its_options_as_getopt_does(sim_dir: Path, driver: str, words: list[str], said: str) -> None:
+    h200 = mps.new(sim_dir, driver=driver)
+    done = h200.run(*words, stdin="get_server_list\n")
+    assert (done.exit_code, done.stdout[: len(said)], done.stderr) == (0, said, "")
+    assert h200.state.daemons == []
+
+
+def test_a_long_line_comes_in_pieces_and_a_nul_ends_one(h200: Mps) -> None:
+    h200.start()
+    assert h200.ask("get_default_client_priority\0 foo", "foo\0bar") == '0\nUnknown command "foo"\n'
+    assert h200.ask("get_default_client_priority " + "f" * 4070) == '0\nUnknown command "fff"\n'
+    # The reply has a buffer too: the closing quote is missing.
+    assert h200.ask("f" * 4095) == 'Unknown command "' + "f" * 4079 + '\nUnknown command ""\n'
+    # Only C's white space parts words.
+    assert h200.ask("\x1cps", "ps\x85") == 'Unknown command "\x1cps"\nUnknown command "ps\x85"\n'
 
 
 def test_arguments_are_commands_from_580_on(h200: Mps) -> None:
@@ -133,7 +181,7 @@ def test_start_leaves_the_real_files_with_their_modes(h200: Mps) -> None:
     assert re.fullmatch(line + f"To connect CUDA .* set env CUDA_MPS_PIPE_DIRECTORY={h200.pipe}", second)
     assert re.fullmatch(line + "CUDA MPS Control binary version: 13000", third)
     again = h200.run("-d")
-    assert (again.exit_code, again.stderr) == (1, "An instance of this daemon is already running\n")
+    assert (again.exit_code, again.stdout) == (1, "An instance of this daemon is already running\n")
 
 
 @pytest.mark.parametrize(("length", "code"), [(86, 0), (87, 0), (88, 1), (90, 1)])
@@ -151,10 +199,10 @@ def test_the_pipe_directory_may_have_87_bytes(h200: Mps, sim_dir: Path, length: 
 def test_a_missing_parent_and_a_missing_log_directory(h200: Mps, sim_dir: Path) -> None:
     deep = str(sim_dir / "a" / "b")
     done = h200.run("-d", CUDA_MPS_PIPE_DIRECTORY=deep)
-    assert (done.exit_code, done.stderr) == (1, f"Cannot access CUDA_MPS_PIPE_DIRECTORY={deep}\n")
+    assert (done.exit_code, done.stdout) == (1, f"Cannot access CUDA_MPS_PIPE_DIRECTORY={deep}\n")
     done = h200.run("-d", CUDA_MPS_LOG_DIRECTORY=deep)
     assert done.exit_code == 0
-    assert done.stderr == f"Warning: Failed writing log files to directory [{deep}]. No logs will be available.\n"
+    assert done.stdout == f"Warning: Failed writing log files to directory [{deep}]. No logs will be available.\n"
 
 
 def test_no_file_of_a_simulated_daemon_goes_to_the_default_directories(h200: Mps) -> None:
@@ -196,7 +244,7 @@ TABLE = {
     "1025M": "1G",
     "1m": "1M",
     "1GiB": "1G",
-    "1MG": "1G",
+    "1MG": "1M",
     "1GM": "1G",
     "1MBG": "1M",
     "1XG": "1M",
@@ -258,7 +306,21 @@ def test_ordinals_and_uuids_are_separate_entries_and_the_last_set_wins(h200: Mps
         == ""
     )
     assert h200.ask("set_default_device_pinned_mem_limit 99 3G", "get_default_device_pinned_mem_limit 99") == ""
-    assert "Invalid device ordinal!" in h200.control_log()
+    # The newer daemon has no word for it.
+    assert "Invalid device ordinal!" not in h200.control_log()
+    assert h200.ask("get_default_device_pinned_mem_limit") == "4G\n"
+
+
+def test_older_daemons_take_a_uuid_for_device_0(sim_dir: Path) -> None:
+    older = mps.new(sim_dir, driver="550.163.01")
+    older.start()
+    uuid = older.state.gpus[0].uuid
+    older.ask("set_default_device_pinned_mem_limit 0 4G")
+    assert older.ask(f"get_default_device_pinned_mem_limit {uuid}", "get_default_device_pinned_mem_limit") == "4G\n4G\n"
+    # The value begins where the number ends, so what is no number clears the limit.
+    assert older.ask(f"set_default_device_pinned_mem_limit {uuid} 2G", "get_default_device_pinned_mem_limit 0") == ""
+    assert older.ask("set_default_device_pinned_mem_limit 99 3G", "get_default_device_pinned_mem_limit 99") == ""
+    assert "Invalid device ordinal!" in older.control_log()
 
 
 def test_percentages_out_of_range_print_the_old_value_and_tell_only_the_log(h200: Mps) -> None:
@@ -284,8 +346,14 @@ def test_client_priorities(h200: Mps) -> None:
     assert h200.ask("set_default_client_priority 1", "get_default_client_priority") == "1\n"
     assert h200.ask("set_default_client_priority 2") == "Invalid priority value - must be 0 or 1!\n"
     assert (
-        h200.ask("set_default_client_priority", "set_default_client_priority abc", "get_default_client_priority")
-        == "1\n"
+        h200.ask(
+            "set_default_client_priority abc", "get_default_client_priority", "set_default_client_priority 4294967297"
+        )
+        == "0\n"
+    )
+    assert (
+        h200.ask("get_default_client_priority", "set_default_client_priority", "get_default_client_priority")
+        == "1\n0\n"
     )
 
 
