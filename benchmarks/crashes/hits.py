@@ -1,0 +1,288 @@
+"""Hits one command at each of its side effects, and judges what one further command makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import pkgutil
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import gpushare
+from benchmarks.crashes.inject import AFTER, FAULTS, KILL
+from benchmarks.crashes.rows import Row, Words, words_of
+from benchmarks.crashes.world import Done, Look, World
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+# A row with more effects polls; what comes later is the same again.
+MOST: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """One promise that was not kept."""
+
+    row: str
+    at: int
+    fault: str
+    effect: str
+    what: str
+    then: str = ""
+
+    @property
+    def again(self) -> str:
+        """Return the line that repeats it."""
+        return f"python -m benchmarks.crashes --verb {shlex.quote(self.row)} --at {self.at} --fault {self.fault}"
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What was tried of one row."""
+
+    row: str
+    effects: int = 0
+    kills: int = 0
+    errors: int = 0
+    violations: list[Violation] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {**asdict(self), "violations": [{**asdict(one), "again": one.again} for one in self.violations]}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    code: int | None
+    look: Look
+
+
+@dataclass(frozen=True)
+class _References:
+    """What is there before and after the command, and what each further command makes of either."""
+
+    old: Look
+    new: Look
+    code: int | None
+    after: tuple[tuple[_Outcome, _Outcome], ...]
+
+
+def warm() -> None:
+    """Load all of gpushare, so that each process that is forked has it; become the parent of orphans."""
+    for module in pkgutil.walk_packages(gpushare.__path__, "gpushare."):
+        if not module.name.endswith(("__main__", ".guard")):
+            importlib.import_module(module.name)
+    for name in ("psutil", "yaml", "pynvml", "tempfile", "jsonschema"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.collect()
+    gc.freeze()
+
+
+class Hits:
+    """One row on one world."""
+
+    def __init__(self, row: Row, root: Path, real_program: str | None = None) -> None:
+        self.row = row
+        self.world = World(row.host, root, real_program)
+        self.counts = Counts(row=row.name)
+        self._references: _References | None = None
+
+    def try_all(
+        self, *, every: int = 1, offset: int = 0, faults: Sequence[str] | None = None, most: int = MOST
+    ) -> Counts:
+        """Hit the command at each effect (or each of ``every``), by each fault that it can have."""
+        try:
+            for number, fault in self._points(every, offset, faults, most):
+                self.hit(number, fault)
+        finally:
+            self.world.remove()
+        return self.counts
+
+    def try_one(self, at: int, fault: str) -> Counts:
+        """Hit the command at one effect."""
+        try:
+            self.hit(at, fault)
+        finally:
+            self.world.remove()
+        return self.counts
+
+    def _points(self, every: int, offset: int, faults: Sequence[str] | None, most: int) -> Iterator[tuple[int, str]]:
+        """Yield the points of the command as it runs unhurt: each effect with each of its faults."""
+        effects = self._effects()
+        self.counts.effects = len(effects)
+        chosen = effects[:most]
+        points = [(int(number), fault) for number, kind, *_ in chosen for fault in (KILL, *FAULTS[kind])]
+        if chosen:
+            points.append((int(chosen[-1][0]), AFTER))
+        points = [point for point in points if faults is None or point[1].removesuffix("-after") in faults]
+        yield from points[offset::every]
+
+    def _effects(self) -> list[list[str]]:
+        self._refer()
+        self._to("old")
+        self._command()
+        if self.row.guard_after is not None:
+            self.world.settle()
+            return self.world.effects("guard")
+        return self.world.effects()
+
+    def hit(self, at: int, fault: str) -> None:
+        """Hit the command once, and judge what is there, then what each further command makes of it."""
+        refer = self._refer()
+        self._to("old")
+        done = self._command(at, fault)
+        left = self._settled()
+        effects = self.world.effects("guard" if self.row.guard_after is not None else "effects")
+        effect = next((f"{kind} {what}" for _, kind, what, was in effects if was), "none: it ran through")
+        killed = fault in {KILL, AFTER}
+        if killed:
+            self.counts.kills += 1
+        else:
+            self.counts.errors += 1
+
+        def broken(what: str, then: str = "") -> None:
+            self.counts.violations.append(
+                Violation(row=self.row.name, at=at, fault=fault, effect=effect, what=what, then=then)
+            )
+
+        if left:
+            broken(f"left running: {', '.join(left.values())}")
+        if (why := done.improper()) is not None:
+            broken(f"it says: {why}")
+        look = self.world.look()
+        if killed and (why := self._run(("status",)).improper()) is not None:
+            broken(f"it says: {why}", "gpushare status")
+        if not killed and self.row.guard_after is None and not self._error_is_good(done, look, broken):
+            return
+        if killed or look not in (refer.old, refer.new):
+            self._then(refer, broken)
+
+    def _error_is_good(self, done: Done, look: Look, broken: Any) -> bool:
+        """Judge a command that one call failed for; return whether it is worth going on."""
+        refer = self._refer()
+        if done.code == refer.code:
+            if look != refer.new:
+                broken(f"exit code {done.code}, and it is not done: {difference(look, refer.new)}")
+                return False
+            return True
+        if not self.row.runs and not any(error.get("hint") for error in done.errors):
+            broken(f"exit code {done.code} without an error and a hint: {(done.err or done.out)[:200]!r}")
+        return True
+
+    def _then(self, refer: _References, broken: Any) -> None:
+        """Judge each further command on the host as it is now."""
+        several = len(self.row.then) > 1 and self.world.real_program is None
+        if several:
+            self.world.save("hit")
+        for number, words in enumerate(self.row.then):
+            if number and not several:
+                return
+            if number:
+                self.world.put_back("hit")
+            from_old, from_new = refer.after[number]
+            done = self._run(words)
+            left = self._settled()
+            look = self.world.look()
+            said = f"gpushare {' '.join(words_of(self.world, words)[:6])}"
+            if left:
+                broken(f"left running: {', '.join(left.values())}", said)
+            if (why := done.improper()) is not None:
+                broken(f"it says: {why}", said)
+            elif look not in (from_old.look, from_new.look):
+                nearest = min((from_old.look, from_new.look), key=lambda one: len(_differing(look, one)))
+                broken(f"exit code {done.code}, {_said(done)}{difference(look, nearest)}", said)
+            elif done.code not in {0, from_old.code, from_new.code}:
+                broken(f"exit code {done.code}: {_said(done)}", said)
+
+    def _refer(self) -> _References:
+        """Prepare the host, and learn what is there before and after, and after each further command."""
+        if self._references is None:
+            world = self.world
+            world.clear()
+            self.row.prepare(world)
+            old = world.look()
+            world.save("old")
+            self._facts = dict(world.facts)
+            code = self._run(self.row.command).code
+            self._settled()
+            new = world.look()
+            world.save("new")
+            after = []
+            for words in self.row.then:
+                outcomes = []
+                for name in ("old", "new"):
+                    self._to(name)
+                    done = self._run(words)
+                    self._settled()
+                    outcomes.append(_Outcome(done.code, world.look()))
+                after.append((outcomes[0], outcomes[1]))
+            self._references = _References(old, new, code, tuple(after))
+            if code != 0:
+                message = f"{self.row.name}: the unhurt command ends with {code}: {world.run(self.row.command)}"
+                raise RuntimeError(message)
+        return self._references
+
+    def _to(self, name: str) -> None:
+        """Put the host back to a kept state; a real daemon cannot be copied, so that is made anew."""
+        if self.world.real_program is None:
+            self.world.put_back(name)
+            return
+        self.world.clear()
+        self.row.prepare(self.world)
+        if name == "new":
+            self._run(self.row.command)
+            self._settled()
+
+    def _command(self, at: int = 0, fault: str = KILL) -> Done:
+        words = [*words_of(self.world, self.row.command)]
+        if self.row.guard_after is None:
+            return self._run(words, at=at, fault=fault)
+        return self._run(words, guard=f"{at}:{fault}", kill_after_program=self.row.guard_after)
+
+    def _run(self, words: Words, **hit: Any) -> Done:
+        given = words_of(self.world, words)
+        # A program's own output is no document.
+        return self.world.run(given if given[0] == "run" else [*given, "-o", "json"], **hit)
+
+    def _settled(self) -> dict[int, str]:
+        """Wait for guards and programs; end and return those that stay.
+
+        Where the guard was killed too, nobody is left to end the program: the user does.
+        """
+        if not self.row.runs:
+            return {}
+        left = self.world.settle(1.0 if self.row.guard_after is not None else 20.0)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                import os
+                import signal
+
+                os.kill(pid, signal.SIGKILL)
+        self.world.settle(5.0)
+        return {} if self.row.guard_after is not None else left
+
+
+def _said(done: Done) -> str:
+    text = "; ".join(str(error.get("message")) for error in done.errors) or done.err.strip()
+    return f"{text[:300]}: " if text else ""
+
+
+def _differing(look: Look, wanted: Look) -> list[str]:
+    return sorted(key for key in look.keys() | wanted.keys() if look.get(key) != wanted.get(key))
+
+
+def difference(look: Look, wanted: Look) -> str:
+    """Return what differs between what is there and what should be, in one line."""
+    return (
+        "; ".join(
+            f"{key} is {look.get(key, 'not there')!r}, not {wanted.get(key, 'absent')!r}"
+            for key in _differing(look, wanted)[:4]
+        )
+        or "nothing differs"
+    )
