@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.crashes.hits import MOST, Counts, Hits, warm
+from benchmarks.crashes.hits import Chosen, Counts, Hits, warm
 from benchmarks.crashes.inject import AFTER, ERRNOS, FULL, KILL
 from benchmarks.crashes.report import Result, table, write
 from benchmarks.crashes.rows import rows
@@ -28,27 +28,21 @@ from benchmarks.crashes.rows import rows
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What one process tries: every so-manieth point of a row."""
+    """What one process tries of a row."""
 
     row: str
-    every: int
-    offset: int
-    faults: tuple[str, ...] | None
-    most: int
+    chosen: Chosen
     real_program: str | None
 
 
 def _try(part: _Part) -> Counts:
-    row = next(one for one in rows() if one.name == part.row)
-    # Short: the pipe directory of a daemon lies below it.
-    root = Path(tempfile.mkdtemp(prefix="gc", dir="/tmp"))
-    hits = Hits(row, root, part.real_program)
-    return hits.try_all(every=part.every, offset=part.offset, faults=part.faults, most=part.most)
+    return _hits(part.row, part.real_program).try_all(part.chosen)
 
 
-def _one(name: str, at: int, fault: str, real_program: str | None) -> Counts:
+def _hits(name: str, real_program: str | None) -> Hits:
     row = next(one for one in rows() if one.name == name)
-    return Hits(row, Path(tempfile.mkdtemp(prefix="gc", dir="/tmp")), real_program).try_one(at, fault)
+    # Short: the pipe directory of a daemon lies below it.
+    return Hits(row, Path(tempfile.mkdtemp(prefix="gc", dir="/tmp")), real_program)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,9 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the names of all commands")
     parser.add_argument("--at", type=int, help="with one --verb: only this effect")
     parser.add_argument("--fault", action="append", choices=[KILL, AFTER, FULL, *ERRNOS], help="only these faults")
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th point only")
+    parser.add_argument("--sample", type=int, metavar="N", help="N points of each command, always the same")
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th of these points")
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="with --every: begin at the N-th point")
-    parser.add_argument("--most", type=int, default=MOST, metavar="N", help="the first N effects of a command only")
+    parser.add_argument("--brief", action="store_true", help="one further command for each point, not all of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
     parser.add_argument("--real-daemon", metavar="PATH", help="the real nvidia-cuda-mps-control")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts and violations there")
@@ -102,10 +97,10 @@ def main(words: Sequence[str] | None = None) -> int:
     warm()
     if arguments.at is not None:
         faults = arguments.fault or [KILL]
-        found = [_one(name, arguments.at, fault, arguments.real_daemon) for name in names for fault in faults]
+        found = [_hits(name, arguments.real_daemon).try_one(arguments.at, fault) for name in names for fault in faults]
     else:
         found = _try_all(arguments, names)
-    result = Result.of(found, real_daemon=arguments.real_daemon is not None, every=arguments.every)
+    result = Result.of(found, real_daemon=arguments.real_daemon is not None, part=_part(arguments))
     for violation in result.violations:
         print(f"{violation.row}, effect {violation.at} ({violation.effect}), {violation.fault}:")
         print(f"  {'then ' + violation.then + ': ' if violation.then else ''}{violation.what}")
@@ -120,17 +115,32 @@ def main(words: Sequence[str] | None = None) -> int:
     return 1 if result.violations else 0
 
 
+def _part(arguments: argparse.Namespace) -> str:
+    """Return which part of all points it is, in words; "" for all of them."""
+    words = [] if arguments.sample is None else [f"{arguments.sample} points of each command"]
+    words += [] if arguments.every == 1 else [f"every {arguments.every}th point"]
+    words += [] if arguments.fault is None else [f"only {', '.join(arguments.fault)}"]
+    return "; ".join(words)
+
+
 def _try_all(arguments: argparse.Namespace, names: Sequence[str]) -> list[Counts]:
     jobs = max(1, arguments.jobs)
     faults = None if arguments.fault is None else tuple(arguments.fault)
     parts = [
         _Part(
-            row=name, every=arguments.every * jobs, offset=arguments.offset + arguments.every * share, faults=faults,
-            most=arguments.most, real_program=arguments.real_daemon,
+            row=name,
+            chosen=Chosen(
+                faults=faults,
+                sample=arguments.sample,
+                every=arguments.every * jobs,
+                offset=arguments.offset + arguments.every * share,
+                brief=arguments.brief,
+            ),
+            real_program=arguments.real_daemon,
         )
         for name in names
         for share in range(jobs)
-    ]  # fmt: skip
+    ]
     if jobs == 1:
         return [_try(part) for part in parts]
     with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=4) as pool:

@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import os
 import pkgutil
+import random
 import shlex
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -84,6 +87,25 @@ def warm() -> None:
     gc.freeze()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Which points of a row are tried: of these faults, so many by chance, and of those every so-manieth."""
+
+    faults: tuple[str, ...] | None = None
+    sample: int | None = None
+    every: int = 1
+    offset: int = 0
+    # One further command for each point, in turn, instead of all of them.
+    brief: bool = False
+
+    def of(self, row: str, points: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return the chosen ones of all points of a row; the same in each run."""
+        found = [point for point in points if self.faults is None or point[1].removesuffix("-after") in self.faults]
+        if self.sample is not None and self.sample < len(found):
+            found = sorted(random.Random(row).sample(found, self.sample))  # noqa: S311 - nobody is to guess it
+        return found[self.offset :: self.every]
+
+
 class Hits:
     """One row on one world."""
 
@@ -93,13 +115,11 @@ class Hits:
         self.counts = Counts(row=row.name)
         self._references: _References | None = None
 
-    def try_all(
-        self, *, every: int = 1, offset: int = 0, faults: Sequence[str] | None = None, most: int = MOST
-    ) -> Counts:
-        """Hit the command at each effect (or each of ``every``), by each fault that it can have."""
+    def try_all(self, chosen: Chosen) -> Counts:
+        """Hit the command at the chosen ones of its effects, by each fault that they can have."""
         try:
-            for number, fault in self._points(every, offset, faults, most):
-                self.hit(number, fault)
+            for place, (number, fault) in enumerate(self._points(chosen)):
+                self.hit(number, fault, one_of_then=place if chosen.brief else None)
         finally:
             self.world.remove()
         return self.counts
@@ -112,16 +132,14 @@ class Hits:
             self.world.remove()
         return self.counts
 
-    def _points(self, every: int, offset: int, faults: Sequence[str] | None, most: int) -> Iterator[tuple[int, str]]:
-        """Yield the points of the command as it runs unhurt: each effect with each of its faults."""
+    def _points(self, chosen: Chosen) -> list[tuple[int, str]]:
+        """Return the points of the command as it runs unhurt: each effect with each of its faults."""
         effects = self._effects()
         self.counts.effects = len(effects)
-        chosen = effects[:most]
-        points = [(int(number), fault) for number, kind, *_ in chosen for fault in (KILL, *FAULTS[kind])]
-        if chosen:
-            points.append((int(chosen[-1][0]), AFTER))
-        points = [point for point in points if faults is None or point[1].removesuffix("-after") in faults]
-        yield from points[offset::every]
+        points = [(int(number), fault) for number, kind, *_ in effects[:MOST] for fault in (KILL, *FAULTS[kind])]
+        if points:
+            points.append((points[-1][0], AFTER))
+        return chosen.of(self.row.name, points)
 
     def _effects(self) -> list[list[str]]:
         self._refer()
@@ -132,8 +150,8 @@ class Hits:
             return self.world.effects("guard")
         return self.world.effects()
 
-    def hit(self, at: int, fault: str) -> None:
-        """Hit the command once, and judge what is there, then what each further command makes of it."""
+    def hit(self, at: int, fault: str, *, one_of_then: int | None = None) -> None:
+        """Hit the command once, and judge what is there, then what each further command makes of it (or one of them)."""
         refer = self._refer()
         self._to("old")
         done = self._command(at, fault)
@@ -161,7 +179,7 @@ class Hits:
         if not killed and self.row.guard_after is None and not self._error_is_good(done, look, broken):
             return
         if killed or look not in (refer.old, refer.new):
-            self._then(refer, broken)
+            self._then(refer, broken, one_of_then)
 
     def _error_is_good(self, done: Done, look: Look, broken: Any) -> bool:
         """Judge a command that one call failed for; return whether it is worth going on."""
@@ -175,17 +193,18 @@ class Hits:
             broken(f"exit code {done.code} without an error and a hint: {(done.err or done.out)[:200]!r}")
         return True
 
-    def _then(self, refer: _References, broken: Any) -> None:
+    def _then(self, refer: _References, broken: Any, one_of_then: int | None) -> None:
         """Judge each further command on the host as it is now."""
-        several = len(self.row.then) > 1 and self.world.real_program is None
-        if several:
+        tried = list(zip(self.row.then, refer.after, strict=True))
+        # A real daemon cannot be copied: there each point has one further command, too.
+        if one_of_then is not None or self.world.real_program is not None:
+            place = (one_of_then or 0) % len(tried)
+            tried = tried[place : place + 1]
+        if len(tried) > 1:
             self.world.save("hit")
-        for number, words in enumerate(self.row.then):
-            if number and not several:
-                return
+        for number, (words, (from_old, from_new)) in enumerate(tried):
             if number:
                 self.world.put_back("hit")
-            from_old, from_new = refer.after[number]
             done = self._run(words)
             left = self._settled()
             look = self.world.look()
@@ -260,9 +279,6 @@ class Hits:
         left = self.world.settle(1.0 if self.row.guard_after is not None else 20.0)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
-                import os
-                import signal
-
                 os.kill(pid, signal.SIGKILL)
         self.world.settle(5.0)
         return {} if self.row.guard_after is not None else left

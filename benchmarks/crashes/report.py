@@ -23,7 +23,7 @@ class Result:
     counts: tuple[Counts, ...]
 
     @classmethod
-    def of(cls, found: Iterable[Counts], *, real_daemon: bool, every: int) -> Result:
+    def of(cls, found: Iterable[Counts], *, real_daemon: bool, part: str) -> Result:
         """Return the counts, the parts of a row as one."""
         merged: dict[str, Counts] = {}
         for one in found:
@@ -38,7 +38,7 @@ class Result:
             "python": platform.python_version(),
             "linux": platform.release(),
             "daemon": "real" if real_daemon else "simulated",
-            "every": every,
+            "part": part,
         }
         return cls(facts, tuple(merged.values()))
 
@@ -61,10 +61,10 @@ def _rows(result: Result) -> list[tuple[str, int, int, int, int]]:
 def heading(result: Result) -> str:
     """Return what the figures belong to."""
     facts = result.facts
-    every = "" if facts["every"] == 1 else f", every {facts['every']}th point"
+    part = f"; {facts['part']}" if facts["part"] else ""
     return (
         f"{facts['date']}, gpushare {facts['gpushare']}, Python {facts['python']}, Linux {facts['linux']}, "
-        f"{facts['daemon']} control daemon{every}"
+        f"{facts['daemon']} control daemon{part}"
     )
 
 

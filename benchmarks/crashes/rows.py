@@ -17,7 +17,7 @@ from gpushare.sim import admin
 
 Words = Sequence[str]
 # It ends by itself only while its gpushare lives; one that was left alone goes on until somebody ends it.
-PROGRAM: Final = ("sh", "-c", 'sleep 0.4; kill -0 "$PPID" 2>/dev/null || exec sleep 300')
+PROGRAM: Final = ("sh", "-c", 'sleep 0.2; kill -0 "$PPID" 2>/dev/null || exec sleep 300')
 MPS_HOST: Final = "sim:2xh200"
 MIG_HOST: Final = "sim:2xa100-80gb"
 ALL_HOST: Final = "sim:4xa100-80gb"
