@@ -75,14 +75,13 @@ class _References:
 
 
 def warm() -> None:
-    """Load all of gpushare, so that each process that is forked has it; become the parent of orphans."""
+    """Load all of gpushare, so that each process that is forked has it."""
     for module in pkgutil.walk_packages(gpushare.__path__, "gpushare."):
         if not module.name.endswith(("__main__", ".guard")):
             importlib.import_module(module.name)
     for name in ("psutil", "yaml", "pynvml", "tempfile", "jsonschema"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
     gc.freeze()
 
@@ -110,6 +109,8 @@ class Hits:
     """One row on one world."""
 
     def __init__(self, row: Row, root: Path, real_program: str | None = None) -> None:
+        # Guards and programs whose gpushare died come to this process, which buries them.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.row = row
         self.world = World(row.host, root, real_program)
         self.counts = Counts(row=row.name)

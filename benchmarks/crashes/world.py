@@ -32,7 +32,8 @@ PATIENCE_SECONDS: Final = 60.0
 REAL_PROGRAM: Final = "GPUSHARE_MPS_CONTROL"
 GUARD: Final = "GPUSHARE_CRASH_GUARD"
 _LOCKS: Final = re.compile(r"(.*/)?(lock|[\w.-]+\.lock|[\w.-]+\.lease)")
-_VARIES: Final = frozenset({"started_at", "at", "time", "boot_id", "since", "taken_at"})
+# Times, and the most memory that was seen of a job.
+_VARIES: Final = frozenset({"started_at", "at", "time", "boot_id", "since", "taken_at", "memory_peak_bytes"})
 _ELSEWHERE: Final = (
     "GPUSHARE_HOST", "GPUSHARE_NVIDIA_SMI", "GPUSHARE_RUN_DIR", "GPUSHARE_STATE_DIR", "CUDA_VISIBLE_DEVICES",
     "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "COLUMNS", "NO_COLOR",
@@ -248,7 +249,7 @@ class World:
                 if wanted not in Path(f"/proc/{entry}/environ").read_bytes() + b"\0":
                     continue
                 words = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                if Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}:
+                if _lives(int(entry)):
                     found[int(entry)] = " ".join(Path(word).name for word in words[:3] if word)
         return found
 
@@ -428,8 +429,15 @@ def _steady(value: Any, alive: set[int], key: str = "") -> Any:
     if isinstance(value, list):
         return [_steady(one, alive, key) for one in value]
     if key.endswith("pid") and isinstance(value, int):
-        return "alive" if value in alive or Path(f"/proc/{value}").exists() else "dead"
+        return "alive" if value in alive or _lives(value) else "dead"
     return value
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
 
 
 def _limits(world: World, pid: int) -> str:
