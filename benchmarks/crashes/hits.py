@@ -175,7 +175,8 @@ class Hits:
         if (why := done.improper()) is not None:
             broken(f"it says: {why}")
         look = self.world.look()
-        if killed and (why := self._run(("status",)).improper()) is not None:
+        looked = one_of_then is None or one_of_then % 4 == 0
+        if killed and looked and (why := self._run(("status",)).improper()) is not None:
             broken(f"it says: {why}", "gpushare status")
         if not killed and self.row.guard_after is None and not self._error_is_good(done, look, broken):
             return
