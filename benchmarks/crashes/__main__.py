@@ -11,8 +11,9 @@ running, and nothing of others may have been touched. What does not hold is prin
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import tempfile
@@ -23,7 +24,8 @@ from pathlib import Path
 from benchmarks.crashes.hits import Chosen, Counts, Hits, warm
 from benchmarks.crashes.inject import AFTER, ERRNOS, FULL, KILL
 from benchmarks.crashes.report import Result, table, write
-from benchmarks.crashes.rows import rows
+from benchmarks.crashes.rows import MPS_HOST, rows
+from benchmarks.crashes.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,25 @@ def _try(part: _Part) -> Counts:
 
 
 def _hits(name: str, real_program: str | None) -> Hits:
-    row = next(one for one in rows() if one.name == name)
+    return Hits(_rows[name], _world(real_program))
+
+
+# The same functions for all rows of a process: what one has prepared, another need not.
+_rows = {row.name: row for row in rows()}
+
+
+@functools.cache
+def _world(real_program: str | None) -> World:
+    """Return the world of this process, which is removed at its end."""
     # Short: the pipe directory of a daemon lies below it.
-    return Hits(row, Path(tempfile.mkdtemp(prefix="gc", dir="/tmp")), real_program)
+    world = World(MPS_HOST, Path(tempfile.mkdtemp(prefix="gc", dir="/tmp")), real_program)
+    multiprocessing.util.Finalize(None, _remove, args=(world, os.getpid()), exitpriority=1)
+    return world
+
+
+def _remove(world: World, owner: int) -> None:
+    if os.getpid() == owner:
+        world.remove()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,12 +161,15 @@ def _try_all(arguments: argparse.Namespace, names: Sequence[str]) -> list[Counts
     ]
     if jobs == 1:
         return [_try(part) for part in parts]
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=4) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=None) as pool:
         found = []
         for number, counts in enumerate(pool.imap_unordered(_try, parts, chunksize=1), start=1):
             bad = f", {len(counts.violations)} violations" if counts.violations else ""
             print(f"[{number}/{len(parts)}] {counts.row}: {counts.kills + counts.errors} points{bad}", file=sys.stderr)
             found.append(counts)
+        # In order, so that each removes its world.
+        pool.close()
+        pool.join()
         return sorted(found, key=lambda one: names.index(one.row))
 
 

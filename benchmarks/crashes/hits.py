@@ -13,13 +13,13 @@ import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import gpushare
 from benchmarks.crashes.inject import AFTER, FAULTS, KILL
 from benchmarks.crashes.rows import Row, Words, words_of
 from benchmarks.crashes.world import Done, Look, World
+from gpushare.sim.spec import parse_spec
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 # A row with more effects polls; what comes later is the same again.
@@ -66,12 +66,12 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _References:
-    """What is there before and after the command, and what each further command makes of either."""
+    """What is there before and after the command, with its exit code and its effects where nothing hurts it."""
 
     old: Look
     new: Look
     code: int | None
-    after: tuple[tuple[_Outcome, _Outcome], ...]
+    effects: list[list[str]]
 
 
 def warm() -> None:
@@ -108,29 +108,25 @@ class Chosen:
 class Hits:
     """One row on one world."""
 
-    def __init__(self, row: Row, root: Path, real_program: str | None = None) -> None:
+    def __init__(self, row: Row, world: World) -> None:
         # Guards and programs whose gpushare died come to this process, which buries them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.row = row
-        self.world = World(row.host, root, real_program)
+        self.world = world
+        self.world.spec = parse_spec(row.host).text
         self.counts = Counts(row=row.name)
+        self._after: dict[int, tuple[_Outcome, _Outcome]] = {}
         self._references: _References | None = None
 
     def try_all(self, chosen: Chosen) -> Counts:
         """Hit the command at the chosen ones of its effects, by each fault that they can have."""
-        try:
-            for place, (number, fault) in enumerate(self._points(chosen)):
-                self.hit(number, fault, one_of_then=place if chosen.brief else None)
-        finally:
-            self.world.remove()
+        for place, (number, fault) in enumerate(self._points(chosen)):
+            self.hit(number, fault, one_of_then=place if chosen.brief else None)
         return self.counts
 
     def try_one(self, at: int, fault: str) -> Counts:
         """Hit the command at one effect."""
-        try:
-            self.hit(at, fault)
-        finally:
-            self.world.remove()
+        self.hit(at, fault)
         return self.counts
 
     def _points(self, chosen: Chosen) -> list[tuple[int, str]]:
@@ -143,13 +139,13 @@ class Hits:
         return chosen.of(self.row.name, points)
 
     def _effects(self) -> list[list[str]]:
-        self._refer()
+        refer = self._refer()
+        if self.row.guard_after is None:
+            return refer.effects
         self._to("old")
         self._command()
-        if self.row.guard_after is not None:
-            self.world.settle()
-            return self.world.effects("guard")
-        return self.world.effects()
+        self.world.settle()
+        return self.world.effects("guard")
 
     def hit(self, at: int, fault: str, *, one_of_then: int | None = None) -> None:
         """Hit the command once, and judge what is there, then what each further command makes of it (or one of them)."""
@@ -181,7 +177,7 @@ class Hits:
         if not killed and self.row.guard_after is None and not self._error_is_good(done, look, broken):
             return
         if killed or look not in (refer.old, refer.new):
-            self._then(refer, broken, one_of_then)
+            self._then(broken, one_of_then)
 
     def _error_is_good(self, done: Done, look: Look, broken: Any) -> bool:
         """Judge a command that one call failed for; return whether it is worth going on."""
@@ -195,67 +191,86 @@ class Hits:
             broken(f"exit code {done.code} without an error and a hint: {(done.err or done.out)[:200]!r}")
         return True
 
-    def _then(self, refer: _References, broken: Any, one_of_then: int | None) -> None:
+    def _then(self, broken: Any, one_of_then: int | None) -> None:
         """Judge each further command on the host as it is now."""
-        tried = list(zip(self.row.then, refer.after, strict=True))
+        tried = list(range(len(self.row.then)))
         # A real daemon cannot be copied: there each point has one further command, too.
         if one_of_then is not None or self.world.real_program is not None:
             place = (one_of_then or 0) % len(tried)
             tried = tried[place : place + 1]
-        if len(tried) > 1:
+        missing = [number for number in tried if number not in self._after]
+        if len(tried) > 1 or missing:
             self.world.save("hit")
-        for number, (words, (from_old, from_new)) in enumerate(tried):
-            if number:
+        # What they make of the unhurt states, where that is not known yet.
+        for number in missing:
+            self._learn(number)
+        for number in tried:
+            if missing or number != tried[0]:
                 self.world.put_back("hit")
-            done = self._run(words)
-            left = self._settled()
-            look = self.world.look()
-            said = f"gpushare {' '.join(words_of(self.world, words)[:6])}"
-            if left:
-                broken(f"left running: {', '.join(left.values())}", said)
-            if (why := done.improper()) is not None:
-                broken(f"it says: {why}", said)
-            elif look not in (from_old.look, from_new.look):
-                nearest = min((from_old.look, from_new.look), key=lambda one: len(_differing(look, one)))
-                broken(f"exit code {done.code}, {_said(done)}{difference(look, nearest)}", said)
-            elif done.code not in {0, from_old.code, from_new.code}:
-                broken(f"exit code {done.code}: {_said(done)}", said)
+            self._judge(number, broken)
+
+    def _judge(self, number: int, broken: Any) -> None:
+        """Run a further command, and compare what it makes of the host with what it makes of the unhurt states."""
+        from_old, from_new = self._after[number]
+        words = self.row.then[number]
+        done = self._run(words)
+        left = self._settled()
+        look = self.world.look()
+        said = f"gpushare {' '.join(words_of(self.world, words)[:6])}"
+        if left:
+            broken(f"left running: {', '.join(left.values())}", said)
+        if (why := done.improper()) is not None:
+            broken(f"it says: {why}", said)
+        elif look not in (from_old.look, from_new.look):
+            nearest = min((from_old.look, from_new.look), key=lambda one: len(_differing(look, one)))
+            broken(f"exit code {done.code}, {_said(done)}{difference(look, nearest)}", said)
+        elif done.code not in {0, from_old.code, from_new.code}:
+            broken(f"exit code {done.code}: {_said(done)}", said)
 
     def _refer(self) -> _References:
-        """Prepare the host, and learn what is there before and after, and after each further command."""
+        """Prepare the host, and learn what is there before and after the unhurt command."""
         if self._references is None:
             world = self.world
-            world.clear()
-            self.row.prepare(world)
+            self._prepare()
             old = world.look()
             world.save("old")
-            self._facts = dict(world.facts)
-            code = self._run(self.row.command).code
+            done = self._run(self.row.command)
+            effects = world.effects()
             self._settled()
             new = world.look()
             world.save("new")
-            after = []
-            for words in self.row.then:
-                outcomes = []
-                for name in ("old", "new"):
-                    self._to(name)
-                    done = self._run(words)
-                    self._settled()
-                    outcomes.append(_Outcome(done.code, world.look()))
-                after.append((outcomes[0], outcomes[1]))
-            self._references = _References(old, new, code, tuple(after))
-            if code != 0:
-                message = f"{self.row.name}: the unhurt command ends with {code}: {world.run(self.row.command)}"
+            if done.code != 0:
+                message = f"{self.row.name}: the unhurt command ends with {done}"
                 raise RuntimeError(message)
+            self._references = _References(old, new, done.code, effects)
+            if world.real_program is not None:
+                for number in range(len(self.row.then)):
+                    self._learn(number)
         return self._references
+
+    def _prepare(self) -> None:
+        """Prepare the host; one that was prepared in this way before is put back."""
+        if self.world.real_program is not None or not self.world.recall(self.row.prepare):
+            self.world.clear()
+            self.row.prepare(self.world)
+            self.world.remember(self.row.prepare)
+
+    def _learn(self, number: int) -> None:
+        """Learn what a further command makes of the old and of the new state."""
+        outcomes = []
+        for name in ("old", "new"):
+            self._to(name)
+            done = self._run(self.row.then[number])
+            self._settled()
+            outcomes.append(_Outcome(done.code, self.world.look()))
+        self._after[number] = (outcomes[0], outcomes[1])
 
     def _to(self, name: str) -> None:
         """Put the host back to a kept state; a real daemon cannot be copied, so that is made anew."""
         if self.world.real_program is None:
             self.world.put_back(name)
             return
-        self.world.clear()
-        self.row.prepare(self.world)
+        self._prepare()
         if name == "new":
             self._run(self.row.command)
             self._settled()

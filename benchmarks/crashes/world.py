@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import stat
@@ -81,6 +82,8 @@ class World:
     real_program: str | None = None
     # What the rows keep for their commands: PIDs, UUIDs, files.
     facts: dict[str, str] = field(default_factory=dict)
+    # What was prepared before, with its facts.
+    _prepared: dict[tuple[str, Callable[[World], None]], dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spec = parse_spec(self.spec).text
@@ -168,6 +171,21 @@ class World:
             _become(self, words, at, fault, (log, out, err), environment, kill_after_program)
         code = _wait(child)
         return Done(code, _text(out), _text(err))
+
+    def remember(self, prepare: Callable[[World], None]) -> None:
+        """Keep the host as it is prepared now."""
+        key = (self.spec, prepare)
+        self._prepared[key] = dict(self.facts)
+        self.save(f"prepared-{list(self._prepared).index(key)}")
+
+    def recall(self, prepare: Callable[[World], None]) -> bool:
+        """Make the host what it was prepared to before; return whether it was."""
+        key = (self.spec, prepare)
+        if key not in self._prepared:
+            return False
+        self.facts = dict(self._prepared[key])
+        self.put_back(f"prepared-{list(self._prepared).index(key)}")
+        return True
 
     def call(self, act: Callable[[], Any]) -> str:
         """Do something to the host in a process of its own, and return what it returned, as text."""
@@ -329,18 +347,15 @@ def _become(
 
 def _wait(child: int) -> int | None:
     """Return how a child ended, as subprocess does; None: it had to be killed."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    pause = 0.001
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return None
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.01)
+    descriptor = os.pidfd_open(child)
+    try:
+        ended, _, _ = select.select([descriptor], [], [], PATIENCE_SECONDS)
+    finally:
+        os.close(descriptor)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _reap() -> None:
