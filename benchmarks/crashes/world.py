@@ -248,6 +248,11 @@ class World:
                 status = path.lstat()
                 if stat.S_ISDIR(status.st_mode) or re.search(r"/(pipe|log)/", name):
                     continue
+                if "/gpushare-claim-" in name:
+                    # One of a process that is gone counts for nobody, and is removed as it is met.
+                    if any(_lives(int(pid)) for pid in re.findall(r"^process (\d+) ", _text(path), re.MULTILINE)):
+                        found[f"file {name.partition('-')[0]}"] = "a claim is held"
+                    continue
                 if _LOCKS.fullmatch(name):
                     if _is_locked(path):
                         found[f"lock {name}"] = "held"
