@@ -248,7 +248,7 @@ class StateFile:
             NoPermission: it is another user's.
         """
         text = self._text()
-        return None if text is None else _decode(json.loads(text))
+        return None if text is None else self._understood(text)
 
     def _text(self) -> str | None:
         try:
@@ -266,6 +266,12 @@ class StateFile:
             ) from None
         except OSError as error:
             raise self._broken(error.strerror) from None
+        except ValueError:
+            raise self._broken("it is no text") from None
+
+    def _understood(self, text: str) -> SimulatedHostState:
+        try:
+            return _decode(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._broken("it cannot be understood") from None
 
@@ -284,7 +290,7 @@ class StateFile:
         """
         with self.locked():
             before = self._text()
-            state = new if before is None else _decode(json.loads(before))
+            state = new if before is None else self._understood(before)
             if state is None:
                 message = "the simulated host has no state"
                 raise FileNotFoundError(message)

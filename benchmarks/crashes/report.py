@@ -1,0 +1,106 @@
+"""The counts of a run: as a table, as JSON, and in the document that promises them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.crashes.hits import Counts, Violation
+from gpushare import __version__
+
+_MARK: Final = "<!-- python -m benchmarks.crashes --write: {} {} -->"
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows of a run."""
+
+    facts: dict[str, Any]
+    counts: tuple[Counts, ...]
+
+    @classmethod
+    def of(cls, found: Iterable[Counts], *, real_daemon: bool, part: str) -> Result:
+        """Return the counts, the parts of a row as one."""
+        merged: dict[str, Counts] = {}
+        for one in found:
+            into = merged.setdefault(one.row, Counts(row=one.row))
+            into.effects = max(into.effects, one.effects)
+            into.kills += one.kills
+            into.errors += one.errors
+            into.violations += one.violations
+        facts = {
+            "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+            "gpushare": __version__,
+            "python": platform.python_version(),
+            "linux": platform.release(),
+            "daemon": "real" if real_daemon else "simulated",
+            "part": part,
+        }
+        return cls(facts, tuple(merged.values()))
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Return all violations."""
+        return [violation for one in self.counts for violation in one.violations]
+
+    def data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {**self.facts, "rows": [one.data() for one in self.counts]}
+
+
+def _rows(result: Result) -> list[tuple[str, int, int, int, int]]:
+    rows = [(one.row, one.effects, one.kills, one.errors, len(one.violations)) for one in result.counts]
+    effects, kills, errors, bad = (sum(column) for column in zip(*(row[1:] for row in rows), strict=True))
+    return [*rows, ("all", effects, kills, errors, bad)]
+
+
+def heading(result: Result) -> str:
+    """Return what the figures belong to."""
+    facts = result.facts
+    part = f"; {facts['part']}" if facts["part"] else ""
+    return (
+        f"{facts['date']}, gpushare {facts['gpushare']}, Python {facts['python']}, Linux {facts['linux']}, "
+        f"{facts['daemon']} control daemon{part}"
+    )
+
+
+def table(result: Result) -> str:
+    """Return the counts as text."""
+    lines = [heading(result), "", f"{'command':34}{'effects':>9}{'kills':>8}{'errors':>8}{'violations':>12}"]
+    lines += [
+        f"{name:34}{effects:>9}{kills:>8}{errors:>8}{bad:>12}" for name, effects, kills, errors, bad in _rows(result)
+    ]
+    return "\n".join(lines)
+
+
+def markdown(result: Result) -> str:
+    """Return the counts for a document."""
+    lines = [
+        heading(result) + ".",
+        "",
+        "| command | side effects | kills | errors | violations |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {name} | {effects} | {kills} | {errors} | {bad} |" for name, effects, kills, errors, bad in _rows(result)
+    ]
+    return "\n".join(lines)
+
+
+def write(path: Path, result: Result) -> None:
+    """Put the counts between the two marks of a document.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    begin, end = (_MARK.format(result.facts["daemon"], word) for word in ("begin", "end"))
+    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        message = f"{path} has no lines '{begin}' and '{end}'"
+        raise ValueError(message)
+    path.write_text(f"{before}{begin}\n{markdown(result)}\n{end}{after}", encoding="utf-8")

@@ -1,0 +1,288 @@
+"""The table of changing commands that are hit: what is there before, the command, and what a user would do next.
+
+A new verb is one more row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from benchmarks.crashes.world import World
+from gpushare.host.connect import connect
+from gpushare.sim import admin
+
+Words = Sequence[str]
+# It ends by itself only while its gpushare lives; one that was left alone goes on until somebody ends it.
+PROGRAM: Final = ("sh", "-c", 'sleep 0.2; kill -0 "$PPID" 2>/dev/null || exec sleep 300')
+MPS_HOST: Final = "sim:2xh200"
+MIG_HOST: Final = "sim:2xa100-80gb"
+ALL_HOST: Final = "sim:4xa100-80gb"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One command on one prepared host."""
+
+    name: str
+    host: str
+    prepare: Callable[[World], None]
+    # Words may hold {facts} of the world.
+    command: Words
+    # What a user would do after it was hit; each of them alone must bring back the old or the new state.
+    then: Sequence[Words]
+    # Real processes take part: guards and programs are waited for, and may not stay.
+    runs: bool = False
+    # The guard is hit too, or instead, after gpushare was killed so many effects after it had started its program.
+    guard_after: int | None = None
+    # It can run with the real control daemon.
+    real: bool = False
+
+
+def words_of(world: World, words: Words) -> list[str]:
+    """Return words with the facts of a world in place."""
+    return [word.format(**world.facts) if "{" in word and "}" in word else word for word in words]
+
+
+def _do(world: World, *words: str) -> dict[str, Any]:
+    """Run a command that must succeed, and return its data."""
+    done = world.run(words_of(world, [*words, "-o", "json"]))
+    if done.code != 0:
+        message = f"gpushare {' '.join(words)}: exit code {done.code}\n{done.out}{done.err}"
+        raise RuntimeError(message)
+    return dict(json.loads(done.out)["data"] or {})
+
+
+def _program(world: World, *argv: str, **environment: str) -> None:
+    world.call(lambda: connect(world.spec).programs.run(argv, env=environment).text)
+
+
+def _foreign_mps(world: World) -> None:
+    """Give the last GPU a daemon that somebody else started, with a client, and a second process outside it."""
+    world.call(lambda: connect(world.spec))
+    gpu = len(world.state.gpus) - 1
+    where = world.scratch / "f"
+    if world.real_program is None:
+        # Beside the host, where gpushare's own files are not; the same in each look.
+        where.mkdir(exist_ok=True)
+        _program(
+            world, "nvidia-cuda-mps-control", "-d", CUDA_VISIBLE_DEVICES=world.state.gpus[gpu].uuid,
+            CUDA_MPS_PIPE_DIRECTORY=str(where / "p"), CUDA_MPS_LOG_DIRECTORY=str(where / "l"),
+        )  # fmt: skip
+        pipe = {"CUDA_MPS_PIPE_DIRECTORY": str(where / "p")}
+        world.call(lambda: admin.add_process(world.spec, str(gpu), mps=True, environment=pipe))
+    world.call(lambda: admin.add_process(world.spec, str(gpu)))
+
+
+def _foreign_mig(world: World) -> None:
+    """Give the last GPU instances of somebody else, one of them busy."""
+    world.call(lambda: connect(world.spec))
+    gpu = len(world.state.gpus) - 1
+    world.call(lambda: admin.set_mig(world.spec, str(gpu), ["3g.40gb", "1g.10gb"]))
+    busy = world.state.gpus[gpu].mig[0].uuid
+    world.call(lambda: admin.add_process(world.spec, str(gpu), mig=busy))
+
+
+def _mig(world: World) -> None:
+    """Give GPU 0 a busy instance with a name and an idle one with another."""
+    _foreign_mig(world)
+    _do(world, "mig", "enable", "-g", "0", "-y")
+    _do(world, "mig", "create", "-g", "0", "1g.10gb:6", "--name", "keep", "-y")
+    _do(world, "mig", "create", "-g", "0", "2g.20gb:4", "--name", "idle", "-y")
+    found = {one.profile: one.uuid for one in world.state.gpus[0].mig}
+    world.facts |= {"busy": found["1g.10gb"], "idle": found["2g.20gb"]}
+    world.call(lambda: admin.add_process(world.spec, "0", mig=world.facts["busy"]))
+
+
+def _after(*commands: Words, first: Callable[[World], None]) -> Callable[[World], None]:
+    def prepare(world: World) -> None:
+        first(world)
+        for words in commands:
+            _do(world, *words)
+
+    return prepare
+
+
+def _interrupted(world: World) -> None:
+    """Leave a MIG change that died in its middle."""
+    _mig(world)
+    world.call(lambda: admin.set_fault(world.spec, "crash-step", None, "3"))
+    world.run(["mig", "apply", "-g", "0", "1g.10gb:6", "3g.40gb:0", "-y"])
+    world.call(lambda: admin.clear_faults(world.spec))
+
+
+def _mig_on_one(world: World) -> None:
+    _foreign_mig(world)
+    _do(world, "mig", "enable", "-g", "0", "-y")
+    _do(world, "mig", "create", "-g", "0", "1g.10gb:6", "-y")
+    _do(world, "mig", "create", "-g", "0", "2g.20gb:4", "-y")
+
+
+def _clients(world: World) -> None:
+    """Start a daemon of ours with two clients."""
+    _foreign_mps(world)
+    _do(world, "mps", "start", "-g", "0")
+    pipe = {"CUDA_MPS_PIPE_DIRECTORY": world.state.daemons[-1].pipe_directory}
+    for number in range(2):
+        pid = world.call(lambda: admin.add_process(world.spec, "0", mps=True, environment=pipe))
+        world.facts[f"client{number}"] = pid
+
+
+def _exclusive_by_hand(world: World) -> None:
+    _foreign_mps(world)
+    _program(world, "nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS")
+
+
+_HOST_FILES: Final = {
+    "one.yaml": """version: 1
+gpus:
+- match: {index: 0}
+  mig:
+  - {wish: 3g.40gb, name: train}
+  - 1g.10gb*2
+- match: {index: 1}
+  timeslice: long
+- match: {index: 2}
+  mps: {threads: 25, memory: 4G, exclusive: true}
+""",
+    "two.yaml": """version: 1
+gpus:
+- match: {index: 0}
+  mig:
+  - {wish: 2g.20gb, name: infer, mps: {threads: 50}}
+- match: {index: 1}
+  mps: {threads: 60}
+- match: {index: 2}
+  timeslice: short
+""",
+}
+
+
+def _files(world: World) -> None:
+    _foreign_mig(world)
+    for name, text in _HOST_FILES.items():
+        (world.scratch / name).write_text(text, encoding="utf-8")
+        world.facts[name.partition(".")[0]] = str(world.scratch / name)
+
+
+def _run(*options: str) -> Words:
+    return ("run", *options, "--", *PROGRAM)
+
+
+def _mps_rows() -> list[Row]:
+    start = partial(Row, host=MPS_HOST, prepare=_foreign_mps, real=True)
+    running = _after(("mps", "start", "-g", "0", "--threads", "80", "--memory", "20G"), first=_foreign_mps)
+    exclusive = ("mps", "start", "-g", "0", "--exclusive", "--threads", "50", "--memory", "8G")
+    stop = ("mps", "stop", "-g", "0")
+    found = [
+        start(name="mps start", command=("mps", "start", "-g", "0"), then=[("mps", "start", "-g", "0"), stop]),
+        start(name="mps start --exclusive", command=exclusive[:5], then=[exclusive[:5], stop]),
+        start(
+            name="mps start with limits",
+            command=(*exclusive, "--priority", "low"),
+            then=[(*exclusive, "--priority", "low"), stop],
+        ),
+        start(name="mps stop", prepare=_after(exclusive, first=_foreign_mps), command=stop, then=[stop]),
+        start(name="mps stop, a dead daemon", prepare=_dead_daemon, command=stop, then=[stop, exclusive[:5]]),
+        start(
+            name="mps set",
+            prepare=running,
+            command=("mps", "set", "-g", "0", "--threads", "40", "--memory", "8G", "--priority", "low"),
+            then=[("mps", "set", "-g", "0", "--threads", "40", "--memory", "8G", "--priority", "low"), stop],
+        ),
+    ]
+    kill = ("mps", "kill", "{client0}")
+    return [*found, Row(name="mps kill", host=MPS_HOST, prepare=_clients, command=kill, then=[kill])]
+
+
+def _dead_daemon(world: World) -> None:
+    """Leave the record of a daemon that somebody killed, with a compute mode to restore."""
+    _foreign_mps(world)
+    _do(world, "mps", "start", "-g", "0", "--exclusive")
+    pid = int(json.loads(next(world.directory.glob("run/mps/*/daemon.json")).read_text(encoding="utf-8"))["pid"])
+    world.call(lambda: connect(world.spec).processes.send(pid, 9))
+
+
+def _timeslice_rows() -> list[Row]:
+    level, reset = ("timeslice", "set", "long", "-g", "0"), ("timeslice", "reset", "-g", "0")
+    return [
+        Row(name="timeslice set", host=MPS_HOST, prepare=_exclusive_by_hand, command=level, then=[level, reset]),
+        Row(
+            name="timeslice reset",
+            host=MPS_HOST,
+            prepare=_after(level, first=_exclusive_by_hand),
+            command=reset,
+            then=[reset, level],
+        ),
+    ]
+
+
+def _mig_rows() -> list[Row]:
+    recover = ("mig", "recover", "-y")
+    row = partial(Row, host=MIG_HOST, prepare=_mig)
+    create = ("mig", "create", "-g", "0", "3g.40gb", "--name", "new", "-y")
+    several = ("mig", "create", "-g", "0", "1g.10gb*3", "--name", "many", "-y")
+    destroy = ("mig", "destroy", "idle", "-y")
+    apply = ("mig", "apply", "-g", "0", "1g.10gb:6", "1g.10gb*2", "1c.2g.20gb*2", "-y")
+    on = ("mig", "enable", "-g", "0", "-y")
+    off = ("mig", "disable", "-g", "0", "--destroy", "-y")
+    grant, revoke = ("mig", "grant", "idle", "daemon", "-y"), ("mig", "revoke", "idle", "-y")
+    forget, name = ("mig", "name", "--forget", "idle", "-y"), ("mig", "name", "other", "{idle}", "-y")
+    mps = _after(("mps", "start", "-g", "{idle}", "--threads", "40"), first=_mig)
+    return [
+        row(name="mig create", command=create, then=[create, recover]),
+        row(name="mig create, several", command=several, then=[several, recover]),
+        row(name="mig destroy", command=destroy, then=[destroy, recover]),
+        row(name="mig destroy, with a grant", prepare=_after(grant, first=_mig), command=destroy, then=[destroy, recover]),
+        row(name="mig destroy, with a daemon", prepare=mps, command=destroy, then=[destroy, recover]),
+        row(name="mig apply", command=apply, then=[apply, recover]),
+        row(name="mig enable", prepare=_foreign_mig, command=on, then=[on, recover]),
+        row(name="mig disable", prepare=_mig_on_one, command=off, then=[off, recover]),
+        row(name="mig name", prepare=_after(forget, first=_mig), command=name, then=[name]),
+        row(name="mig name --forget", command=forget, then=[forget]),
+        row(name="mig grant", command=grant, then=[grant, revoke]),
+        row(name="mig revoke", prepare=_after(grant, first=_mig), command=revoke, then=[revoke, grant]),
+        row(name="mig recover", prepare=_interrupted, command=recover, then=[recover, apply]),
+    ]  # fmt: skip
+
+
+def _apply_rows() -> list[Row]:
+    one, two = ("apply", "-f", "{one}", "-y"), ("apply", "-f", "{two}", "-y")
+    return [
+        Row(name="apply", host=ALL_HOST, prepare=_files, command=one, then=[one]),
+        Row(name="apply, another file", host=ALL_HOST, prepare=_after(one, first=_files), command=two, then=[two]),
+    ]
+
+
+def _run_rows() -> list[Row]:
+    row = partial(Row, host=MPS_HOST, prepare=_foreign_mps, runs=True, real=True)
+    plain, limits = _run("-g", "0"), _run("-g", "0", "--threads", "30", "--memory", "4G")
+    stop = ("mps", "stop", "-g", "0")
+    running = _after(("mps", "start", "-g", "0", "--threads", "80"), first=_foreign_mps)
+    copies = ("run", "-g", "0", "--copies", "2", "--", *PROGRAM)
+    mig = _run("--mig", "2g.20gb")
+    named = _run("--mig", "idle", "--threads", "50")
+    production = _run("-g", "0", "--production", "web")
+    opportunistic = _run("-g", "0", "--opportunistic")
+    inside = partial(Row, host=MIG_HOST, prepare=_mig, runs=True)
+    return [
+        row(name="run", command=plain, then=[plain, stop]),
+        row(name="run, its guard too", command=plain, then=[plain, stop], guard_after=3),
+        row(name="run with limits", command=limits, then=[limits]),
+        row(name="run under MPS", prepare=running, command=limits, then=[limits, stop]),
+        row(name="run under MPS, its guard too", prepare=running, command=limits, then=[limits], guard_after=3),
+        row(name="run --copies", command=copies, then=[copies, stop]),
+        row(name="run --production", command=production, then=[production]),
+        row(name="run --opportunistic", command=opportunistic, then=[opportunistic]),
+        inside(name="run --mig", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=mig, then=[mig]),
+        inside(name="run --mig, its guard too", prepare=_after(("mig", "name", "--forget", "idle", "-y"), first=_mig), command=mig, then=[mig], guard_after=3),
+        inside(name="run --mig NAME with limits", command=named, then=[named]),
+    ]  # fmt: skip
+
+
+def rows() -> list[Row]:
+    """Return all rows."""
+    return [*_mps_rows(), *_timeslice_rows(), *_mig_rows(), *_apply_rows(), *_run_rows()]

@@ -1,0 +1,144 @@
+"""Processes that only look like an MPS daemon: they are not root's daemon, and cost root next to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.mps_control import PROGRAM
+from tests.cli.drive import World, alive, until
+from tests.real_daemon.conftest import PATH_VARIABLE, daemons_below
+from tests.security.conftest import Stranger, gpushare
+
+
+@pytest.fixture
+def only_these(monkeypatch: pytest.MonkeyPatch, sim_dir: Path, mallory: Stranger) -> None:
+    """See only the daemons of this test: others run on this machine."""
+    from gpushare.host.process import LocalProcesses
+
+    everybody = LocalProcesses.named
+
+    def named(self: LocalProcesses, name: str) -> list[int]:
+        found = []
+        for pid in everybody(self, name):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/environ").read_bytes()
+                if name != PROGRAM or f"={sim_dir}/".encode() in text or f"={mallory.home}/".encode() in text:
+                    found.append(pid)
+        return found
+
+    monkeypatch.setattr(LocalProcesses, "named", named)
+
+
+@pytest.fixture
+def imposter(mallory: Stranger, only_these: None) -> Path:
+    """Return a program with the daemon's name that takes any options, and waits."""
+    path = mallory.home / "bin" / PROGRAM
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(os.path.realpath("/bin/sh"), path)
+        path.chmod(0o755)
+    return path
+
+
+@contextlib.contextmanager
+def imposters(mallory: Stranger, program: Path, *directories: Path, visible: str = "GPU-none") -> Iterator[list[int]]:
+    """Run one for each pipe directory, as the attacker."""
+    with contextlib.ExitStack() as stack:
+        argv = [str(program), "-c", "while :; do read line || sleep 600; done", "-d"]
+        pids = [
+            stack.enter_context(
+                mallory.runs(argv, {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_VISIBLE_DEVICES": visible})
+            )
+            for directory in directories
+        ]
+        until(lambda: all(Path(f"/proc/{pid}/exe").resolve().name == PROGRAM for pid in pids), "they run")
+        yield pids
+
+
+@pytest.fixture
+def control(sticky: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for the vendor's program where it talks to such a daemon; it notes with which."""
+    path = sticky / PROGRAM
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", str(path))
+    return path
+
+
+def says(control: Path, what: str) -> None:
+    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" >>{control}.asked\n{what}\n')
+    control.chmod(0o755)
+
+
+def asked(control: Path, directories: list[Path]) -> list[str]:
+    """Return with which of these daemons it talked."""
+    path = Path(f"{control}.asked")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if Path(line) in directories]
+
+
+def test_hanging_daemons_of_others_are_not_asked(mallory: Stranger, imposter: Path, control: Path) -> None:
+    says(control, "exec sleep 60")
+    directories = [mallory.home / f"p{number}" for number in range(6)]
+    with imposters(mallory, imposter, *directories):
+        for words in (("status",), ("mps", "status"), ("status", "-o", "json")):
+            answer = gpushare(*words, seconds=20)
+            assert answer.code == 0, answer
+        assert asked(control, directories) == []
+
+
+def test_hanging_daemons_of_others_are_asked_at_once(mallory: Stranger, imposter: Path, control: Path) -> None:
+    says(control, "exec sleep 60")
+    with imposters(mallory, imposter, *(mallory.home / f"p{number}" for number in range(6))):
+        began = time.monotonic()
+        assert gpushare("status", "-v", seconds=60).code == 0
+        # One after the other they would take 30 s.
+        assert time.monotonic() - began < 15.0
+
+
+def test_a_flood_of_text_is_cut(mallory: Stranger, imposter: Path, control: Path) -> None:
+    says(control, "exec yes 100.0")
+    with imposters(mallory, imposter, mallory.home / "p0"):
+        room = resource.getrlimit(resource.RLIMIT_AS)
+        before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (before + (400 << 20), room[1]))
+        try:
+            assert gpushare("status", "-v", seconds=60).code == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, room)
+
+
+@pytest.fixture
+def real_program() -> str:
+    path = os.environ.get(PATH_VARIABLE, "")
+    if not (path and os.access(path, os.X_OK)):
+        pytest.skip(f"{PATH_VARIABLE} does not name the real {PROGRAM}")
+    return path
+
+
+def test_a_strangers_process_is_not_roots_daemon(
+    mallory: Stranger, imposter: Path, real_program: str, sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the name, and says in its environment that it listens where root's daemon does."""
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", real_program)
+    world = World()
+    assert gpushare("status").code == 0
+    # Where root's daemon will be: known to everybody from the GPU's UUID.
+    assert gpushare("mps", "start", "-g", "0").code == 0
+    (record,) = world.directory.glob("run/mps/*/daemon.json")
+    pipe = record.parent / "pipe"
+    assert gpushare("mps", "stop", "-g", "0").code == 0
+    with imposters(mallory, imposter, pipe) as (pid,):
+        assert gpushare("mps", "start", "-g", "0").code == 0
+        (daemon,) = [one for one in daemons_below(sim_dir) if one != pid]
+        assert os.stat(f"/proc/{daemon}").st_uid == 0
+        assert f'"pid": {daemon},' in record.read_text()
+        assert gpushare("mps", "stop", "-g", "0", "--force").code == 0
+        assert not alive(daemon)
+        assert alive(pid)
