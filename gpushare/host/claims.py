@@ -50,7 +50,7 @@ _MOST_FILES: Final = 50_000
 _CHOOSING_SECONDS: Final = 0.5
 # What cannot be read may be in the writing.
 _UNREADABLE_SECONDS: Final = 60.0
-_CODE: Final = "claim_unusable"
+_CODE: Final = "lease_unusable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
     """Take something for this process, or return the claim of who has it. Never waits for who has it.
 
     Raises:
-        NoPermission, OperationFailed: no claim can be made here (code ``claim_unusable``).
+        NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).
     """
     directory = claim_directory(host)
     if directory.is_relative_to(host.run_directory):

@@ -427,7 +427,7 @@ def test_a_flood_is_said_with_whose_it_is(host: Host, monkeypatch: pytest.Monkey
     monkeypatch.setattr(claims, "_MOST_FILES", 20)
     with pytest.raises(OperationFailed, match=f"claims of user {os.geteuid()}") as caught:
         take_claim(host, ONE)
-    assert caught.value.code == "claim_unusable"
+    assert caught.value.code == "lease_unusable"
     assert f"-uid {os.geteuid()} -delete" in caught.value.hint
     assert live_claims(host) == {}
 
@@ -534,7 +534,7 @@ def test_no_room_for_the_text_leaves_nothing_behind(host: Host, monkeypatch: pyt
     monkeypatch.setattr(claims.os, "write", full)
     with pytest.raises(OperationFailed, match="No space left") as caught:
         take_claim(host, ONE)
-    assert caught.value.code == "claim_unusable"
+    assert caught.value.code == "lease_unusable"
     assert files(host) == []
 
 
