@@ -178,7 +178,7 @@ class Table:
 
 def driver_branch(driver: str | None) -> int | None:
     """Return the branch of a driver version: 580 of ``580.159.04``; None when it is unknown."""
-    match = re.match(r"\d+", driver or "")
+    match = re.match(r"\d{1,5}(?!\d)", driver or "", re.ASCII)
     return int(match.group()) if match else None
 
 

@@ -12,6 +12,7 @@ from gpushare.units import check_depth, quoted
 
 SCHEMA: Final = 1
 _MOST_CHARACTERS: Final = 1 << 20
+_MOST_VALUES: Final = 100_000
 _ROW_KEYS: Final = ("key", "title", "published", "question", "levels")
 _CELL_NEEDED: Final = ("published", "today", "level", "source")
 _CELL_KEYS: Final = (*_CELL_NEEDED, "limit", "options", "contradiction", "note")
@@ -63,6 +64,7 @@ class _Reader:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._values = 0
 
     def table(self, text: str) -> Table:
         top = self._object(self._parsed(text), "the file", ("schema", "sources", "rows", "mechanisms"))
@@ -235,23 +237,34 @@ class _Reader:
             mark = getattr(error, "problem_mark", None)
             problem = getattr(error, "problem", None) or "it cannot be read"
             self._wrong(None if mark is None else mark.line + 1, f"it is no YAML: {problem}")
-        return None if node is None else self._value(node, yaml.SafeLoader(""))
+        try:
+            return None if node is None else self._value(node, yaml.SafeLoader(""))
+        except RecursionError:
+            # An alias of what it stands in.
+            self._wrong(None, "it is nested too deep")
+
+    def _scalar(self, node: Any, loader: Any) -> Any:
+        import yaml
+
+        try:
+            return loader.construct_object(node)
+        except (yaml.YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+            self._wrong(node.start_mark.line + 1, f"this is no {str(node.tag).rpartition(':')[2][:40]}")
 
     def _value(self, node: Any, loader: Any) -> Any:
         """Return a YAML node as plain values; mappings keep their lines, a key twice is refused."""
-        import yaml
-
         line = node.start_mark.line + 1
+        # An alias is counted each time that it is used: a few of them in each other are millions.
+        self._values += 1
+        if self._values > _MOST_VALUES:
+            self._wrong(line, "it has too many values")
         if node.id == "sequence":
             return [self._value(item, loader) for item in node.value]
         if node.id == "scalar":
-            try:
-                return loader.construct_object(node)
-            except (yaml.YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
-                self._wrong(line, f"this is no {str(node.tag).rpartition(':')[2][:40]}")
+            return self._scalar(node, loader)
         found = _Object(line)
         for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node)) if key_node.id == "scalar" else ""
+            key = str(self._scalar(key_node, loader)) if key_node.id == "scalar" else ""
             key_line = key_node.start_mark.line + 1
             if not key or key in found:
                 self._wrong(key_line, f"the key {quoted(key)} is there twice" if key else "a key must be a word")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,6 +13,7 @@ from gpushare.errors import BadUsage
 from gpushare.measure.statistics import percentile
 from gpushare.units import quoted
 
+_LONGEST_PATTERN: Final = 1000
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 # "1,234.5": thousands in groups of three.
 _GROUPED: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -78,9 +80,14 @@ def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency:
 
 def _checked(option: str, text: str) -> None:
     hint = f"mark the number with one pair of brackets: {option} 'rate=([0-9.]+)'"
+    if len(text) > _LONGEST_PATTERN:
+        raise BadUsage(f"{option} {quoted(text)} is longer than {_LONGEST_PATTERN} characters", hint, code="bad_metric")
     try:
-        groups = re.compile(text).groups
-    except re.error as error:
+        with warnings.catch_warnings():
+            # What Python may read in another way one day.
+            warnings.simplefilter("ignore")
+            groups = re.compile(text).groups
+    except (re.error, RecursionError, OverflowError) as error:
         raise BadUsage(
             f"{option} {quoted(text)} is not a regular expression: {error}", hint, code="bad_metric"
         ) from None

@@ -200,7 +200,7 @@ LAUGHS = "a: &a [x]\n" + "".join(
         (LAUGHS, "no 'version'"),
         ("version: " + "9" * 5000 + "\n", "the number is too long"),
         ("version: 0x" + "f" * 5000 + "\n", "the number is too long"),
-        ("version: 2026-99-99\n", "cannot have"),
+        ("version: 2026-99-99\n", "this is no timestamp"),
         ("x" * (256 << 10) + "\n", "larger than 256 KiB"),
         ("--- {version: v1}\n--- {}\n--- {}\n", "3 YAML documents"),
         (TWO + "---\n" + TWO, "the second document"),
