@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,13 @@ from hypothesis import HealthCheck, settings
 # No test waits for the clock: a busy machine must not fail one.
 settings.register_profile("gpushare", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gpushare")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let what is looked at while tests are collected not be the simulated hosts of whoever runs them."""
+    directory = tempfile.mkdtemp(prefix="gc", dir="/tmp")
+    os.environ["GPUSHARE_SIM_DIR"] = directory
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 @pytest.fixture(autouse=True)
