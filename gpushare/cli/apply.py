@@ -48,12 +48,15 @@ def apply(
     is refused, the others are done. A file that held is kept: `gpushare export systemd` applies it at boot.
     """
     from gpushare.host.mig_journal import Journal
+    from gpushare.host.unfinished import clear_unfinished
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = host_file(file)
     host = settings.connect()
     journal = Journal(host)
+    if not settings.dry_run:
+        clear_unfinished(host)
     rows, found = _planned(host, journal, wanted, seconds)
     if settings.dry_run:
         return _shown(rows, found, dry_run=True)
@@ -65,8 +68,7 @@ def apply(
     holds = not found.missing and all(row.error is None for row in rows)
     if holds:
         found = replace(found, notes=(*found.notes, *_forgotten(host, found)))
-    kept = _keep(host, text) if holds else None
-    return _shown(rows, found, dry_run=False, kept=kept)
+    return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
 
 
 @dataclass(frozen=True)
@@ -170,15 +172,17 @@ def _forgotten(host: Host, found: Matched) -> list[str]:
     return [f"at boot only this file is applied, and {which}; {mend}"] if gone else []
 
 
-def _keep(host: Host, text: str) -> str | None:
-    """Keep a file that holds, for the next boot; return where, or None when it cannot be kept."""
+def _kept(host: Host, text: str, result: Result) -> Result:
+    """Keep a file that holds, for the next boot, and return the result with where; with an error, when it cannot be."""
     from gpushare.host.applied import keep_applied
 
     try:
-        return str(keep_applied(host, text))
+        return replace(result, data={**result.data, "kept": str(keep_applied(host, text))})
     except GpushareError as error:
-        note(f"the file holds, but could not be kept for the next boot: {error.message}")
-        return None
+        said = error.restated(
+            message=f"the file holds now, but at boot another one, or none, is applied: {error.message}"
+        )
+        return replace(result, errors=(said,), exit_code=said.exit_code)
 
 
 def _say_plan(rows: Sequence[_Row]) -> None:
@@ -196,7 +200,7 @@ def _say(step: Any) -> None:
     sys.stderr.flush()
 
 
-def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, kept: str | None = None) -> Result:
+def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
     from gpushare.show.plan import plan_result
 
     errors = [row.error for row in rows if row.error is not None] + list(found.missing)
@@ -219,7 +223,7 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, kept: str | N
     ]
     return replace(
         result,
-        data={**result.data, "gpus": gpus, "kept": kept},
+        data={**result.data, "gpus": gpus, "kept": None},
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
     )
