@@ -54,19 +54,40 @@ def apply(
     wanted, text = host_file(file)
     host = settings.connect()
     journal = Journal(host)
-    rows, found = _planned(host, journal, wanted, seconds)
+    undone = () if settings.dry_run else _undone(host, journal)
+    try:
+        rows, found = _planned(host, journal, wanted, seconds)
+    except GpushareError:
+        for one in undone:
+            note(one)
+        raise
     if settings.dry_run:
         return _shown(rows, found, dry_run=True)
     if any(row.steps for row in rows):
         _need_root(host, rows)
         _say_plan(rows)
         rows, found, notes = _carried(host, journal, wanted)
-        found = replace(found, notes=(*notes, *found.notes))
+        undone += notes
+    found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
     if holds:
         found = replace(found, notes=(*found.notes, *_forgotten(host, found)))
     kept = _keep(host, text) if holds else None
     return _shown(rows, found, dry_run=False, kept=kept)
+
+
+def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
+    """Undo a change of MIG that was interrupted, before anything is planned: it may be all that is in the way."""
+    from gpushare.actions.mig_recover import recover
+    from gpushare.cli.mig_transaction import need_root
+    from gpushare.host.leftovers import sweep
+
+    sweep(host)
+    if journal.left() is None:
+        return ()
+    need_root(host)
+    with journal.locked():
+        return recover(host, journal)
 
 
 @dataclass(frozen=True)
@@ -183,12 +204,14 @@ def _keep(host: Host, text: str) -> str | None:
 
 def _say_plan(rows: Sequence[_Row]) -> None:
     """Say the whole plan before anything changes."""
+    from gpushare.actions.host_steps import CheckStep
+
     for row in rows:
         if row.error is not None:
             note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
         elif row.steps:
-            # The last step only looks.
-            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(step.what for step in row.steps[:-1])}")
+            changing = [step.what for step in row.steps if not isinstance(step, CheckStep)]
+            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(changing)}")
 
 
 def _say(step: Any) -> None:

@@ -234,7 +234,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
         if len(calls) == 4:
             host.add(host.devices()[0][1])
             raise OperationFailed("the driver refused", "see: gpushare doctor")
-        real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments)  # type: ignore[arg-type, no-any-return]
 
     with monkeypatch.context() as patched:
         patched.setattr(mig_change, "perform", in_use)
