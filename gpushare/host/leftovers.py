@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare.host.kept_file import clear_leftovers
@@ -14,16 +16,31 @@ if TYPE_CHECKING:
 def sweep(host: Host) -> None:
     """Remove what is left of MIG changes, of names and of the daemons' records; for each change, also one with nothing to do.
 
-    It needs no lock: what is being written is locked itself.
+    It needs no lock: what is being written is locked itself. Only in directories that nobody else can plant or redirect.
     """
-    clear_leftovers(host.run_directory / "mig")
     # Not all of it: this directory may be one that a user has named, with files of others.
-    for stem in ("mig-names", "applied"):
-        clear_leftovers(host.state_directory, stem)
+    if _is_private(host.state_directory):
+        for stem in ("mig-names", "applied"):
+            clear_leftovers(host.state_directory, stem)
     homes = host.run_directory / "mps"
-    try:
-        names = os.listdir(homes)
-    except OSError:
+    if not _is_private(host.run_directory):
         return
-    for name in names:
-        clear_leftovers(homes / name)
+    for directory in (host.run_directory / "mig", *_below(homes)):
+        if _is_private(directory):
+            clear_leftovers(directory)
+
+
+def _below(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir()) if _is_private(directory) else []
+    except OSError:
+        return []
+
+
+def _is_private(directory: Path) -> bool:
+    """Return whether a directory is one, no link to one, and only this user or root may write there."""
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in {0, os.geteuid()} and not found.st_mode & 0o022
