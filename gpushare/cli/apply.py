@@ -48,27 +48,45 @@ def apply(
     is refused, the others are done. A file that held is kept: `gpushare export systemd` applies it at boot.
     """
     from gpushare.host.mig_journal import Journal
-    from gpushare.host.unfinished import clear_unfinished
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = host_file(file)
     host = settings.connect()
     journal = Journal(host)
-    if not settings.dry_run:
-        clear_unfinished(host)
-    rows, found = _planned(host, journal, wanted, seconds)
+    undone = () if settings.dry_run else _undone(host, journal)
+    try:
+        rows, found = _planned(host, journal, wanted, seconds)
+    except GpushareError:
+        for one in undone:
+            note(one)
+        raise
     if settings.dry_run:
         return _shown(rows, found, dry_run=True)
     if any(row.steps for row in rows):
         _need_root(host, rows)
         _say_plan(rows)
         rows, found, notes = _carried(host, journal, wanted)
-        found = replace(found, notes=(*notes, *found.notes))
+        undone += notes
+    found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
     if holds:
         found = replace(found, notes=(*found.notes, *_forgotten(host, found)))
     return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
+
+
+def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
+    """Undo a change of MIG that was interrupted, before anything is planned: it may be all that is in the way."""
+    from gpushare.actions.mig_recover import recover
+    from gpushare.cli.mig_transaction import need_root
+    from gpushare.host.leftovers import sweep
+
+    sweep(host)
+    if journal.left() is None:
+        return ()
+    need_root(host)
+    with journal.locked():
+        return recover(host, journal)
 
 
 @dataclass(frozen=True)
@@ -187,12 +205,14 @@ def _kept(host: Host, text: str, result: Result) -> Result:
 
 def _say_plan(rows: Sequence[_Row]) -> None:
     """Say the whole plan before anything changes."""
+    from gpushare.actions.host_steps import CheckStep
+
     for row in rows:
         if row.error is not None:
             note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
         elif row.steps:
-            # The last step only looks.
-            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(step.what for step in row.steps[:-1])}")
+            changing = [step.what for step in row.steps if not isinstance(step, CheckStep)]
+            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(changing)}")
 
 
 def _say(step: Any) -> None:
