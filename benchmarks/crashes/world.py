@@ -269,9 +269,9 @@ class World:
             if not entry.isdigit() or int(entry) == os.getpid():
                 continue
             with contextlib.suppress(OSError, IndexError):
-                if wanted not in Path(f"/proc/{entry}/environ").read_bytes() + b"\0":
+                if wanted not in _begin(f"/proc/{entry}/environ") + b"\0":
                     continue
-                words = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                words = _begin(f"/proc/{entry}/cmdline").decode(errors="replace").split("\0")
                 if _lives(int(entry)):
                     found[int(entry)] = " ".join(Path(word).name for word in words[:3] if word)
         return found
@@ -308,7 +308,7 @@ def see_only_ours(root: str) -> None:
         found = []
         for pid in everybody(self, name):
             with contextlib.suppress(OSError):
-                if name != MPS_CONTROL or wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                if name != MPS_CONTROL or wanted in _begin(f"/proc/{pid}/environ"):
                     found.append(pid)
         return found
 
@@ -368,6 +368,12 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def _begin(path: str) -> bytes:
+    """Return the begin of a file of /proc: another process of this machine may show gigabytes there."""
+    with open(path, "rb") as file:
+        return file.read(1 << 20)
 
 
 def _text(path: Path) -> str:

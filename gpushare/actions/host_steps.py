@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpushare.actions.mig_grant import plan_grant, plan_reapply, plan_revoke
@@ -196,8 +197,13 @@ def _grants(host: Host, one: WantedName, before: Sequence[str]) -> list[Callable
     return makes
 
 
-def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
-    """Return the last step of a GPU: it is as the file has it, or all of it is taken back."""
+@dataclass(frozen=True, kw_only=True)
+class CheckStep(Step):
+    """A step that only looks."""
+
+
+def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> CheckStep:
+    """Return the step that looks at a GPU at the end: it is as the file has it, or all of it is taken back."""
 
     def act() -> None:
         left = points(look(), entry)
@@ -209,4 +215,4 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
                 code="not_held",
             )
 
-    return Step(what=f"check that GPU {index} is as the file has it", command="gpushare diff -f FILE", do=act)
+    return CheckStep(what=f"check that GPU {index} is as the file has it", command="gpushare diff -f FILE", do=act)

@@ -24,10 +24,10 @@ from gpushare.actions.mps_limits import MpsLimits, control_command
 from gpushare.actions.mps_start import plan_start
 from gpushare.actions.mps_stop import stop
 from gpushare.actions.plan import Step, carry_out
-from gpushare.errors import GpushareError, NotFound
+from gpushare.errors import GpushareError, NotFound, OperationFailed
 from gpushare.host import mps_aside
 from gpushare.host.mps import is_running
-from gpushare.host.mps_home import DaemonRecord, home_of
+from gpushare.host.mps_home import DaemonHome, DaemonRecord, home_of
 from gpushare.model import Gpu, MigInstance, Priority
 from gpushare.selection import Device
 from gpushare.units import mps_memory
@@ -76,19 +76,23 @@ def daemon_steps_before(
 
 def daemon_steps_after(
     host: Host, restored: Mapping[str, Device], *, gone: Collection[str] = (), stayed: Collection[Device] = ()
-) -> tuple[Step, ...]:
-    """Return the steps that start our daemons again, with the limits that they had.
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return the steps that start our daemons again, with the limits that they had, and those that forget them.
+
+    What was set aside is forgotten after everything else: as long as something may be undone, a daemon may have to come
+    back, and where that fails `recover_daemons` must know of it.
 
     ``restored``: devices that come back with their profile and place, as they are before, by UUID. ``gone``: UUIDs that
     do not come back; what was set aside of their daemons is forgotten. ``stayed``: devices that the change leaves
     alone; a daemon whose process is dead there is started again. Called when the change is planned. The own daemon of
     a `gpushare run` is not started again.
     """
-    steps = []
+    steps, last = [], []
     for device in restored.values():
         record = _record_of(host, device.uuid)
         if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
             steps.append(_start_step(host, record, device))
+            last.append(_forget_step(host, record, f"note that the MPS daemon of {device.title} runs again"))
     for device in stayed:
         record = _record_of(host, device.uuid)
         if record is not None and not is_running(host, home_of(host.run_directory, record.device_uuid), record):
@@ -96,8 +100,9 @@ def daemon_steps_after(
     for uuid in gone:
         record = _record_of(host, uuid)
         if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
-            steps.append(_forget_step(host, record))
-    return tuple(steps)
+            why = "its instance is gone" if uuid.startswith("MIG-") else "MIG has the GPU"
+            last.append(_forget_step(host, record, f"leave the MPS daemon of {uuid} stopped: {why}"))
+    return tuple(steps), tuple(last)
 
 
 def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
@@ -192,22 +197,34 @@ def _record_of(host: Host, uuid: str) -> DaemonRecord | None:
     return record if record is not None and record.device_uuid == uuid and not record.transient else None
 
 
-def _forget_step(host: Host, record: DaemonRecord) -> Step:
+def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:
     home = home_of(host.run_directory, record.device_uuid)
-    why = "its instance is gone" if record.device_uuid.startswith("MIG-") else "MIG has the GPU"
     return Step(
-        what=f"leave the MPS daemon of {record.device_uuid} stopped: {why}",
+        what=what,
         command=f"rm -f {shlex.quote(str(home.directory))}/aside.json",
-        do=lambda: mps_aside.forget_aside(home),
+        do=lambda: _forget(home),
     )
 
 
-def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
-    home = home_of(host.run_directory, record.device_uuid)
+def _forget(home: DaemonHome) -> None:
+    """Forget what was set aside of a daemon.
 
+    Raises:
+        OperationFailed: it is there still; then the daemon would be started again some day.
+    """
+    mps_aside.forget_aside(home)
+    if mps_aside.aside(home) is not None:
+        path = shlex.quote(str(home.directory))
+        raise OperationFailed(
+            f"the record of a stopped MPS daemon in {home.directory} cannot be removed",
+            f"see what is in the way: ls -ld {path} {path}/aside.json",
+            code="file_unwritable",
+        )
+
+
+def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
     def act() -> None:
         start_again(host, record, device)
-        mps_aside.forget_aside(home)
 
     def back() -> None:
         now = _device_now(host, device)

@@ -83,6 +83,7 @@ def plan_change(
     """
     steps: list[Step] = []
     daemons: list[Step] = []
+    last: list[Step] = []
     notes: list[str] = []
     for change in changes:
         if not change.changes:
@@ -91,11 +92,12 @@ def plan_change(
             ending = [pid for gone in _evicted(change, evict) for pid in holders_of(gone)]
             bare = not change.plan.created
             notes += check_mode_change(host, change.gpu, enable=change.enable, bare=bare, ending=ending)
-        work, then = _steps(host, change, journal, evict)
+        work, then, forgetting = _steps(host, change, journal, evict)
         steps += work
         daemons += then
-    # Daemons last, for all GPUs: what was stopped is forgotten only when nothing can be undone any more.
-    everything = (*first, *steps, *daemons, *after)
+        last += forgetting
+    # What was stopped is forgotten only when nothing can be undone any more.
+    everything = (*first, *steps, *daemons, *after, *last)
     return MigChange(gpus=tuple(changes), plan=Plan(title=title, steps=everything), notes=tuple(notes))
 
 
@@ -105,8 +107,8 @@ def _evicted(change: GpuChange, evict: Collection[tuple[int, int]]) -> list[Dest
 
 def _steps(
     host: Host, change: GpuChange, journal: Journal, evict: Collection[tuple[int, int]]
-) -> tuple[list[Step], list[Step]]:
-    """Return the steps of one GPU, and those for its daemons when the instances of all GPUs are there."""
+) -> tuple[list[Step], Sequence[Step], Sequence[Step]]:
+    """Return the steps of one GPU, those for its daemons when the instances of all GPUs are there, and the very last."""
     gpu = change.gpu
     going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
     if change.enable and gpu.uuid:
@@ -125,13 +127,13 @@ def _steps(
         steps.append(mode_step(host, gpu, journal, enable=False))
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
     back = set(_coming_back(change.plan))
-    then = daemon_steps_after(
+    then, last = daemon_steps_after(
         host,
         {uuid: device for uuid, device in devices.items() if uuid in back},
         gone=going - back,
         stayed=[device for uuid, device in devices.items() if uuid not in going],
     )
-    return steps, list(then)
+    return steps, then, last
 
 
 def _coming_back(plan: GpuPlan) -> Iterator[str]:

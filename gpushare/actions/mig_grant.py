@@ -56,7 +56,8 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     nodes = _nodes(host, named)
     if not nodes:
         raise _no_instance(named)
-    steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)]
+    # Noted first: killed before the nodes are his, it is known whose they are to be, and this completes it.
+    steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
     return Plan(
         title=f"grant {name} to {granted}",
         steps=tuple(steps),
@@ -87,10 +88,12 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     nodes: list[_Node] = []
     # Where the driver shows no capabilities (any more), only the record is left to change.
     with contextlib.suppress(NotSupported):
-        nodes = _nodes(host, named) if gone else nodes
-    steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)] if gone else []
-    notes = [_RUNNING] if gone else [f"{name} is granted to nobody in particular; nothing to do"]
-    if gone and not users:
+        nodes = _nodes(host, named)
+    # Noted last: killed before, it is still known that there is something to take back. Without a grant, too: a node
+    # that is closed is one that an older gpushare had not noted yet when it was killed.
+    steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)]
+    notes = [_RUNNING] if steps else [f"{name} is granted to nobody in particular; nothing to do"]
+    if steps and not users:
         notes.append(f"then every local user may use {name}")
     return Plan(
         title=f"revoke {name}" if user is None else f"revoke {name} from {user}",
@@ -247,11 +250,14 @@ def _access_step(host: Host, node: _Node, now: NodeAccess | None, wanted: NodeAc
     )
 
 
-def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> list[Step]:
+def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, root: bool = False) -> list[Step]:
     if named.users == users:
         return []
 
     def write(wanted: tuple[str, ...]) -> None:
+        if root:
+            # What is to follow needs it: a record alone would tell of a grant that is none.
+            _need_root(host)
         with names_changed(host) as names:
             # Root may grant by a name that another directory holds: it is kept in its own.
             names[named.name] = replace(names.get(named.name, named), users=wanted)

@@ -11,7 +11,8 @@ from gpushare.mig.shape import GpuShape, differences, shape_of
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.mig_journal import Journal, JournalEntry
+    from gpushare.host.mig_entry import JournalEntry
+    from gpushare.host.mig_journal import Journal
 
 RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"

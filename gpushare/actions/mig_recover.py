@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpushare.actions.mig_after import recover_daemons
 from gpushare.actions.mig_bind import forget, regrant
 from gpushare.actions.mig_left import ACCEPT, RECOVER, missing, not_restored
-from gpushare.actions.mig_undo import as_command, look, restore
+from gpushare.actions.mig_undo import CallFailed, as_command, look, restore
 from gpushare.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.host.mig_changes import MigChanges
 from gpushare.host.mig_names import names_of
@@ -16,16 +16,18 @@ from gpushare.mig.shape import differences
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.mig_journal import Journal, JournalEntry
+    from gpushare.host.mig_entry import JournalEntry
+    from gpushare.host.mig_journal import Journal
     from gpushare.mig.made import Proof
     from gpushare.mig.shape import GpuShape
 
 
-def recover(host: Host, journal: Journal) -> tuple[str, ...]:
+def recover(host: Host, journal: Journal, *, retry: bool = False) -> tuple[str, ...]:
     """Finish or undo the change that an earlier gpushare died in, under the lock; return what was done, in words.
 
     What was reached already is kept when it is all of it; else every GPU of the change goes back to what it was. What
-    could not come back is named, stays to be seen (`not_restored`), and is not undone behind anybody's back later.
+    could not come back is named, stays to be seen (`not_restored`), and is not undone behind anybody's back later:
+    only with ``retry`` it is tried again. Where only a call of the driver failed, the next gpushare tries once more.
 
     Raises:
         OperationFailed: something could not come back; all of it is named (code ``not_restored``). Or the journal
@@ -33,10 +35,27 @@ def recover(host: Host, journal: Journal) -> tuple[str, ...]:
     """
     entry = journal.begun()
     said = () if entry is None else _recovered(host, journal, entry)
-    for path, earlier in journal.not_restored():
+    return (*said, *_earlier(host, journal, retry=retry))
+
+
+def _earlier(host: Host, journal: Journal, *, retry: bool) -> list[str]:
+    """Finish what is kept of earlier changes that is back, or with ``retry`` comes back now."""
+    said = []
+    for path, kept in journal.not_restored():
+        if kept is None or (missing(host, kept) and not retry):
+            continue
+        try:
+            entry = _found_again(host, kept)
+            if missing(host, kept):
+                others = _undo(host, entry)
+                said.append(f"'{entry.title}', which did not end well, is undone now")
+                said += map(_stays, others)
+        except GpushareError:
+            # `not_restored` names it still.
+            continue
+        said += _finished(host, entry)
         # Else it would be named again when somebody changes it later.
-        if earlier is not None and not missing(host, earlier):
-            journal.drop(path)
+        journal.drop(path)
     return said
 
 
@@ -61,12 +80,16 @@ def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
         where = "" if dry_run else f" as {journal.set_aside()}"
         said.append(f"the journal of a MIG change, which cannot be read, {would or 'was '}set aside{where}")
     else:
-        if entry is not None:
+        if entry is not None and not entry.tried:
             raise BadUsage(
                 f"'{entry.title}' was interrupted, and is not undone yet",
                 f"undo it first: {RECOVER}; only what then cannot come back is forgotten",
                 code="not_recovered",
             )
+        if entry is not None and not dry_run:
+            journal.give_up()
+        elif entry is not None:
+            said.append(f"'{entry.title}', which was interrupted and could not be undone, would be forgotten")
     said += [f"{one.seen}; this {would or 'is '}forgotten" for one in not_restored(host, journal)]
     for path, _ in () if dry_run else journal.not_restored():
         journal.drop(path)
@@ -80,20 +103,38 @@ def _recovered(host: Host, journal: Journal, entry: JournalEntry) -> tuple[str, 
             said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
         else:
             said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
-            said += [f"{one} is there and stays: nothing proves that this change made it" for one in _undo(host, entry)]
+            said += map(_stays, _undo(host, entry))
     except OperationFailed as error:
+        if isinstance(error, CallFailed) and not entry.tried:
+            journal.try_again(entry)
+            raise error.restated(hint=f"try again: {RECOVER}; else {error.hint}; {ACCEPT}") from error
         if error.code == "not_restored":
             journal.give_up()
             raise error.restated(hint=f"{error.hint}; {ACCEPT}") from error
         raise
     _forget_lost(host, entry)
     journal.end()
+    return (*said, *_given_back(host, entry))
+
+
+def _stays(one: str) -> str:
+    return f"{one} is there and stays: nothing proves that this change made it"
+
+
+def _finished(host: Host, entry: JournalEntry) -> list[str]:
+    _forget_lost(host, entry)
+    return _given_back(host, entry)
+
+
+def _given_back(host: Host, entry: JournalEntry) -> list[str]:
+    """Give grants and daemons back to what is there; return what was done, or failed, in words."""
+    said = []
     for shape in entry.before:
         said += regrant(host, shape.uuid)
         gpu = host.nvml.gpu(shape.index)
         if gpu.error is None:
             said += recover_daemons(host, gpu)
-    return tuple(said)
+    return said
 
 
 def _found_again(host: Host, entry: JournalEntry) -> JournalEntry:
@@ -141,7 +182,8 @@ def _undo(host: Host, entry: JournalEntry) -> list[str]:
         except GpushareError as error:
             trouble.append(error)
     if trouble:
-        raise OperationFailed(
+        kind = CallFailed if all(isinstance(error, CallFailed) for error in trouble) else OperationFailed
+        raise kind(
             f"'{entry.title}' was interrupted; " + "; ".join(error.message for error in trouble),
             "; ".join(dict.fromkeys(error.hint for error in trouble)),
             gpu=trouble[0].gpu,

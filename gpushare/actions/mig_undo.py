@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 
+class CallFailed(OperationFailed):
+    """Something could not come back because the driver refused a call, and nobody is in the way: worth another try."""
+
+
 def perform(changes: MigChanges, step: MigStep, made: dict[int, int]) -> int | None:
     """Do one NVML call of a plan, and return the id of what it made; ``made`` holds new GPU instances by first slice.
 
@@ -100,6 +104,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
     others = left_alone(layout, before, after, proof)
     trouble: list[str] = list(lost)
     made: dict[int, int] = {}
+    refused = False
     changes = MigChanges(host.nvml)
     # Letting go of the handles that the look has opened.
     host.nvml.restart()
@@ -108,6 +113,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
             for step in row.steps:
                 perform(changes, step, made)
         except (GpushareError, KeyError) as error:
+            refused = True
             trouble.append(f"{row.what}: {error}")
     # What was made again is open to everybody, until its grants are back.
     trouble += regrant(host, before.uuid)
@@ -115,7 +121,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
     now = replace(now, instances=tuple(one for one in now.instances if one.place not in others))
     left = differences(now, _instances_only(before))
     if left:
-        raise OperationFailed(
+        raise (CallFailed if refused and not lost else OperationFailed)(
             f"could not come back: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
             f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
             gpu=str(before.index),

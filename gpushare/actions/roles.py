@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,9 +91,8 @@ class ProductionShare(MpsShare):
         return cap if cap is not None and cap < 100 else None
 
     def watch(self, pid: int) -> ProductionWatch:
-        """Return the watch over the program, after its record was written."""
-        before = find_production(self.host, self.name)
-        peak = None if before is None or before.device_uuid != self.device.uuid else before.memory_peak_bytes
+        """Return the watch over the program, after its record was written; else the one of this gpushare stands."""
+        peak = _peak_before(self.host, self.device, self.name)
         with contextlib.suppress(GpushareError):
             write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
         return ProductionWatch(self.host, self.device, self.home, pid, seen={pid}, name=self.name, peak=peak)
@@ -101,8 +101,10 @@ class ProductionShare(MpsShare):
 def open_production_share(host: Host, device: Device, program: str, limits: MpsLimits, name: str) -> ProductionShare:
     """Return a share for a production job.
 
+    It is known before its program runs: one that nobody could know of would not be spared, and not tell that.
+
     Raises:
-        InUse: a job of this name runs already; or as `open_mps_share`.
+        InUse: a job of this name runs already; or as `open_mps_share` and `write_production`.
     """
     before = find_production(host, name)
     if before is not None and lives(host, before):
@@ -112,7 +114,18 @@ def open_production_share(host: Host, device: Device, program: str, limits: MpsL
             code="name_in_use",
         )
     share = open_mps_share(host, device, program, limits)
+    try:
+        write_production(host, production_of(host, device, name, os.getpid(), _peak_before(host, device, name)))
+    except BaseException:
+        share.close()
+        raise
     return ProductionShare(share.host, share.device, share.home, share.lease, share.limits, share.claim, name=name)
+
+
+def _peak_before(host: Host, device: Device, name: str) -> int | None:
+    """Return the most memory that was seen of this job on this device."""
+    before = find_production(host, name)
+    return None if before is None or before.device_uuid != device.uuid else before.memory_peak_bytes
 
 
 def production_of(host: Host, device: Device, name: str, pid: int, peak: int | None) -> Production:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
 from gpushare.actions.share import Guarded, Share, Watch, open_mps_share
 from gpushare.actions.terminal import Terminal
 from gpushare.actions.wakeups import Wakeups
+from gpushare.errors import OperationFailed
 from gpushare.host.claims import HeldClaim
+from gpushare.host.system_error import system_error
 
 if TYPE_CHECKING:
     from gpushare.actions.safe_end import Drain
@@ -229,19 +232,28 @@ def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO
     Returns it and its input.
 
     Raises:
-        OperationFailed: it cannot hold an instance on (code ``claim_unusable``).
+        OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance on (``claim_unusable``).
     """
     here = Path(__file__).resolve()
     root, device = str(here.parents[2]), share.device
     held = share.guarded
-    guard = subprocess.Popen(
-        [sys.executable, str(here.with_name("guard.py")), root, host.spec, device.uuid, str(device.gpu.index), *held],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
-    )
+    told = [root, host.spec, device.uuid, str(device.gpu.index), *held]
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, str(here.with_name("guard.py")), *told],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
+        )
+    except OSError as error:
+        why = system_error(error)
+        raise OperationFailed(
+            f"the guard, which ends the program when gpushare dies, does not start: {error.strerror or error}",
+            f"see what starts it: ls -l {shlex.quote(sys.executable)}" if why is None else why.hint,
+            code="guard_failed",
+        ) from error
     try:
         for path in held[3:]:
             # Killed from here on, gpushare leaves the instance to the guard.

@@ -54,19 +54,39 @@ def apply(
     wanted, text = host_file(file)
     host = settings.connect()
     journal = Journal(host)
-    rows, found = _planned(host, journal, wanted, seconds)
+    undone = () if settings.dry_run else _undone(host, journal)
+    try:
+        rows, found = _planned(host, journal, wanted, seconds)
+    except GpushareError:
+        for one in undone:
+            note(one)
+        raise
     if settings.dry_run:
         return _shown(rows, found, dry_run=True)
     if any(row.steps for row in rows):
         _need_root(host, rows)
         _say_plan(rows)
         rows, found, notes = _carried(host, journal, wanted)
-        found = replace(found, notes=(*notes, *found.notes))
+        undone += notes
+    found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
     if holds:
         found = replace(found, notes=(*found.notes, *_forgotten(host, found)))
-    kept = _keep(host, text) if holds else None
-    return _shown(rows, found, dry_run=False, kept=kept)
+    return _kept(host, text, _shown(rows, found, dry_run=False)) if holds else _shown(rows, found, dry_run=False)
+
+
+def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
+    """Undo a change of MIG that was interrupted, before anything is planned: it may be all that is in the way."""
+    from gpushare.actions.mig_recover import recover
+    from gpushare.cli.mig_transaction import need_root
+    from gpushare.host.leftovers import sweep
+
+    sweep(host)
+    if journal.left() is None:
+        return ()
+    need_root(host)
+    with journal.locked():
+        return recover(host, journal)
 
 
 @dataclass(frozen=True)
@@ -170,25 +190,29 @@ def _forgotten(host: Host, found: Matched) -> list[str]:
     return [f"at boot only this file is applied, and {which}; {mend}"] if gone else []
 
 
-def _keep(host: Host, text: str) -> str | None:
-    """Keep a file that holds, for the next boot; return where, or None when it cannot be kept."""
+def _kept(host: Host, text: str, result: Result) -> Result:
+    """Keep a file that holds, for the next boot, and return the result with where; with an error, when it cannot be."""
     from gpushare.host.applied import keep_applied
 
     try:
-        return str(keep_applied(host, text))
+        return replace(result, data={**result.data, "kept": str(keep_applied(host, text))})
     except GpushareError as error:
-        note(f"the file holds, but could not be kept for the next boot: {error.message}")
-        return None
+        said = error.restated(
+            message=f"the file holds now, but at boot another one, or none, is applied: {error.message}"
+        )
+        return replace(result, errors=(said,), exit_code=said.exit_code)
 
 
 def _say_plan(rows: Sequence[_Row]) -> None:
     """Say the whole plan before anything changes."""
+    from gpushare.actions.host_steps import CheckStep
+
     for row in rows:
         if row.error is not None:
             note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
         elif row.steps:
-            # The last step only looks.
-            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(step.what for step in row.steps[:-1])}")
+            changing = [step.what for step in row.steps if not isinstance(step, CheckStep)]
+            note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(changing)}")
 
 
 def _say(step: Any) -> None:
@@ -196,7 +220,7 @@ def _say(step: Any) -> None:
     sys.stderr.flush()
 
 
-def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, kept: str | None = None) -> Result:
+def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
     from gpushare.show.plan import plan_result
 
     errors = [row.error for row in rows if row.error is not None] + list(found.missing)
@@ -219,7 +243,7 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, kept: str | N
     ]
     return replace(
         result,
-        data={**result.data, "gpus": gpus, "kept": kept},
+        data={**result.data, "gpus": gpus, "kept": None},
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
     )

@@ -40,7 +40,9 @@ def carried_out(
     """
     if not settings.dry_run:
         from gpushare.actions.plan import carry_out
+        from gpushare.host.leftovers import sweep
 
+        sweep(settings.connect())
         with contextlib.ExitStack() as locks:
             # In one order, so that two that want the same locks do not wait for each other.
             for home in sorted(homes, key=lambda home: home.directory):

@@ -9,7 +9,12 @@ import typer
 from gpushare.cli.common import ChangingCommand, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typer import Typer
+
+    from gpushare.actions.plan import Plan
+    from gpushare.host.host import Host
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]
 
@@ -30,10 +35,8 @@ def grant(
     adds a user. The grant is kept with the name, and gpushare applies it again when it makes the instance anew.
     """
     from gpushare.actions.mig_grant import plan_grant
-    from gpushare.cli.changes import carried_out
 
-    host = settings.connect()
-    return carried_out("mig grant", plan_grant(host, name, user))
+    return _carried("mig grant", lambda host: plan_grant(host, name, user))
 
 
 def revoke(
@@ -44,7 +47,16 @@ def revoke(
 ) -> Any:
     """Take a user's grant back, or all of them; then every local user may use the instance again. Needs root."""
     from gpushare.actions.mig_grant import plan_revoke
+
+    return _carried("mig revoke", lambda host: plan_revoke(host, name, user))
+
+
+def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
     from gpushare.cli.changes import carried_out
+    from gpushare.host.leftovers import sweep
 
     host = settings.connect()
-    return carried_out("mig revoke", plan_revoke(host, name, user))
+    plan = make(host)
+    if not settings.dry_run:
+        sweep(host)
+    return carried_out(command, plan)

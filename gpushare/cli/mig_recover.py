@@ -12,7 +12,8 @@ from gpushare.errors import OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.mig_journal import Journal, JournalEntry
+    from gpushare.host.mig_entry import JournalEntry
+    from gpushare.host.mig_journal import Journal
 
 
 def recover(
@@ -23,13 +24,16 @@ def recover(
     """Undo what a change left that died in the middle. Every other change does it first, too.
 
     What could not come back, because somebody uses what is in its place, stays named here, by `mig status` and by
-    `doctor` until it is there again or accepted. A journal that cannot be read is in the way of every change.
+    `doctor` until it is there again or accepted, and is tried again each time this is called. A journal that cannot be read is in the way of every change.
     """
+    from gpushare.host.leftovers import sweep
     from gpushare.host.mig_journal import Journal
     from gpushare.show.result import Result
 
     host = settings.connect()
     journal = Journal(host)
+    if not settings.dry_run:
+        sweep(host)
     done, notes = (_forgotten(host, journal), ()) if forget else _recovered(host, journal)
     if done:
         text = "\n".join(done)
@@ -59,7 +63,7 @@ def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str
     else:
         need_root(host)
         with journal.locked():
-            done = recover(host, journal)
+            done = recover(host, journal, retry=True)
     lost = not_restored(host, journal)
     if lost and not done:
         hints = dict.fromkeys(one.remedy for one in lost)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpushare.cli.common import gpus_of, settings
+from gpushare.cli.common import gpus_of, note, settings
 from gpushare.errors import BadUsage, GpushareError, InUse, NotSupported
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
     """
     from gpushare.actions.mig_recover import is_complete, recover
     from gpushare.actions.mig_transact import transact
+    from gpushare.host.leftovers import sweep
     from gpushare.host.mig_journal import Journal
 
     host = settings.connect()
@@ -114,25 +115,22 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         if left is not None and not is_complete(host, left):
             notes = (f"first '{left.title}', which was interrupted, would be undone",)
         return _shown(host, command, change, notes, dry_run=True)
-    # Once before the lock: what is refused anyway changes nothing, also not what was interrupted.
-    _looked(host, journal, make)
+    if journal.left() is None:
+        # Once before the lock: what is refused anyway changes nothing.
+        make(host, journal)
+    # Else what was interrupted comes first: it may be all that is in the way.
     need_root(host)
     with journal.locked():
+        sweep(host)
         notes = recover(host, journal)
-        change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
-        transact(host, journal, change, _say if settings.verbose else None)
-        return _shown(host, command, change, notes, dry_run=False)
-
-
-def _looked(host: Host, journal: Journal, make: Callable[[Host, Journal], MigChange]) -> None:
-    try:
-        make(host, journal)
-    except GpushareError as error:
-        left = journal.left()
-        if left is None:
+        try:
+            change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
+            transact(host, journal, change, _say if settings.verbose else None)
+        except GpushareError:
+            for one in notes:
+                note(one)
             raise
-        why = f"'{left.title}' was interrupted, which may be why: gpushare mig recover"
-        raise error.restated(hint=f"{why}; else {error.hint}") from error
+        return _shown(host, command, change, notes, dry_run=False)
 
 
 def need_root(host: Host) -> None:

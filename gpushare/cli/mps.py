@@ -146,11 +146,14 @@ def stop(
     Forcing takes the clients' GPU contexts away: they fail. A daemon that gpushare did not start is
     stopped only by its pipe directory and --yes.
     """
+    from gpushare.host.leftovers import sweep
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
+    if not settings.dry_run:
+        sweep(host)
     rows, errors = [], []
     for found, device in stopping(host, gpu, pipe_directory):
         try:

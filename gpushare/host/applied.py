@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.errors import NoPermission
 from gpushare.host.host import make_private_directory
-from gpushare.host.kept_file import replace_file
+from gpushare.host.kept_file import read_bounded, replace_file, writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -23,17 +23,16 @@ def applied_path(host: Host) -> Path:
 def keep_applied(host: Host, text: str) -> Path:
     """Keep the text of a file that held, atomically and on the disk; return where.
 
+    One that is kept already is not written again: at boot the disk may be full, or not writable.
+
     Raises:
-        NoPermission: the directory is not this user's.
+        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); what was kept before stands.
     """
-    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     path = applied_path(host)
-    try:
+    with contextlib.suppress(OSError, ValueError):
+        if read_bounded(path) == text.encode():
+            return path
+    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
+    with writing(path, "the file for the next boot", code="not_kept"):
         replace_file(path, text, durable=True)
-    except OSError as error:
-        raise NoPermission(
-            f"cannot write {path}: {error.strerror}",
-            "run as root: sudo gpushare ...; or set GPUSHARE_STATE_DIR",
-            code="directory_unwritable",
-        ) from None
     return path

@@ -185,6 +185,11 @@ def _temporary(path: Path) -> tuple[int, str]:
         except (BlockingIOError, FileNotFoundError):
             # Removed in between by another's `clear_leftovers`.
             pass
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            os.close(descriptor)
+            raise
         os.close(descriptor)
 
 

@@ -20,53 +20,26 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, OperationFailed
 from gpushare.host.host import make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
-from gpushare.host.kept_file import (
-    clear_leftovers,
-    open_lock,
-    read_understood,
-    replace_file,
-    sync_directory,
-    writing,
-)
+from gpushare.host.kept_file import clear_leftovers, open_lock, replace_file, sync_directory, writing
+from gpushare.host.mig_entry import JournalEntry, read_entry
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.made import Begun, Made, Proof
     from gpushare.mig.shape import GpuShape
 
-SCHEMA: Final = 1
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC
 _WHAT: Final = "of the MIG journal"
 _UNWRITABLE: Final = "journal_unwritable"
 UNREADABLE: Final = "journal_unreadable"
 CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JournalEntry:
-    """One change: shapes by GPU, before and as planned, and the step that was begun last."""
-
-    title: str
-    pid: int
-    # When that process started, in clock ticks since boot; None in the journal of an older gpushare.
-    started: int | None = None
-    # Instances do not survive a reboot: what a journal of before it tells is over.
-    boot_id: str | None
-    before: tuple[GpuShape, ...]
-    after: tuple[GpuShape, ...]
-    # The names that it gives.
-    names: tuple[str, ...] = ()
-    step: str | None = None
-    # What it has made; None in the journal of an older gpushare.
-    proof: Proof | None = None
-    schema: int = SCHEMA
 
 
 class Journal:
@@ -125,7 +98,7 @@ class Journal:
     def _is_told(self) -> bool:
         """Return whether the process that wrote the journal lives, and is the user's who owns it."""
         try:
-            entry, owner = _read(self._path), os.lstat(self._path).st_uid
+            entry, owner = read_entry(self._path), os.lstat(self._path).st_uid
         except (OSError, ValueError):
             return False
         if entry is None:
@@ -149,7 +122,7 @@ class Journal:
             OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).
         """
         try:
-            return _read(self._path)
+            return read_entry(self._path)
         except ValueError as error:
             raise OperationFailed(
                 f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}; what was being "
@@ -164,7 +137,7 @@ class Journal:
         found: list[tuple[Path, JournalEntry | None]] = []
         for path in sorted(self._directory.glob("not-restored-*.json")):
             try:
-                entry = _read(path)
+                entry = read_entry(path)
             except ValueError:
                 found.append((path, None))
             else:
@@ -181,6 +154,7 @@ class Journal:
         """
         from gpushare.mig.made import Proof
 
+        self._outdate(before)
         me = identity_of(os.getpid())
         self._entry = JournalEntry(
             title=title,
@@ -193,6 +167,15 @@ class Journal:
             proof=Proof(),
         )
         self._write(self._entry)
+
+    def _outdate(self, changing: Sequence[GpuShape]) -> None:
+        """Take from what is kept its proof for GPUs that change now: the driver gives ids again, to others too."""
+        from gpushare.mig.made import Proof
+
+        gpus = {shape.uuid for shape in changing}
+        for path, entry in self.not_restored():
+            if entry is not None and entry.proof != Proof() and gpus & {shape.uuid for shape in entry.before}:
+                self._write(replace(entry, proof=Proof()), path)
 
     @property
     def proof(self) -> Proof | None:
@@ -242,6 +225,11 @@ class Journal:
         with contextlib.suppress(GpushareError):
             self._rename("not-restored")
 
+    def try_again(self, entry: JournalEntry) -> None:
+        """Keep the journal of a change whose undoing the driver refused: the next gpushare tries once more."""
+        with contextlib.suppress(GpushareError):
+            self._write(replace(entry, tried=True))
+
     def set_aside(self) -> Path:
         """Put a journal that cannot be read out of the way, and return where; for who holds the lock.
 
@@ -271,56 +259,9 @@ class Journal:
     def _named(self, name: str, number: int) -> Path:
         return self._directory / f"{name}-{number}.json"
 
-    def _write(self, entry: JournalEntry) -> None:
-        with writing(self._path, _WHAT, code=_UNWRITABLE):
-            replace_file(self._path, json.dumps(asdict(entry)), durable=True)
-
-
-def _read(path: Path) -> JournalEntry | None:
-    """Return the entry of a file; None: there is none, or it is of another boot, and over.
-
-    Raises:
-        ValueError: it cannot be understood; the message says why.
-    """
-    try:
-        raw = read_understood(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(error.strerror or str(error)) from None
-    if isinstance(raw, dict) and isinstance(raw.get("boot_id"), str) and raw["boot_id"] != boot_id():
-        return None
-    if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
-        raise ValueError(f"it is a newer gpushare's (schema {raw['schema']})")
-    try:
-        return _entry_of(raw)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError("it is not what gpushare writes") from None
-
-
-def _entry_of(raw: Any) -> JournalEntry:
-    # Not at the top: there is hardly ever a journal, and shapes bring the planner's types with them.
-    from gpushare.mig.made import proof_from_json
-    from gpushare.mig.shape import from_json
-
-    before, after = (tuple(from_json(one) for one in raw[key]) for key in ("before", "after"))
-    # A change has both of each GPU.
-    if [one.uuid for one in before] != [one.uuid for one in after]:
-        raise ValueError("before and after tell of different GPUs")
-    names = tuple(str(name) for name in raw["names"])
-    entry = JournalEntry(
-        **{key: raw[key] for key in ("title", "pid", "boot_id", "step")},
-        started=raw.get("started"),
-        names=names,
-        before=before,
-        after=after,
-        proof=None if raw.get("proof") is None else proof_from_json(raw["proof"]),
-    )
-    if type(raw["pid"]) is not int or type(raw.get("started")) not in {int, type(None)}:
-        raise TypeError("no process")
-    if not isinstance(raw["title"], str) or not all(isinstance(raw[key] or "", str) for key in ("boot_id", "step")):
-        raise TypeError("no text")
-    return entry
+    def _write(self, entry: JournalEntry, path: Path | None = None) -> None:
+        with writing(path or self._path, _WHAT, code=_UNWRITABLE):
+            replace_file(path or self._path, json.dumps(asdict(entry)), durable=True)
 
 
 def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:

@@ -177,7 +177,8 @@ class DaemonHome:
         self._make_directory()
         descriptor = open_lock(self.directory / "lock", "of this MPS daemon")
         try:
-            _lock_within(descriptor, seconds, self.directory)
+            with writing(self.directory / "lock", "of this MPS daemon"):
+                _lock_within(descriptor, seconds, self.directory)
             clear_leftovers(self.directory)
             yield
         finally:
@@ -187,6 +188,9 @@ class DaemonHome:
         """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed.
 
         None: they are another user's, who alone can tell.
+
+        Raises:
+            OperationFailed: whether one is held cannot be told.
         """
         live: list[int] = []
         try:
@@ -203,12 +207,14 @@ class DaemonHome:
             except OSError:
                 continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # One that cannot be removed counts for nobody all the same.
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-            except BlockingIOError:
-                live.append(int(path.name.partition(".")[0]))
+                with writing(path, "the lease of a program"):
+                    dead = _locked(descriptor)
+                if dead:
+                    # One that cannot be removed counts for nobody all the same.
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+                else:
+                    live.append(int(path.name.partition(".")[0]))
             finally:
                 os.close(descriptor)
         return live
@@ -224,10 +230,12 @@ class DaemonHome:
             path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
             # Inheritable across fork: the guard holds it on when gpushare itself is killed.
             descriptor = open_lock(path, "the lease of a program")
-            if _locked(descriptor) and _is_at(descriptor, path):
-                return Lease(path, descriptor)
-            # Taken, or `live_leases` removed it between open and lock.
-            os.close(descriptor)
+            # Closed where it is another's, or `live_leases` removed it between open and lock.
+            with writing(path, "the lease of a program"), contextlib.ExitStack() as closing:
+                closing.callback(os.close, descriptor)
+                if _locked(descriptor) and _is_at(descriptor, path):
+                    closing.pop_all()
+                    return Lease(path, descriptor)
         raise AssertionError
 
 
@@ -242,6 +250,9 @@ class Lease:
         """Give the lease back."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
+        # Where its file stays, a guard that holds the same descriptor would hold it on.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
 
@@ -328,16 +339,11 @@ def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
     import time
 
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise OperationFailed(
-                    f"another gpushare has been changing the daemon in {directory} for {seconds:g} s",
-                    f"see which: fuser -v {shlex.quote(f'{directory}/lock')}",
-                    code="locked",
-                ) from None
-            time.sleep(0.02)
-        else:
-            return
+    while not _locked(descriptor):
+        if time.monotonic() > deadline:
+            raise OperationFailed(
+                f"another gpushare has been changing the daemon in {directory} for {seconds:g} s",
+                f"see which: fuser -v {shlex.quote(f'{directory}/lock')}",
+                code="locked",
+            )
+        time.sleep(0.02)

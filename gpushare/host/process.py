@@ -28,6 +28,8 @@ SAME_START_SECONDS = 3.0
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
 _TICKS = os.sysconf("SC_CLK_TCK")
+# The kernel gives a new program 6 MB for its words and its environment; a stranger's process may show gigabytes there.
+_MOST_CHARACTERS = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +305,7 @@ def _read(path: str) -> str | None:
     try:
         # newline: a variable of an environment may hold any.
         with open(path, encoding="utf-8", errors="replace", newline="") as file:
-            return file.read()
+            return file.read(_MOST_CHARACTERS)
     except OSError:
         return None
 

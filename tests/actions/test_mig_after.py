@@ -319,16 +319,14 @@ def change(world: World, going: list[str], back: list[str], *layout: str) -> lis
     def cut() -> None:
         admin.set_mig(world.spec, "0", layout)
 
-    return [
-        *mig_after.daemon_steps_before(world.host, gpu_of(world), going),
-        Step(what="cut", command="cut", do=cut),
-        *mig_after.daemon_steps_after(
-            world.host,
-            {uuid: known[uuid] for uuid in back},
-            gone=[uuid for uuid in going if uuid not in back],
-            stayed=[device for uuid, device in known.items() if uuid not in going],
-        ),
-    ]
+    before = mig_after.daemon_steps_before(world.host, gpu_of(world), going)
+    starting, forgetting = mig_after.daemon_steps_after(
+        world.host,
+        {uuid: known[uuid] for uuid in back},
+        gone=[uuid for uuid in going if uuid not in back],
+        stayed=[device for uuid, device in known.items() if uuid not in going],
+    )
+    return [*before, Step(what="cut", command="cut", do=cut), *starting, *forgetting]
 
 
 def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
@@ -341,6 +339,7 @@ def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
     assert [step.what for step in steps][2:] == [
         "cut",
         "start the MPS daemon of MIG 3g.40gb of GPU 0 again, with its limits",
+        "note that the MPS daemon of MIG 3g.40gb of GPU 0 runs again",
         f"leave the MPS daemon of {third} stopped: its instance is gone",
     ]
     do(*steps)
@@ -354,6 +353,17 @@ def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
     assert [mps_aside.aside(one) for one in (home, gone, stays)] == [None, None, None]
     held = MpsControl(world.host.programs, str(home.pipe)).overview()
     assert (held.threads_percent, held.memory_limit_bytes) == (40.0, 4 * GIB)
+
+
+def test_what_cannot_be_forgotten_is_no_success(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the daemon would be started again by some later recovery."""
+    first, _, _ = uuids(world)
+    home = started(world, first)
+    monkeypatch.setattr(mps_aside, "forget_aside", lambda _home: None)
+    steps = change(world, [first], [], "1g.10gb:4")
+    with pytest.raises(OperationFailed, match="cannot be removed"):
+        do(*steps)
+    assert mps_aside.aside(home) is not None
 
 
 def test_a_dead_daemon_on_an_instance_that_stays_is_started_again(world: World) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -717,3 +719,35 @@ def test_a_crash_in_the_middle_is_undone_by_the_next_apply(cli: Cli, write: Writ
     done = cli("apply", "-f", path, host=TWO).ok()
     assert "was interrupted" in done.err
     assert cli("diff", "-f", path, host=TWO).code == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EIO, 1), (errno.EACCES, 4)])
+def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """The units for the boot would apply another one, or none."""
+    world = World(TWO)
+    kept, real = world.directory / "var" / "applied.yaml", os.replace
+
+    def refusing(source: Any, target: Any) -> None:
+        if Path(target) == kept:
+            raise OSError(number, os.strerror(number), str(source))
+        real(source, target)
+
+    text = one("timeslice: long")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refusing)
+        answer = cli("apply", "-f", write(text), host=TWO, output="json")
+    (error,) = answer.json["errors"]
+    assert (answer.code, error["code"], answer.json["status"]) == (code, "not_kept", "partial")
+    assert os.strerror(number) in error["message"]
+    assert error["hint"]
+    assert (states(answer), answer.data["kept"]) == ({0: "done"}, None)
+    assert not kept.exists()
+    # The same again keeps it, though there is nothing else to do.
+    assert cli("apply", "-f", write(text), host=TWO, output="json").ok().data["kept"] == str(kept)
+    assert kept.read_text() == text
+    # One that is kept is not written again: at boot the disk may be full.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refusing)
+        cli("apply", "-f", write(text), host=TWO).ok()

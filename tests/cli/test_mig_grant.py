@@ -98,11 +98,12 @@ def test_a_dry_run_shows_the_commands_and_needs_no_root(cli: Cli) -> None:
     before = same(A100)
     data = cli("mig", "grant", "train", "daemon", "--dry-run", host=A100, output="json").data
     assert data["dry_run"] is True
-    assert [step["command"] for step in data["steps"]][:2] == [
+    assert data["steps"][0]["what"] == "keep with the name train: granted to daemon"
+    assert [step["command"] for step in data["steps"]][1:3] == [
         "echo 'DeviceFileModify: 0' | sudo tee /proc/driver/nvidia/capabilities/gpu0/mig/gi1/access",
         "sudo chmod 0400 /dev/nvidia-caps/nvidia-cap12\nsudo chown daemon:root /dev/nvidia-caps/nvidia-cap12",
     ]
-    assert data["steps"][1]["undo"] == (
+    assert data["steps"][2]["undo"] == (
         "sudo chmod 0444 /dev/nvidia-caps/nvidia-cap12\nsudo chown root:root /dev/nvidia-caps/nvidia-cap12"
     )
     assert (same(A100), nodes(), granted()) == (before, [(True, OPEN)] * 2, ())
@@ -112,10 +113,10 @@ def test_the_commands_of_a_list(cli: Cli) -> None:
     cli("mig", "grant", "train", "nobody", host=A100).ok()
     data = cli("mig", "grant", "train", "daemon", "--dry-run", host=A100, output="json").data
     node = "/dev/nvidia-caps/nvidia-cap12"
-    assert data["steps"][0]["command"] == (
+    assert data["steps"][1]["command"] == (
         f"sudo chmod 0400 {node}\nsudo chown root:root {node}\nsudo setfacl -m u:daemon:r -m u:nobody:r {node}"
     )
-    assert data["steps"][0]["undo"].startswith(f"sudo setfacl -b {node}\n")
+    assert data["steps"][1]["undo"].startswith(f"sudo setfacl -b {node}\n")
 
 
 def test_without_root_nothing_changes(refused: Callable[..., str]) -> None:
@@ -123,6 +124,61 @@ def test_without_root_nothing_changes(refused: Callable[..., str]) -> None:
     for words in (("grant", "train", "daemon"), ("grant", "train", "nobody")):
         refused("mig", *words, code="no_permission", exit_code=4, host=A100)
     assert granted() == ()
+
+
+@pytest.mark.parametrize("then", ["grant", "revoke"])
+@pytest.mark.parametrize("verb", ["grant", "revoke"])
+def test_one_that_was_killed_in_between_is_completed_or_taken_back_by_the_next(cli: Cli, verb: str, then: str) -> None:
+    """A node that is closed and noted nowhere would stay closed: nothing would know that there is something to undo."""
+    words = ("train", "nobody") if then == "grant" else ("train",)
+    for killed_after in range(6):
+        if verb == "revoke":
+            cli("mig", "grant", "train", "nobody", host=A100).ok()
+        host = connect(A100)
+        plan = plan_grant(host, "train", "nobody") if verb == "grant" else plan_revoke(host, "train")
+        assert len(plan.steps) == 5
+        for step in plan.steps[:killed_after]:
+            step.do()
+        cli("mig", then, *words, host=A100).ok()
+        closed = [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
+        expected = (closed, ("nobody",)) if then == "grant" else ([(True, OPEN)] * 2, ())
+        assert (nodes(), granted()) == expected, killed_after
+        cli("mig", "revoke", "train", host=A100).ok()
+
+
+def test_revoke_opens_a_node_that_is_closed_and_noted_nowhere(cli: Cli) -> None:
+    """So an older gpushare left it that was killed: it noted the grant last."""
+    plan = plan_grant(connect(A100), "train", "nobody")
+    for step in plan.steps[1:]:
+        step.do()
+    assert (granted(), nodes()) == ((), [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2)
+    cli("mig", "revoke", "train", host=A100).ok()
+    assert nodes() == [(True, OPEN)] * 2
+    assert "nothing to do" in cli("mig", "revoke", "train", host=A100).ok().err
+
+
+@pytest.mark.parametrize("words", [("grant", "train", "nobody"), ("revoke", "train"), ("recover",)])
+def test_what_a_crash_left_of_a_file_is_removed_also_where_nothing_is_to_do(cli: Cli, words: tuple[str, ...]) -> None:
+    if words[0] == "grant":
+        cli("mig", *words, host=A100).ok()
+    host = connect(A100)
+    homes = host.run_directory / "mps" / "mig-1"
+    for directory in (host.run_directory / "mig", homes, host.state_directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    left = [
+        host.run_directory / "mig" / ".journal-abcdefgh",
+        homes / ".aside-abcdefgh",
+        host.state_directory / ".mig-names-abcdefgh",
+    ]
+    another = host.state_directory / ".another-abcdefgh"
+    for path in (*left, another):
+        path.write_text("{")
+    cli("mig", *words, "--dry-run", host=A100).ok()
+    assert all(path.exists() for path in left)
+    cli("mig", *words, host=A100).ok()
+    assert [path for path in left if path.exists()] == []
+    # It may be a user's own directory.
+    assert another.exists()
 
 
 def test_what_is_not_there(refused: Callable[..., str]) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpushare.actions import mig_recover
+from gpushare.actions import mig_bind, mig_recover
 from gpushare.actions.mig_left import left_behind, missing
 from gpushare.errors import OperationFailed
+from gpushare.host import mig_journal, mig_names, mps_aside, mps_home
 from gpushare.host.connect import connect
+from gpushare.host.mig_changes import MigChanges
 from gpushare.host.mig_journal import Journal
+from gpushare.mig.made import Proof
 from gpushare.mig.shape import GpuShape
 from gpushare.sim import admin
-from tests.actions.mig_host import MigHost
+from tests.actions.mig_host import MigHost, Said
 from tests.cli.conftest import Cli
 
 A100, TWO = "sim:a100-80gb", "sim:2xa100-80gb"
@@ -210,10 +215,8 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
         assert "is not there" in refused("mig", "recover", code="not_restored", exit_code=1, host=TWO)
     with host.file.changed() as state:
         state.gpus.insert(0, gone)
-    assert "gpushare mig disable -g 0 --destroy" in refused(
-        "mig", "recover", code="not_restored", exit_code=1, host=TWO
-    )
-    cli("mig", "disable", "-g", "0", "--destroy", host=TWO).ok()
+    assert "is undone now" in cli("mig", "recover", host=TWO).ok().out
+    assert [one.mode for one in host.look()] == [0, 0]
     assert "nothing to do" in cli("mig", "recover", host=TWO).ok().out
 
 
@@ -231,7 +234,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
         if len(calls) == 4:
             host.add(host.devices()[0][1])
             raise OperationFailed("the driver refused", "see: gpushare doctor")
-        real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments)  # type: ignore[arg-type, no-any-return]
 
     with monkeypatch.context() as patched:
         patched.setattr(mig_change, "perform", in_use)
@@ -240,10 +243,148 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
     assert "could not come back" in cli("mig", "status", host=A100).ok().err
     for pid in host.pids():
         admin.end_process(host.spec, pid)
-    assert host.run("mig", "recover").error["code"] == "not_restored"
-    cli("mig", "disable", "--destroy", host=A100).ok()
+    assert host.run("mig", "recover").code == 0
     assert host.look() == before
+    assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
+
+
+# -- what the driver refuses for once --------------------------------------------------------------
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, host: MigHost) -> Said:
+    """Recover while the driver refuses to take an instance away."""
+
+    def refuse(*_: object) -> None:
+        raise OperationFailed("the driver refused", "see: gpushare doctor")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MigChanges, "destroy_gpu_instance", refuse)
+        patched.setattr(MigChanges, "destroy_compute_instance", refuse)
+        return host.run("mig", "recover")
+
+
+@pytest.mark.parametrize("then", [("recover",), ("apply", "1g.10gb*3"), ("disable", "--destroy")])
+def test_what_the_driver_refuses_for_once_is_undone_by_the_next_command(
+    monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]
+) -> None:
+    host = MigHost(A100)
+    before = host.look()
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    said = refusing(monkeypatch, host)
+    assert said.error["code"] == "not_restored"
+    assert said.error["hint"].startswith("try again: gpushare mig recover")
+    assert host.journal.exists()
+    assert host.run("mig", *then).code == 0
+    assert not list(host.journal.parent.glob("*.json"))
+    assert (host.look() == before) is (then[0] != "apply")
+
+
+def test_what_the_driver_refuses_again_is_in_nobodys_way_and_can_be_accepted(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = MigHost(A100)
+    before = host.look()
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    for _ in range(2):
+        assert refusing(monkeypatch, host).error["code"] == "not_restored"
+    assert not host.journal.exists()
+    assert "is undone now" in cli("mig", "recover", host=A100).ok().out
+    assert host.look() == before
+
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    assert refusing(monkeypatch, host).code == 1
+    assert "would be forgotten" in cli("mig", "recover", "--forget", "-n", host=A100).ok().out
+    assert host.journal.exists()
+    assert "is forgotten" in cli("mig", "recover", "--forget", host=A100).ok().out
+    assert not list(host.journal.parent.glob("*.json"))
+
+
+def test_who_tries_again_later_destroys_nothing_that_was_made_since() -> None:
+    """The driver gives ids again: what is in that place now is not what was made then."""
+    host = MigHost(A100)
+    pid, _ = lost(host)
+    admin.end_process(host.spec, pid)
+    ((_, kept),) = Journal(connect(A100)).not_restored()
+    assert kept is not None
+    assert kept.proof not in {None, Proof()}
+    assert host.run("mig", "destroy", "all").code == 0
+    assert host.run("mig", "create", "1g.10gb*2").code == 0
+    here = host.look()
+    host.run("mig", "recover")
+    assert host.look()[0].instances == here[0].instances
+
+
+def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed(cli: Cli) -> None:
+    for verb, last in (("create", 6), ("destroy", 3)):
+        words = (verb, "3g.40gb", "--name", "new") if verb == "create" else (verb, "new")
+        for step in range(1, last):
+            host = MigHost(A100)
+            host.run("mig", "disable", "--destroy")
+            assert host.run("mig", "enable").code == 0
+            if verb == "destroy":
+                assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+            host.fault("crash-step", step)
+            host.run_apart("mig", *words)
+            host.clear()
+            said = host.run("mig", *words)
+            # One that had come to its end is told so: the name is given, or nobody has it any more.
+            assert said.code in {0, 2, 6}, (verb, step, said)
+            assert len(host.look()[0].instances) == (verb == "create"), (verb, step)
+            assert list(host.names()) == (["new"] if verb == "create" else [])
+            assert not host.journal.exists()
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full for all that gpushare keeps."""
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    for module in (mig_journal, mig_names, mps_home, mps_aside):
+        monkeypatch.setattr(module, "replace_file", refuse)
+
+
+def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "enable").code == 0
+    before = host.look()
+    with monkeypatch.context() as patched:
+        real = Journal.made
+
+        def made(self: Journal, one: Any) -> None:
+            full(patched)
+            real(self, one)
+
+        patched.setattr(Journal, "made", made)
+        assert "could not be undone" in host.run("mig", "create", "3g.40gb", "--name", "new").error["message"]
+    assert (host.look(), list(host.names())) == (before, ["new"])
     cli("mig", "recover", host=A100).ok()
+    assert (host.look(), list(host.names())) == (before, [])
+    assert not list(host.journal.parent.glob("*.json"))
+
+
+def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "enable").code == 0
+    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    cli("mps", "start", "-g", host.devices()[0][1], "--threads", "40", host=A100).ok()
+    before = host.look()
+    with monkeypatch.context() as patched:
+        real = mig_bind.names_changed
+
+        def changed(*arguments: Any) -> Any:
+            full(patched)
+            return real(*arguments)
+
+        patched.setattr(mig_bind, "names_changed", changed)
+        assert "could not be undone" in host.run("mig", "destroy", "new").error["message"]
+    assert host.look() == before
+    assert not host.state.daemons
+    assert "started the MPS daemon" in cli("mig", "recover", host=A100).ok().out
+    assert [one.threads for one in host.state.daemons] == [40]
+    assert not list(host.journal.parent.glob("*.json"))
 
 
 # -- what is told of it, and to whom ---------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -96,3 +97,22 @@ def test_a_file_that_may_not_be_executed(cli: Cli, tmp_path: Path) -> None:
     refused = cli("run", "--", str(script))
     assert refused.code == 4
     assert "may not execute" in refused.err
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EAGAIN])
+def test_a_guard_that_does_not_start_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Nothing runs unguarded, and the daemon goes."""
+    real = subprocess.Popen
+
+    def refuse(argv: list[str], *rest: object, **named: object) -> object:
+        if any(word.endswith("guard.py") for word in argv):
+            raise OSError(number, os.strerror(number), argv[0])
+        return real(argv, *rest, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    answer = cli("run", "--", "false", output="json")
+    assert answer.code == 1
+    (said,) = answer.lines("error")
+    assert "the guard, which ends the program when gpushare dies, does not start" in said
+    assert answer.lines("hint")
+    assert World().state.daemons == []

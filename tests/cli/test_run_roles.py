@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpushare.host import kept_file, production
 from gpushare.host.production import Production, find_production, lives, write_production
 from gpushare.host.tuned import Tuned, keep_tuned
 from gpushare.units import GIB
@@ -275,3 +278,24 @@ def test_nor_does_a_worker_in_a_session_of_its_own(
     until(lambda: (info := world.host.processes.describe(worker)) and info.stopped, "it is stopped")
     started.signal(signal.SIGKILL)
     until(lambda: not alive(pid) and not alive(worker), "the guard ends both")
+
+
+def test_a_production_job_that_cannot_be_made_known_is_not_started(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody would spare it, and its exit code would not tell."""
+    real, done = kept_file.replace_file, tmp_path / "done"
+
+    def full(path: Path, text: str, **named: Any) -> None:
+        if path.parent.name == "production":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(path, text, **named)
+
+    monkeypatch.setattr(production, "replace_file", full)
+    answer = cli("run", "--production", "web", "--", "touch", str(done))
+    assert answer.code == 1
+    (said,) = answer.lines("error")
+    assert "the record of a production job, cannot be written: No space left" in said
+    assert not done.exists()
+    # The daemon that was started for it is gone.
+    assert world.state.daemons == []

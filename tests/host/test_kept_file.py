@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -51,6 +52,18 @@ def test_what_cannot_be_understood_is_nothing(tmp_path: Path, text: str) -> None
     assert read_trusted(path) is None
     assert read_trusted(tmp_path / "none.json") is None
     assert read_trusted(tmp_path) is None
+
+
+def test_a_lock_that_the_system_refuses_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(kept_file.fcntl, "flock", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_file(tmp_path / "one.json", "{}")
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

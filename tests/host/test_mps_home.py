@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -333,3 +334,35 @@ def test_files_that_are_no_leases_are_no_users(home: DaemonHome) -> None:
     with odd.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert home.live_leases() == []
+
+
+def test_a_lease_whose_file_cannot_be_removed_is_given_back(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard holds the same descriptor: closing ours alone would leave the daemon in use for ever."""
+    lease = home.take_lease()
+    guards = os.dup(lease.descriptor)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    lease.release()
+    assert lease.path.exists()
+    assert home.live_leases() == []
+    os.close(guards)
+
+
+@pytest.mark.parametrize("act", ["locked", "take_lease", "live_leases"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOLCK])
+def test_a_lock_that_the_system_refuses_is_said(
+    home: DaemonHome, monkeypatch: pytest.MonkeyPatch, act: str, number: int
+) -> None:
+    """Never a bug of gpushare, and never a lease that counts for nobody."""
+    home.take_lease()
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mps_home.fcntl, "flock", refuse)
+    with pytest.raises(OperationFailed, match=os.strerror(number)) as caught:
+        home.locked().__enter__() if act == "locked" else getattr(home, act)()
+    assert str(home.directory) in caught.value.message

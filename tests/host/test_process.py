@@ -247,3 +247,15 @@ def test_a_clock_that_is_set_makes_nobody_a_stranger(monkeypatch: pytest.MonkeyP
     assert after is not None
     assert after.started_at == before.started_at
     assert LOCAL.alive(own, before.started_at)
+
+
+def test_what_a_process_shows_is_read_to_a_bound(tmp_path: Path) -> None:
+    """Any user can let his process show gigabytes as its environment (PR_SET_MM): root's memory is not his."""
+    path = tmp_path / "environ"
+    with path.open("wb") as file:
+        file.write(b"A=1\0")
+        file.truncate(1 << 30)
+    text = process._read(str(path))
+    assert text is not None
+    assert text.startswith("A=1\0")
+    assert len(text) <= 8 << 20

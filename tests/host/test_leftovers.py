@@ -1,0 +1,81 @@
+"""What a kill left of a file that was being written: removed, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpushare.host.connect import connect
+from gpushare.host.host import Host
+from gpushare.host.kept_file import replace_file
+from gpushare.host.leftovers import sweep
+
+LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon-0123_xyz")
+
+
+@pytest.fixture
+def host() -> Host:
+    found = connect("sim:a100-80gb")
+    for path in (found.run_directory / "mig", found.run_directory / "mps" / "mig-1", found.state_directory):
+        path.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def put(directory: Path, *names: str) -> list[Path]:
+    paths = [directory / name for name in names]
+    for path in paths:
+        path.write_text("{")
+    return paths
+
+
+def test_temporary_files_of_ours_go_and_all_else_stays(host: Host) -> None:
+    gone = [*put(host.run_directory, *LEFT), *put(host.state_directory, ".mig-names-abcdefgh", ".applied-abcdefgh")]
+    stays = put(host.run_directory, "mig/journal.json", "mps/mig-1/.daemon-short", "mps/.journal-abcdefgh")
+    # The directory of the state may be any that a user names.
+    stays += put(host.state_directory, ".other-abcdefgh")
+    sweep(host)
+    assert [path for path in gone if path.exists()] == []
+    assert all(path.exists() for path in stays)
+
+
+def test_what_is_being_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host import kept_file
+
+    real, path = kept_file.os.replace, host.run_directory / "mig" / "journal.json"
+    seen: list[str] = []
+
+    def swept(source: str, target: Path) -> None:
+        sweep(host)
+        seen.append(Path(source).read_text())
+        real(source, target)
+
+    monkeypatch.setattr(kept_file.os, "replace", swept)
+    replace_file(path, "[]")
+    assert (seen, path.read_text()) == (["[]"], "[]")
+
+
+@pytest.mark.parametrize("planted", ["mps/mig-2", "mps", "mig", ""])
+def test_a_link_that_others_planted_leads_nowhere(host: Host, tmp_path: Path, planted: str) -> None:
+    """Their /tmp/gpushare-1000 would else choose whose files go."""
+    victim = tmp_path / "victim"
+    (victim / "mig-1").mkdir(parents=True)
+    (victim / "mig").mkdir()
+    (victim / "mps").mkdir()
+    kept = put(victim, ".notes-abcdefgh", "mig/.notes-abcdefgh", "mig-1/.notes-abcdefgh", "mps/.notes-abcdefgh")
+    link = host.run_directory / planted
+    if link.exists():
+        link.rename(tmp_path / "before")
+    link.symlink_to(victim)
+    sweep(host)
+    assert all(path.exists() for path in kept)
+
+
+def test_a_directory_that_others_may_write_is_left_alone(host: Host) -> None:
+    (kept,) = put(host.run_directory / "mig", ".journal-abcdefgh")
+    host.run_directory.chmod(0o777)
+    sweep(host)
+    assert kept.exists()
+    host.run_directory.chmod(0o755)
+    sweep(host)
+    assert not kept.exists()
