@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.mig_cdi import cdi_notes, refresh_steps
 from gpushare.actions.mig_daemons import (
@@ -35,11 +35,14 @@ from gpushare.units import mps_memory
 if TYPE_CHECKING:
     from gpushare.host.host import Host
 
+_ASIDE: Final = "aside.json"
+
 # All that a MIG change asks for, in one place.
 __all__ = [
     "cdi_notes",
     "daemon_steps_after",
     "daemon_steps_before",
+    "forget_gone",
     "idle_daemon_pids",
     "recover_daemons",
     "refresh_steps",
@@ -126,6 +129,26 @@ def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
             said.append(f"started the MPS daemon of {device.title} again")
             mps_aside.forget_aside(home)
     return tuple(said)
+
+
+def forget_gone(host: Host) -> None:
+    """Forget what was set aside of daemons whose device is not there any more; where one cannot be seen, nothing is.
+
+    For after a recovery: what is not back then does not come back.
+    """
+    homes = [DaemonHome(path.parent) for path in sorted((host.run_directory / "mps").glob(f"*/{_ASIDE}"))]
+    if not homes:
+        return
+    gpus = [host.nvml.gpu(one.index) for one in host.nvml.identities()]
+    hidden = [gpu.mig_hidden or (gpu.mig_enabled is None and gpu.mig_capable is not False) for gpu in gpus]
+    if any(hidden) or any(gpu.error is not None for gpu in gpus):
+        return
+    # With MIG on, no daemon serves the GPU itself.
+    there = {device.uuid for gpu in gpus for device in devices_of(gpu) if device.mig is not None or not gpu.mig_enabled}
+    for home in homes:
+        kept = mps_aside.aside(home)
+        if kept is not None and kept[0].device_uuid not in there:
+            _forget(home)
 
 
 def start_again(host: Host, record: DaemonRecord, device: Device) -> None:

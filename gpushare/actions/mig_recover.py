@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpushare.actions.mig_after import recover_daemons
+from gpushare.actions.mig_after import forget_gone, recover_daemons
 from gpushare.actions.mig_bind import forget, regrant
 from gpushare.actions.mig_left import ACCEPT, RECOVER, missing, not_restored
 from gpushare.actions.mig_undo import CallFailed, as_command, look, restore
@@ -35,7 +35,10 @@ def recover(host: Host, journal: Journal, *, retry: bool = False) -> tuple[str, 
     """
     entry = journal.begun()
     said = () if entry is None else _recovered(host, journal, entry)
-    return (*said, *_earlier(host, journal, retry=retry))
+    said = (*said, *_earlier(host, journal, retry=retry))
+    if not journal.not_restored():
+        forget_gone(host)
+    return said
 
 
 def _earlier(host: Host, journal: Journal, *, retry: bool) -> list[str]:

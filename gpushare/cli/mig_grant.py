@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,11 +53,19 @@ def revoke(
 
 
 def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
+    """Carry it out under the lock of all MIG changes, planned anew: another may just have granted the same instance."""
     from gpushare.cli.changes import carried_out
-    from gpushare.host.leftovers import sweep
+    from gpushare.cli.mig_transaction import recovered
+    from gpushare.host.mig_journal import Journal
 
     host = settings.connect()
-    plan = make(host)
-    if not settings.dry_run:
-        sweep(host)
-    return carried_out(command, plan)
+    journal = Journal(host)
+    if settings.dry_run or host.uid != 0:
+        # Who is not root is refused, but for what is only noted of an instance that is gone.
+        return carried_out(command, make(host))
+    if journal.left() is None:
+        # What is refused anyway changes nothing.
+        make(host)
+    with recovered(host, journal) as notes:
+        plan = make(host)
+        return carried_out(command, replace(plan, notes=(*notes, *plan.notes)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,8 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
     Raises:
         GpushareError: of the look, of the plan, or of the step that failed and was rolled back.
     """
-    from gpushare.actions.mig_recover import is_complete, recover
+    from gpushare.actions.mig_recover import is_complete
     from gpushare.actions.mig_transact import transact
-    from gpushare.host.leftovers import sweep
     from gpushare.host.mig_journal import Journal
 
     host = settings.connect()
@@ -120,17 +120,33 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         make(host, journal)
     # Else what was interrupted comes first: it may be all that is in the way.
     need_root(host)
+    with recovered(host, journal) as notes:
+        change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
+        transact(host, journal, change, _say if settings.verbose else None)
+        return _shown(host, command, change, notes, dry_run=False)
+
+
+@contextlib.contextmanager
+def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
+    """Hold the lock of all MIG changes, and undo what was interrupted first; yield what was done, in words.
+
+    It is said too where the change that follows is refused.
+
+    Raises:
+        OperationFailed: as `recover`, and `Journal.locked`.
+    """
+    from gpushare.actions.mig_recover import recover
+    from gpushare.host.leftovers import sweep
+
     with journal.locked():
         sweep(host)
         notes = recover(host, journal)
         try:
-            change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
-            transact(host, journal, change, _say if settings.verbose else None)
+            yield notes
         except GpushareError:
             for one in notes:
                 note(one)
             raise
-        return _shown(host, command, change, notes, dry_run=False)
 
 
 def need_root(host: Host) -> None:

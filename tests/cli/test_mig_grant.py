@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +16,11 @@ from gpushare.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.host.connect import connect
 from gpushare.host.host import Host
+from gpushare.host.mig_journal import Journal
 from gpushare.host.mig_names import NamedInstance, names_changed, names_of
 from gpushare.sim import admin
 from gpushare.sim.capabilities import SimulatedCapabilities
+from tests.actions.mig_host import MigHost
 from tests.cli.conftest import Cli
 from tests.cli.drive import same
 
@@ -28,6 +33,10 @@ OPEN = NodeAccess()
 @pytest.fixture(autouse=True)
 def train() -> None:
     """Give the host a 3g (GPU instance 1) with the name ``train``, and a 1g (11) without one."""
+    prepare()
+
+
+def prepare() -> None:
     admin.set_mig(A100, "0", ["3g.40gb:0", "1g.10gb:4"])
     host = connect(A100)
     with names_changed(host) as names:
@@ -144,6 +153,37 @@ def test_one_that_was_killed_in_between_is_completed_or_taken_back_by_the_next(c
         expected = (closed, ("nobody",)) if then == "grant" else ([(True, OPEN)] * 2, ())
         assert (nodes(), granted()) == expected, killed_after
         cli("mig", "revoke", "train", host=A100).ok()
+
+
+def test_two_grants_at_once_are_both_kept(cli: Cli) -> None:
+    """Planned before the other had noted his, each would write the other's away."""
+    with Journal(connect(A100)).locked():
+        apart = [
+            subprocess.Popen([sys.executable, "-m", "gpushare", "--host", A100, "mig", "grant", "train", user, "-y"])
+            for user in ("nobody", "daemon")
+        ]
+        # Both have planned, and wait.
+        time.sleep(1.5)
+    assert [one.wait(60) for one in apart] == [0, 0]
+    assert sorted(granted()) == ["daemon", "nobody"]
+    assert nodes() == [(False, NodeAccess(mode=0o400, users=(DAEMON, NOBODY)))] * 2
+
+
+def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
+    host = MigHost(A100)
+    prepare()
+    before = host.look()
+    host.fault("crash-step", 1)
+    assert host.run_apart("mig", "destroy", "train") == 137
+    host.clear()
+    assert host.look() != before
+    answer = cli("mig", "grant", "train", "nobody", host=A100).ok()
+    assert "'destroy train', which was interrupted" in answer.err
+    assert host.look() == before
+    # Its instance was made anew, under another id.
+    (found,) = {one.gpu_instance_id for one in host.state.gpus[0].mig if one.profile == "3g.40gb"}
+    assert nodes(found) == [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
+    assert not host.journal.exists()
 
 
 def test_revoke_opens_a_node_that_is_closed_and_noted_nowhere(cli: Cli) -> None:

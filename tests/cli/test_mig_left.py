@@ -387,6 +387,31 @@ def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
     assert not list(host.journal.parent.glob("*.json"))
 
 
+@pytest.mark.parametrize("then", [("recover",), ("destroy", "new")])
+def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: Cli, then: tuple[str, ...]) -> None:
+    """Else an instance that is made there some day would get the daemon of another."""
+    host = MigHost(A100)
+    assert host.run("mig", "enable").code == 0
+    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    cli("mps", "start", "-g", host.devices()[0][1], host=A100).ok()
+    child = os.fork()
+    if not child:
+        # Dies when the instance is gone, and its name is not forgotten yet.
+        mig_bind.names_changed = lambda *_: os._exit(137)  # type: ignore[assignment]
+        try:
+            host.run("mig", "destroy", "new")
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
+    assert host.look()[0].instances == ()
+    homes = host.file.directory / "run" / "mps"
+    assert list(homes.glob("*/aside.json"))
+    assert host.run("mig", *then).code == (0 if then == ("recover",) else 6)
+    assert not list(homes.glob("*/aside.json"))
+    assert not host.journal.exists()
+    assert host.names() == {}
+
+
 # -- what is told of it, and to whom ---------------------------------------------------------------
 
 
