@@ -241,11 +241,9 @@ class World:
     def _files(self, state: SimulatedHostState) -> dict[str, str]:
         found: dict[str, str] = {}
         directory = self.directory
-        # Judged wrongly here: a real program that has ended stays in the simulated state until something looks at the host
-        # again, so its PID counts as alive in one look and as dead in the next (run --production with the real daemon, where
-        # the record of a failed removal of daemon.json is right and the reference is stale). To be asked of the kernel:
-        # `state.processes if not one.real`, as `_lives` does for the others.
-        alive = {*(one.pid for one in state.daemons), *(one.pid for one in state.processes)}
+        # A real program that has ended stays in the simulated state until something looks at the host again: whether it
+        # lives is asked of the kernel (`_lives`), not of that list.
+        alive = {*(one.pid for one in state.daemons), *(one.pid for one in state.processes if not one.real)}
         for room in ("run", "var"):
             for path in sorted((directory / room).rglob("*")):
                 name = path.relative_to(directory).as_posix()

@@ -223,8 +223,11 @@ def _in_our_words(message: str) -> str:
     """Return a message of the parser: an option that is meant as a command is, a number by no name of Python's."""
     import re
 
+    from gpushare.units import quoted
+
     options = re.fullmatch(r"(.*) \(Possible options: (.*)\)", message)
     if options is not None:
         meant = " or ".join(f"'{option}'" for option in options[2].split(", "))
         message = f"{options[1]}. Did you mean {meant}?"
+    message = re.sub(r"'([^']{61,})'", lambda long: quoted(long[1]), message)
     return re.sub(r"is not a valid (int|integer)( range)?$", "is not a whole number", message)
