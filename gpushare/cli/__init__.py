@@ -254,13 +254,17 @@ def _command_of(words: Sequence[str]) -> str:
 
 def _path_of(words: Sequence[str]) -> list[str]:
     """Return the command that the words name, as far as the tree knows them."""
-    command: Any = typer.main.get_command(build(asked_verbs(words)))
+    # By name alone: Typer would read the signature of every command for it.
+    group: typer.Typer | None = build(asked_verbs(words))
     path: list[str] = []
     for word in _before_dashes(words):
-        found = getattr(command, "commands", {}).get(word)
-        if found is not None:
+        groups = {one.name: one.typer_instance for one in group.registered_groups} if group else {}
+        if word in groups:
             path.append(word)
-            command = found
+            group = groups[word]
+        elif group and any(one.name == word for one in group.registered_commands):
+            path.append(word)
+            group = None
     return path
 
 

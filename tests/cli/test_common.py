@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from gpushare import __version__
-from gpushare.cli import app
+from gpushare.cli import app, build
 from gpushare.model import TimeSlice
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, environment
@@ -25,6 +25,15 @@ def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 COMMANDS = list(paths(typer.main.get_command(app)))
 LEAVES = [words for words in COMMANDS if words and words not in {("mps",), ("sim",), ("timeslice",)}]
+
+
+def test_the_tree_is_the_same_however_often_it_is_built() -> None:
+    """Each run of a process builds it: a command that is there twice is read twice."""
+    for _ in range(2):
+        for group in build().registered_groups:
+            assert group.typer_instance is not None
+            names = [command.name for command in group.typer_instance.registered_commands]
+            assert sorted(set(names), key=str) == sorted(names, key=str), group.name
 
 
 def test_the_tree_has_every_command() -> None:
