@@ -42,6 +42,9 @@ Sm = Annotated[int | None, typer.Option("--sm", metavar="N", help="By need: at l
 def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mig", cls=Group, short_help="Show, plan and change MIG layouts exactly.")
+    if any(command.name == "create" for command in group.registered_commands):
+        # The tree was built before in this process.
+        return
     mig_change.add(group)
     mig_files.add(group)
     mig_env.add(group)

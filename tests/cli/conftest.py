@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def even_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
     told = Clock(monotonic=lambda: slept[0], sleep=sleep)
     monkeypatch.setattr("gpushare.measure.observe.Clock", lambda: told)
+
+
+@pytest.fixture
+def patience_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a simulated program that hangs run into its time-out without the wait, where nothing would wake it."""
+    waited = [time.monotonic()]
+
+    def sleep(_seconds: float) -> None:
+        waited[0] += 3600.0
+
+    monkeypatch.setattr("gpushare.sim.programs.time", SimpleNamespace(monotonic=lambda: waited[0], sleep=sleep))
 
 
 @pytest.fixture

@@ -26,6 +26,12 @@ COMMANDS = list(paths(root()))
 LEAVES = [words for words in COMMANDS if words and words not in {("mps",), ("sim",), ("timeslice",)}]
 
 
+def test_the_tree_is_built_once() -> None:
+    """Typer reads the signature of a command when it is built: each time would cost every run of a process."""
+    assert root() is root()
+    assert root().commands["mig"].commands["apply"] is root().commands["mig"].commands["apply"]
+
+
 def test_the_tree_has_every_command() -> None:
     assert {
         ("status",),

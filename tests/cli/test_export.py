@@ -368,6 +368,7 @@ def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, file: Callable[[str
 # -- MPS daemons that are not what they seem -----------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patience_is_over")
 def test_a_daemon_that_hangs_is_not_left_out(cli: Cli, refused: Callable[..., str]) -> None:
     cli("mps", "start", "-g", "0", host=T4S).ok()
     World(T4S).fault("hang", "nvidia-cuda-mps-control")

@@ -680,6 +680,7 @@ def test_a_fault_at_a_step_takes_that_gpu_back(cli: Cli, write: Write, step: int
     assert (world.directory / "var" / "applied.yaml").read_text() == TO
 
 
+@pytest.mark.usefixtures("patience_is_over")
 def test_a_daemon_that_does_not_start_takes_its_gpu_back(cli: Cli, write: Write) -> None:
     world = World(TWO)
     cli("apply", "-f", write(FROM), host=TWO).ok()

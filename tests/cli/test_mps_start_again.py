@@ -105,13 +105,16 @@ def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, m
     """The other one starts after this one has made its first plan, and before it has the lock."""
     from contextlib import AbstractContextManager
 
+    from gpushare.cli.common import settings
     from gpushare.host.mps_home import DaemonHome
 
     proper, others = DaemonHome.locked, iter([("mps", "start", "--exclusive")])
 
     def locked(self: DaemonHome) -> AbstractContextManager[None]:
+        mine = dict(vars(settings))
         for words in others:
             cli(*words).ok()
+        vars(settings).update(mine)
         return proper(self)
 
     monkeypatch.setattr(DaemonHome, "locked", locked)
