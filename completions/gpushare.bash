@@ -31,8 +31,8 @@ _gpushare_node() {
       positional='@program'
       ;;
     'doctor')
-      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--host -o --output'
+      options='--fail-on --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--fail-on --host -o --output'
       ;;
     'timeslice')
       commands='show set reset'

@@ -75,6 +75,8 @@ function __gpushare_valued
             return 0
         case --bench
             return 0
+        case --fail-on
+            return 0
         case --pipe-directory
             return 0
         case --drain
@@ -222,7 +224,7 @@ end
 complete -c gpushare -f
 complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, the way of sharing in force, MPS daemons with limits and clients, and who is on them'
 complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
-complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for what goes wrong in practice; each finding has a stable id and its remedy'
+complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
 complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU turns to the next one'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
 complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'
@@ -280,6 +282,7 @@ complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Say more of what
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output)'
+complete -c gpushare -n '__gpushare_at doctor' -l fail-on -x -d 'What makes the exit code 1: a failed check (failure), or a warning too.'
 complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at doctor' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, plain off one]'
 complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'No notes.'

@@ -239,6 +239,6 @@ def worst(checks: list[Check]) -> Verdict:
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
 
 
-def exit_code(checks: list[Check]) -> int:
-    """Return 0, 1 when something warns, 2 when something fails."""
-    return {Verdict.PASS: 0, Verdict.WARN: 1, Verdict.FAIL: 2}[worst(checks)]
+def exit_code(checks: list[Check], fail_on: Verdict = Verdict.FAIL) -> int:
+    """Return 1 when something fails, with ``fail_on`` WARN also when something warns; else 0."""
+    return int(worst(checks) in {Verdict.FAIL, fail_on})

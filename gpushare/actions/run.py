@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, cast
 
+import gpushare
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.pause import PausingWatch
 from gpushare.actions.run_end import GRACE_SECONDS, end_program
@@ -235,7 +236,7 @@ def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO
         OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance on (``claim_unusable``).
     """
     here = Path(__file__).resolve()
-    root, device = str(here.parents[2]), share.device
+    root, device = str(Path(gpushare.__file__).resolve().parents[1]), share.device
     held = share.guarded
     told = [root, host.spec, device.uuid, str(device.gpu.index), *held]
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any
 
 import typer
 
@@ -14,11 +15,24 @@ def register(app: typer.Typer) -> None:
     app.command("doctor", cls=Command, short_help="Check the host; each finding has a remedy.")(doctor)
 
 
-def doctor() -> Any:
-    """Check the host for what goes wrong in practice; each finding has a stable id and its remedy.
+class FailOn(str, Enum):
+    """The least finding that makes the exit code 1."""
 
-    Exit code 0: all is well; 1: something warns; 2: something fails. Nothing is changed.
+    FAILURE = "failure"
+    WARNING = "warning"
+
+
+def doctor(
+    fail_on: Annotated[
+        FailOn,
+        typer.Option("--fail-on", help="What makes the exit code 1: a failed check (failure), or a warning too."),
+    ] = FailOn.FAILURE,
+) -> Any:
+    """Check the host for common problems. Each finding has a stable id and a remedy; nothing is changed.
+
+    Exit code 1 if a check fails, else 0; with --fail-on warning also 1 if a check warns.
     """
+    from gpushare.actions.check import Verdict
     from gpushare.actions.doctor import examine, exit_code, worst
     from gpushare.cli.host_file import kept_entries
     from gpushare.show.doctor import COLOURS, check_lines
@@ -49,7 +63,7 @@ def doctor() -> Any:
         data={"worst": worst(checks), "checks": checks},
         tables=(table,),
         csv=_csv(rows),
-        exit_code=exit_code(checks),
+        exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),
     )
 
 

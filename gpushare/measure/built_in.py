@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import gpushare
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.units import parse_memory_limit
@@ -53,7 +54,7 @@ def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool
     if footprint is not None:
         parse_memory_limit(footprint)
     title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(gpushare.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # One thread a copy: more of them would fight for the cores, and what is measured is the GPU.
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

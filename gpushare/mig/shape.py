@@ -10,6 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Final
 
 from gpushare.mig.made import Proof
@@ -180,7 +182,7 @@ def restoration(
         else:
             destroyed.append(whole(one))
     profiles = {profile.name: profile for profile in layout.profiles}
-    taken = sum({one.placement.mask for one in kept})
+    taken = reduce(or_, (one.placement.mask for one in kept), 0)
     for shape in places.values():
         placement = Placement(shape.start, shape.size)
         if shape.profile not in profiles or taken & placement.mask:
@@ -235,7 +237,8 @@ def _restore_inside(
             gone.append(compute)
     if gone:
         destroyed.append(Destroyed(instance=one, compute=tuple(gone), whole=False))
-    taken = sum({part.placement.mask for part in one.compute if part.placement is not None and part not in gone})
+    staying = (part for part in one.compute if part.placement is not None and part not in gone)
+    taken = reduce(or_, (part.placement.mask for part in staying if part.placement is not None), 0)
     for part in [
         part for part in missing if part.start is not None and taken & Placement(part.start, part.slices).mask
     ]:

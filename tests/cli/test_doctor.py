@@ -27,10 +27,10 @@ def checks(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
         if check["verdict"] in {"warn", "fail"}:
             assert check["why"]
             assert check["remedy"]
-    worst = {"fail": 2, "warn": 1}
+    verdicts = {check["verdict"] for check in answer.data["checks"]}
     assert answer.json["status"] == "ok"
-    assert answer.code == {"pass": 0, "warn": 1, "fail": 2}[answer.data["worst"]]
-    assert answer.code == max(worst.get(check["verdict"], 0) for check in answer.data["checks"])
+    assert answer.data["worst"] == next((one for one in ("fail", "warn") if one in verdicts), "pass")
+    assert answer.code == int("fail" in verdicts)
     return found
 
 
@@ -69,7 +69,7 @@ def test_nothing_is_changed(cli: Cli, world: World) -> None:
 def test_other_outputs(cli: Cli, world: World, form: str) -> None:
     world.fault("persistence-off")
     answer = cli("doctor", output=form)
-    assert answer.code == 1
+    assert answer.code == 0
     assert "gpu.persistence" in answer.out
     assert "nvidia-persistenced" in answer.out
     if form == "csv":
@@ -101,7 +101,22 @@ def test_nvml_that_does_not_answer(cli: Cli, world: World, fault: str, identifie
     found = checks(cli)
     assert found[identifier]["verdict"] == "fail"
     assert found["smi.program"]["verdict"] == "skip"
-    assert cli("doctor").code == 2
+    assert cli("doctor").code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "warns", "fails"), [((), 0, 1), (("--fail-on", "failure"), 0, 1), (("--fail-on", "warning"), 1, 1)]
+)
+def test_exit_codes_are_those_of_a_linter(
+    cli: Cli, world: World, words: tuple[str, ...], warns: int, fails: int
+) -> None:
+    """2 means a usage error everywhere else."""
+    assert cli("doctor", *words).code == 0
+    world.fault("persistence-off")
+    assert cli("doctor", *words).code == warns
+    world.fault("no-driver")
+    assert cli("doctor", *words).code == fails
+    assert cli("doctor", "--fail-on", "pass").code == 2
 
 
 def test_lost_gpu(cli: Cli) -> None:
