@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class BenchedCap:
 def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:
     """Return what was found for so many copies of a command on such a GPU; None: it was not measured."""
     for directory in (host.state_directory, *host.shared_state_directories):
+        if not is_trusted_directory(directory, "benched"):
+            continue
         found = _cap(_read(directory / "benched" / _file_name(device, command), device, command).get(str(copies)))
         if found is not None:
             return found
