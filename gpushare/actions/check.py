@@ -75,3 +75,8 @@ class Examination:
     def serving(self) -> list[FoundDaemon]:
         """Return the MPS daemons that answer."""
         return [found for found in self.daemons if found.daemon.pid is not None and found.daemon.error is None]
+
+    @property
+    def believed(self) -> list[FoundDaemon]:
+        """Return those of this user and of root: what any other says of itself is no reason to look or to act."""
+        return [found for found in self.serving if found.trusted]

@@ -202,7 +202,7 @@ def _own(seen: Examination) -> set[int]:
     daemons = {one.daemon.pid or 0 for one in seen.daemons}
     servers = {server.pid for one in seen.daemons for server in one.daemon.servers}
     runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases() or ()}
-    runs |= {holder.pid for holder in claimed_instances(seen.host).values()}
+    runs |= {holder.pid for holder in (claimed_instances(seen.host) or {}).values()}
     return daemons | servers | {below for pid in runs for below in seen.host.processes.descendants(pid)}
 
 

@@ -19,7 +19,7 @@ _USUAL_CONNECTIONS: Final = 2
 
 def client_environments(seen: Examination) -> Iterator[Check]:
     """Check for clients whose memory limits do not hold, or that take the connections of others."""
-    for found in seen.serving:
+    for found in seen.believed:
         for client in found.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
             yield from _dropped_limits(found.daemon, client, environment)
@@ -62,7 +62,7 @@ def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
     """Check for a default thread percentage that a daemon was given and silently did not take."""
-    for found in seen.serving:
+    for found in seen.believed:
         text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(_THREADS)
         if text is not None and not _is_percentage(text):
             yield Check(

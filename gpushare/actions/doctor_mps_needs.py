@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.check import Check, Examination, Verdict
 from gpushare.host.cdi import root_of
+from gpushare.host.kept_file import read_tail
 from gpushare.host.machine import SHARED_MEMORY
 from gpushare.host.mps_access import pipe_users
 from gpushare.layout.systemd import UNIT_PIPES
@@ -45,7 +46,7 @@ def needs(seen: Examination) -> Iterator[Check]:
         )
     else:
         yield Check(id="mps.shm", verdict=Verdict.PASS, seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
-    for found in seen.serving:
+    for found in seen.believed:
         yield from _descriptors(seen, found.daemon)
         yield from _directories(seen, found)
         yield from _log(found.daemon)
@@ -70,10 +71,10 @@ def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
 def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     daemon = found.daemon
     pipe = Path(daemon.pipe_directory or "/nonexistent")
-    try:
-        mode = pipe.stat().st_mode
-    except OSError:
+    seen_pipe = _own(pipe)
+    if seen_pipe is None or not stat.S_ISDIR(seen_pipe.st_mode):
         return
+    mode = seen_pipe.st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         yield Check(
             id="mps.directory",
@@ -94,7 +95,7 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
             gpu=daemon.gpu_index,
             seen=f"only its owner may go through {closed}" + ("" if closed == pipe else f", on the way to {pipe}"),
             why="programs of other users, and of containers, cannot reach the daemon and run without MPS or fail",
-            remedy=f"sudo chmod o+x {closed}",
+            remedy=f"sudo chmod o+x {shlex.quote(str(closed))}",
         )
 
 
@@ -110,22 +111,26 @@ def _closed(directory: Path, root: Path) -> Path | None:
 
 def _log(daemon: MpsDaemon) -> Iterator[Check]:
     path = Path(daemon.log_directory or "/nonexistent") / "control.log"
+    found = _own(path)
+    if found is not None and stat.S_ISREG(found.st_mode) and found.st_size > _LARGE_LOG:
+        yield Check(
+            id="mps.log",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"{path} has grown to {format_bytes(found.st_size)}",
+            why="every question to the daemon adds lines, and nobody rotates it",
+            remedy=f"sudo truncate -s 0 {shlex.quote(str(path))}",
+        )
+
+
+def _own(path: Path) -> os.stat_result | None:
+    """Return what this user or root made at a path; a link is what it is itself."""
     with contextlib.suppress(OSError):
-        size = path.stat().st_size
-        if size > _LARGE_LOG:
-            yield Check(
-                id="mps.log",
-                verdict=Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=f"{path} has grown to {format_bytes(size)}",
-                why="every question to the daemon adds lines, and nobody rotates it",
-                remedy=f"sudo truncate -s 0 {shlex.quote(str(path))}",
-            )
+        found = path.lstat()
+        return found if found.st_uid in {os.geteuid(), 0} else None
+    return None
 
 
 def log_tail(daemon: MpsDaemon, name: str) -> str:
     """Return the end of a log of a daemon (``control.log``, ``server.log``); nothing where it may not be read."""
-    with contextlib.suppress(OSError), open(Path(daemon.log_directory or "/nonexistent") / name, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        return file.read().decode(errors="replace")
-    return ""
+    return read_tail(Path(daemon.log_directory or "/nonexistent") / name, _TAIL_BYTES)

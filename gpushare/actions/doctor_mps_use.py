@@ -34,7 +34,16 @@ def foreign(seen: Examination) -> Iterator[Check]:
     """Check for daemons of somebody else, at the default path, left dead there, and two on one GPU."""
     for found in seen.serving:
         daemon = found.daemon
-        if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
+        if not found.trusted:
+            yield Check(
+                id="mps.foreign",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"process {daemon.pid} of {daemon.user or 'user unknown'} says that it is an MPS daemon",
+                why="its name and its environment are all that tells so: it was not asked, and its files are not looked at",
+                remedy=f"ask {daemon.user or 'its user'} what it is; or see: ps -fp {daemon.pid}",
+            )
+        elif daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
             yield Check(
                 id="mps.default_path",
                 verdict=Verdict.WARN,
@@ -69,7 +78,7 @@ def _several(seen: Examination) -> Iterator[Check]:
     for gpu in seen.answering:
         pids = [
             str(found.daemon.pid)
-            for found in seen.serving
+            for found in seen.believed
             if gpu.index in found.daemon.gpu_indexes and not (found.daemon.device_uuid or "").startswith("MIG-")
         ]
         if len(pids) > 1:
@@ -115,7 +124,7 @@ def devices(seen: Examination) -> Iterator[Check]:
     complete = len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
     present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
-    for found in seen.serving:
+    for found in seen.believed:
         uuid = found.daemon.device_uuid
         if uuid is not None and complete and uuid not in present:
             yield Check(
@@ -128,7 +137,7 @@ def devices(seen: Examination) -> Iterator[Check]:
             )
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
-        if level not in {None, TimeSlice.DEFAULT} and any(gpu.index in one.daemon.gpu_indexes for one in seen.serving):
+        if level not in {None, TimeSlice.DEFAULT} and any(gpu.index in one.daemon.gpu_indexes for one in seen.believed):
             yield Check(
                 id="mps.timeslice",
                 verdict=Verdict.WARN,
@@ -145,7 +154,7 @@ def outside(seen: Examination) -> Iterator[Check]:
     for found in seen.daemons:
         known |= {server.pid for server in found.daemon.servers} | {client.pid for client in found.daemon.clients}
         known |= {found.daemon.pid or 0}
-    for found in seen.serving:
+    for found in seen.believed:
         for gpu in seen.answering:
             # Who the clients of one are that was not asked is unknown.
             if gpu.index not in found.daemon.gpu_indexes or found.daemon.unasked:
@@ -183,7 +192,7 @@ def _named(seen: Examination, processes: list[GpuProcess]) -> str:
 
 def pending(seen: Examination) -> Iterator[Check]:
     """Check for clients of another user that wait until the server's user has no client (``control.log``)."""
-    for found in seen.serving:
+    for found in seen.believed:
         daemon = found.daemon
         served = sorted({server.user or "user unknown" for server in daemon.servers})
         waiting = sorted(set(_waiting(seen, daemon)))

@@ -136,7 +136,8 @@ def forget_gone(host: Host) -> None:
 
     For after a recovery: what is not back then does not come back.
     """
-    homes = [DaemonHome(path.parent) for path in sorted((host.run_directory / "mps").glob(f"*/{_ASIDE}"))]
+    found = (host.run_directory / "mps").glob(f"*/{_ASIDE}")
+    homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
     if not homes:
         return
     gpus = [host.nvml.gpu(one.index) for one in host.nvml.identities()]

@@ -36,7 +36,8 @@ def layouts_of(host: Host, gpus: Sequence[Gpu], hidden: dict[int, GpushareError]
     """
     reader, names = MigReader(host.nvml), names_of(host)
     # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
-    leases = {uuid: one for uuid, one in claimed_instances(host).items() if one.pid != os.getpid()}
+    claims = claimed_instances(host)
+    leases = None if claims is None else {uuid: one for uuid, one in claims.items() if one.pid != os.getpid()}
     # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
     blind = host.processes.namespace_is_host() is False
     found, files = [], None
@@ -64,7 +65,7 @@ class _Seen:
         host: Host,
         gpu: Gpu,
         names: Mapping[str, NamedInstance],
-        leases: Mapping[str, Holder],
+        leases: Mapping[str, Holder] | None,
         files: OpenFiles,
     ) -> None:
         self._host, self._gpu, self._leases = host, gpu, leases
@@ -82,14 +83,15 @@ class _Seen:
         )
 
     def _compute(self, instance: int, one: ComputeInstance) -> ComputeInstance:
-        lease = self._leases.get(one.uuid or "")
+        lease = None if self._leases is None else self._leases.get(one.uuid or "")
         more = (*self._held.get((instance, one.id), ()), *([] if lease is None else [lease]))
         return replace(one, holders=self._joined(one.holders, more))
 
     def _joined(
         self, told: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
     ) -> tuple[GpuProcess | Holder, ...] | None:
-        if told is None:
+        # Who may have claimed it is not known either.
+        if told is None or self._leases is None:
             return None
         return tuple(self._named(one) for one in (*told, *more) if one.pid not in self._idle)
 

@@ -29,6 +29,8 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
     dead: NotFound | None = None
     for run_directory in (host.run_directory, *host.shared_run_directories):
         home = home_of(run_directory, device.uuid)
+        if not home.is_trusted():
+            continue
         record = home.read()
         if record is None or record.device_uuid != device.uuid:
             record = adopted_record(host, home, device.uuid)

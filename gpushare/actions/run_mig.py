@@ -59,8 +59,10 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
     held: list[tuple[Place, Inside]] = []
     for place in places:
         inside = _inside(host, place, daemons)
-        claim = claims.get(place.mig.uuid)
-        if claim is not None:
+        claim = None if claims is None else claims.get(place.mig.uuid)
+        if claims is None:
+            held.append((place, None))
+        elif claim is not None:
             held.append((place, (claim,)))
         elif _is_free(place, inside):
             return place

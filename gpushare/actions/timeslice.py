@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.plan import Plan, Step
 from gpushare.errors import BadUsage, InUse, NoPermission, NotSupported, OperationFailed
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_trusted, replace_file, writing
 from gpushare.host.mps import find_daemons
 from gpushare.host.smi import compute_mode_command, parse_level, set_argv
@@ -251,6 +251,9 @@ def _record(host: Host, device: Device) -> Path:
 
 
 def _recorded_mode(record: Path) -> ComputeMode | None:
+    directory = record.parent
+    if not is_trusted_directory(directory.parent, directory.name):
+        return None
     with contextlib.suppress(KeyError, TypeError):
         return ComputeMode[read_trusted(record)["previous_compute_mode"]]
     return None

@@ -62,7 +62,10 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
     Nothing at all where none was kept, or where it is not this user's to read.
     """
     from gpushare.host.applied import applied_path
+    from gpushare.host.host import is_trusted_directory
 
+    if not is_trusted_directory(host.state_directory):
+        return {}, None
     try:
         found = entries_of(host_file(str(applied_path(host)))[0], gpus)
     except GpushareError as error:

@@ -138,6 +138,7 @@ def _reading(host: Host) -> Reading:
         if gpu.error is None and gpu.mig_capable:
             with suppress(GpushareError):
                 layouts[gpu.index] = reader.layout(gpu)
+    claims = claimed_instances(host)
     kept, _ = kept_entries(host, snapshot.gpus)
     wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Sharing.EXCLUSIVE}
     homes = [(home, home.read()) for home in homes_in([host.run_directory, *host.shared_run_directories])]
@@ -146,7 +147,7 @@ def _reading(host: Host) -> Reading:
         snapshot=snapshot,
         layouts=layouts,
         names={(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()},
-        leases=tuple(claimed_instances(host)),
+        leases=None if claims is None else tuple(claims),
         mps_leases={
             str(home.pipe): len(leases)
             for home, record in homes

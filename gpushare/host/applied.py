@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_bounded, replace_file, writing
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def keep_applied(host: Host, text: str) -> Path:
     """
     path = applied_path(host)
     with contextlib.suppress(OSError, ValueError):
-        if read_bounded(path) == text.encode():
+        if is_trusted_directory(host.state_directory) and read_bounded(path) == text.encode():
             return path
     make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     with writing(path, "the file for the next boot", code="not_kept"):

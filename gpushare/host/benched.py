@@ -1,6 +1,7 @@
 """The thread caps that `gpushare bench` found for a command: ``<state>/benched/KEY.json``, kept across reboots.
 
 One file per command and kind of GPU: the cap of so many copies depends on both. A farm of that command takes it.
+Only their owner reads them: they name the whole command.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class BenchedCap:
 def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:
     """Return what was found for so many copies of a command on such a GPU; None: it was not measured."""
     for directory in (host.state_directory, *host.shared_state_directories):
+        if not is_trusted_directory(directory, "benched"):
+            continue
         found = _cap(_read(directory / "benched" / _file_name(device, command), device, command).get(str(copies)))
         if found is not None:
             return found
@@ -53,12 +56,15 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mappi
     """
     directory = host.state_directory / "benched"
     make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
+    # A command line may hold a secret; what an older gpushare wrote here everybody could read.
+    with writing(directory, "which keeps the caps that were found"):
+        directory.chmod(0o700)
     path = directory / _file_name(device, command)
     known = _read(path, device, command)
     known.update({str(copies): vars(cap) for copies, cap in caps.items()})
     record = {"schema": SCHEMA, "device": _kind(device), "command": list(command), "caps": known}
     with writing(path, "which keeps the caps that were found"):
-        replace_file(path, json.dumps(record, indent=2))
+        replace_file(path, json.dumps(record, indent=2), mode=0o600)
     return path
 
 

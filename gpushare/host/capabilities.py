@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import stat
 import struct
 from collections.abc import Mapping, Sequence
@@ -193,7 +194,9 @@ def user_id(name: str) -> int:
         return (pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)).pw_uid
     except (KeyError, OverflowError, ValueError):
         raise NotFound(
-            f"there is no user '{name[:60]}'", f"check the spelling: getent passwd {name[:60]}", code="no_user"
+            f"there is no user '{name[:60]}'",
+            f"check the spelling: getent passwd {shlex.quote(name[:60])}",
+            code="no_user",
         ) from None
 
 

@@ -139,13 +139,15 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
     return first
 
 
-def live_claims(host: Host) -> dict[str, Claim]:
-    """Return who has what now, by key; what cannot be read is absent."""
+def live_claims(host: Host) -> dict[str, Claim] | None:
+    """Return who has what now, by key; None: it cannot be told."""
     found: dict[str, Claim] = {}
     try:
         claims = list(_claims(claim_directory(host)))
-    except (OSError, OperationFailed):
+    except FileNotFoundError:
         return found
+    except (OSError, OperationFailed):
+        return None
     for one in claims:
         if one.key not in found or one.rank < found[one.key].rank:
             found[one.key] = one

@@ -101,11 +101,17 @@ def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[H
     return _described(host, pids, node)
 
 
-def claimed_instances(host: Host) -> dict[str, Holder]:
-    """Return who has claimed which MIG instance (`gpushare run --mig`), by MIG UUID. A claim keeps others out, no more."""
+def claimed_instances(host: Host) -> dict[str, Holder] | None:
+    """Return who has claimed which MIG instance (`gpushare run --mig`), by MIG UUID; None: it cannot be told.
+
+    A claim keeps others out, no more.
+    """
     from gpushare.host.claims import live_claims
 
-    return {key: holder_of(host, one) for key, one in live_claims(host).items() if key.startswith("MIG-")}
+    claims = live_claims(host)
+    if claims is None:
+        return None
+    return {key: holder_of(host, one) for key, one in claims.items() if key.startswith("MIG-")}
 
 
 def holder_of(host: Host, claim: Claim) -> Holder:

@@ -174,3 +174,27 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
             f"close it: chmod go-w {shlex.quote(str(path))}",
             code="directory_open",
         )
+
+
+def is_trusted_directory(directory: Path, *below: str) -> bool:
+    """Return whether what is read in a directory counts: `make_private_directory` could have made it so.
+
+    ``directory`` is a run or state directory, ``below`` leads down from it; each on the way must be this user's or
+    root's, as must be a link in its place, and not writable for others. Opening a file without following links looks at
+    the last name only.
+    """
+    trusted = {os.geteuid(), 0}
+    path = str(directory)
+    for name in ("", *below):
+        path = os.path.join(path, name) if name else path
+        try:
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode) and found.st_uid in trusted:
+                found = os.stat(path)
+        except OSError:
+            return False
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in trusted:
+            return False
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+            return False
+    return True

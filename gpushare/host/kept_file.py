@@ -61,7 +61,7 @@ def read_bounded(path: Path) -> bytes:
 
     Raises:
         OSError: there is no such file (FileNotFoundError), or it cannot be read.
-        ValueError: it is no regular file, another user's, or longer than 4 MiB; the message says which.
+        ValueError: it is no regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFE)
@@ -70,13 +70,29 @@ def read_bounded(path: Path) -> bytes:
             raise ValueError("it is a symbolic link") from None
         raise
     with open(descriptor, "rb") as file:
-        why = _distrusted(os.fstat(descriptor))
+        found = os.fstat(descriptor)
+        why = _distrusted(found)
+        if why is None and found.st_mode & 0o022:
+            why = f"others may write it (mode {stat.S_IMODE(found.st_mode):o})"
         if why is not None:
             raise ValueError(why)
         text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
         return text
+
+
+def read_tail(path: Path, most: int) -> str:
+    """Return the end of a log that this user or root wrote; nothing where it may not be read.
+
+    A link, a FIFO or a device in its place is never followed and never waited for.
+    """
+    with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | _SAFE), "rb") as file:
+        found = os.fstat(file.fileno())
+        if _distrusted(found) is None:
+            file.seek(max(0, found.st_size - most))
+            return file.read(most).decode(errors="replace")
+    return ""
 
 
 def _distrusted(found: os.stat_result) -> str | None:

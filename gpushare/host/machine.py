@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
+from gpushare.host.proc_text import MOST_OF_ENVIRONMENT, entries_of, read_proc
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary file
 # NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
@@ -82,12 +83,8 @@ class LocalMachine:
         return found
 
     def _environment(self, pid: str) -> list[tuple[str, str]]:
-        try:
-            with open(f"{self._proc}/{pid}/environ", "rb") as file:
-                entries = file.read().decode(errors="replace").split("\0")
-        except OSError:
-            return []
-        return [(name, value) for name, equals, value in (entry.partition("=") for entry in entries) if equals]
+        text = read_proc(f"{self._proc}/{pid}/environ", MOST_OF_ENVIRONMENT)
+        return [] if text is None else entries_of(text)
 
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids of this boot (``journalctl -k -b``, else ``dmesg``)."""

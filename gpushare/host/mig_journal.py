@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, OperationFailed
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
 from gpushare.host.kept_file import clear_leftovers, open_lock, replace_file, sync_directory, writing
 from gpushare.host.mig_entry import JournalEntry, read_entry
@@ -83,6 +83,8 @@ class Journal:
 
         Whoever cannot open the lock, which is its owner's alone, reads in the journal which process changes MIG.
         """
+        if not self._is_trusted():
+            return False
         try:
             descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except PermissionError:
@@ -94,6 +96,9 @@ class Journal:
             return not _lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
+
+    def _is_trusted(self) -> bool:
+        return is_trusted_directory(self._directory.parent, self._directory.name)
 
     def _is_told(self) -> bool:
         """Return whether the process that wrote the journal lives, and is the user's who owns it."""
@@ -113,7 +118,8 @@ class Journal:
         Raises:
             OperationFailed: as `begun`.
         """
-        return None if not os.path.lexists(self._path) or self.running() else self.begun()
+        there = os.path.lexists(self._path) and self._is_trusted()
+        return None if not there or self.running() else self.begun()
 
     def begun(self) -> JournalEntry | None:
         """Return the entry that stands there; for who holds the lock.
@@ -135,6 +141,8 @@ class Journal:
     def not_restored(self) -> list[tuple[Path, JournalEntry | None]]:
         """Return the entries whose changes could not be undone, each with its file; None: it cannot be read."""
         found: list[tuple[Path, JournalEntry | None]] = []
+        if not self._is_trusted():
+            return found
         for path in sorted(self._directory.glob("not-restored-*.json")):
             try:
                 entry = read_entry(path)

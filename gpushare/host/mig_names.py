@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import clear_leftovers, open_lock, read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def names_of(host: Host) -> dict[str, NamedInstance]:
     """Return all names that hold for this user, by name: root's, and over them the user's own."""
     found: dict[str, NamedInstance] = {}
     for directory in (*host.shared_state_directories, host.state_directory):
+        if not is_trusted_directory(directory):
+            continue
         found.update(_read(directory / "mig-names.json"))
     return found
 

@@ -32,9 +32,9 @@ def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> No
 
 def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:
     """Return the record that was set aside and the profile, or None: there is none, or neither we nor root wrote it."""
-    raw = read_trusted(home.directory / _NAME)
+    raw = read_trusted(home.directory / _NAME) if home.is_trusted() else None
     record = record_of(raw)
-    profile = raw.get("profile") if record is not None else None
+    profile = raw.get("profile") if isinstance(raw, dict) else None
     return None if record is None else (record, profile if isinstance(profile, str) else None)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, OperationFailed, TimedOut
+from gpushare.host.kept_file import read_tail
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_text import Overview, parse_memory
 
@@ -80,14 +81,7 @@ def logged_limit(log_directory: str | None, uuid: str) -> int | None:
     The daemon prints whole G, and nothing for a limit that was set by UUID (seen on 535 and 550): only its log tells.
     A command that it refused does not count.
     """
-    path = Path(log_directory or "/nonexistent") / "control.log"
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
-            text = file.read(_LOG_TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return None
+    text = read_tail(Path(log_directory or "/nonexistent") / "control.log", _LOG_TAIL_BYTES)
     # A limit that an earlier daemon in this directory was given died with it.
     text = text[max(0, text.rfind("Starting control daemon using socket")) :]
     limit = None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import clear_leftovers, open_lock, read_trusted, replace_file, writing
 from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES
 from gpushare.model import ComputeMode, device_key, old_device_key
@@ -106,7 +106,6 @@ class DaemonHome:
             self.leases.chmod(0o700)
 
     def _make_directory(self) -> None:
-        # One by one: mkdir's mode holds for the last of a path only.
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):
             make_private_directory(path)
 
@@ -123,11 +122,15 @@ class DaemonHome:
 
         Signals go to the PID in it: only our own and root's word is taken for that.
         """
-        return record_of(read_trusted(self.directory / _RECORD))
+        return record_of(read_trusted(self.directory / _RECORD)) if self.is_trusted() else None
+
+    def is_trusted(self) -> bool:
+        """Return whether what is kept here counts: nobody else can have put it, or the way to it, there."""
+        return is_trusted_directory(self.directory.parents[1], *self.directory.parts[-2:])
 
     def _keeps(self, uuid: str) -> bool:
         """Return whether a record of a device is here, of its daemon or of one that was set aside."""
-        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, _ASIDE))
+        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, _ASIDE) if self.is_trusted())
         return any(record is not None and record.device_uuid == uuid for record in kept)
 
     def write(self, record: DaemonRecord) -> None:
@@ -277,14 +280,12 @@ def record_of(raw: Any) -> DaemonRecord | None:
     if not isinstance(raw, dict):
         return None
     known = {field.name: raw[field.name] for field in fields(DaemonRecord) if field.name in raw}
-    if not {"device_uuid", "pid", "started_at", "uid"} <= set(known):
-        return None
-    if not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
+    whole = {"device_uuid", "pid", "started_at", "uid"} <= set(known)
+    if not whole or not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
         return None
     known["pid"] = known["pid"] or None
-    if known["pid"] is None and known.get("state") != STARTING:
-        return None
-    return DaemonRecord(**known)
+    lacks = known["pid"] is None and known.get("state") != STARTING
+    return None if lacks else DaemonRecord(**known)
 
 
 def _is_whole(value: object) -> bool:
@@ -322,17 +323,17 @@ def home_of(run_directory: Path, uuid: str) -> DaemonHome:
 
 def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
     """Return the homes that have a record, in these run directories."""
-    found = []
-    for run_directory in run_directories:
-        with contextlib.suppress(OSError):
-            found += [DaemonHome(path.parent) for path in sorted((run_directory / "mps").glob("*/daemon.json"))]
-    return found
+    return [DaemonHome(path.parent) for path in _below(run_directories, _RECORD)]
 
 
 def unrecorded(run_directories: Sequence[Path]) -> bool:
     """Return whether a daemon may live in one of the homes there without a record: its socket is there."""
-    pipes = (pipe for one in run_directories for pipe in (one / "mps").glob("*/pipe/control"))
-    return any(not (pipe.parent.parent / _RECORD).exists() for pipe in pipes)
+    return any(not (path.parent.parent / _RECORD).exists() for path in _below(run_directories, "pipe/control"))
+
+
+def _below(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
+    for one in (one / "mps" for one in run_directories if is_trusted_directory(one, "mps")):
+        yield from sorted(one.glob(f"*/{name}"))
 
 
 def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_trusted, replace_file
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def noted_pauses(host: Host) -> tuple[Pauses, ...]:
     """Return the programs that live, by PID; what another user notes where this one cannot look is missing."""
     found = []
     for directory in (host.run_directory, *host.shared_run_directories):
+        if not is_trusted_directory(directory, _directory(directory).name):
+            continue
         with contextlib.suppress(OSError):
             found += [_read(path) for path in _directory(directory).glob("*.json")]
     alive = [one for one in found if one is not None and host.processes.alive(one.pid, one.started_at)]

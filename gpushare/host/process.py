@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from gpushare.errors import NoPermission, NotFound
 from gpushare.host.container import container_of
+from gpushare.host.proc_text import MOST_OF_ENVIRONMENT, command_line_of, entries_of, read_proc
 
 if TYPE_CHECKING:
     import psutil
@@ -28,8 +29,6 @@ SAME_START_SECONDS = 3.0
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
 _TICKS = os.sysconf("SC_CLK_TCK")
-# The kernel gives a new program 6 MB for its words and its environment; a stranger's process may show gigabytes there.
-_MOST_CHARACTERS = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +138,13 @@ class LocalProcesses:
         try:
             process = psutil.Process(pid)
             with process.oneshot():
-                command_line = _allowed(process.cmdline)
+                # Not psutil's: it reads them to the end, and for a long name, too.
+                command_line = command_line_of(pid)
                 return ProcessInfo(
                     pid=pid,
                     user=_allowed(process.username),
                     uid=_effective_uid(process),
-                    name=_allowed(process.name),
+                    name=_name_of(pid, command_line),
                     # A program that renames itself leaves empty words behind its name.
                     command_line=tuple(shortened(command_line or ())) or None,
                     started_at=_started_at(pid),
@@ -169,10 +169,8 @@ class LocalProcesses:
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""
-        text = _read(f"/proc/{pid}/environ")
-        if text is None:
-            return None
-        return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+        text = read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT)
+        return None if text is None else dict(entries_of(text))
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs whose executable has this name; by the command line where ``exe`` may not be read."""
@@ -184,8 +182,7 @@ class LocalProcesses:
                 same = os.path.basename(os.readlink(f"/proc/{entry}/exe")).removesuffix(" (deleted)") == name
             except OSError:
                 # The kernel cuts comm at 15 bytes: it cannot tell the MPS daemon from its server, the command line can.
-                argv0 = (_read(f"/proc/{entry}/cmdline") or "").split("\0", 1)[0]
-                same = os.path.basename(argv0) == name
+                same = os.path.basename((command_line_of(int(entry)) or ("",))[0]) == name
             if same and self.alive(int(entry)):
                 found.append(int(entry))
         return sorted(found)
@@ -302,12 +299,18 @@ def _in_mask(field: str, pid: int, signal: int) -> bool | None:
 
 
 def _read(path: str) -> str | None:
-    try:
-        # newline: a variable of an environment may hold any.
-        with open(path, encoding="utf-8", errors="replace", newline="") as file:
-            return file.read(_MOST_CHARACTERS)
-    except OSError:
+    text = read_proc(path)
+    return None if text is None else text.decode(errors="replace")
+
+
+def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
+    """Return the name of a process: the kernel cuts it at 15 bytes, its command line has the rest."""
+    text = read_proc(f"/proc/{pid}/stat")
+    if text is None:
         return None
+    name = os.fsdecode(text.partition(b"(")[2].rpartition(b")")[0])
+    whole = os.path.basename(command_line[0]) if command_line else ""
+    return whole if len(os.fsencode(name)) >= 15 and whole.startswith(name) else name
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_trusted, replace_file, writing
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def productions(host: Host) -> list[Production]:
     """Return every production job that is known, living or not: this user's, and root's."""
     found = []
     for run_directory in (host.run_directory, *host.shared_run_directories):
+        if not is_trusted_directory(run_directory, "production"):
+            continue
         with contextlib.suppress(OSError):
             found += [_production(read_trusted(path)) for path in sorted((run_directory / "production").glob("*.json"))]
     return [one for one in found if one is not None]

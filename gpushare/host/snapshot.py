@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError
+from gpushare.host.host import is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
 from gpushare.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice
@@ -167,6 +168,8 @@ class Observer:
 
 
 def _records_in(directory: Path) -> list[tuple[str, int]]:
+    if not is_trusted_directory(directory.parent, directory.name):
+        return []
     try:
         return [(str(path), path.stat().st_mtime_ns) for path in sorted(directory.glob("*/daemon.json"))]
     except OSError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, NoPermission
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.kept_file import read_trusted, replace_file
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def check_job_name(name: str) -> str:
 def find_tuned(host: Host, name: str) -> Tuned | None:
     """Return what was found for a production job: this user's, else root's; None when nothing is kept."""
     for directory in (host.state_directory, *host.shared_state_directories):
+        if not is_trusted_directory(directory, "tuned"):
+            continue
         found = _tuned(read_trusted(directory / "tuned" / f"{name}.json"))
         if found is not None:
             return found

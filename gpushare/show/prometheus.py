@@ -30,7 +30,8 @@ class Reading:
     # By GPU UUID, profile and first memory slice.
     names: Mapping[tuple[str, str, int], str] = field(default_factory=dict)
     # MIG UUIDs that `gpushare run --mig` holds.
-    leases: tuple[str, ...] = ()
+    # None: it cannot be told.
+    leases: tuple[str, ...] | None = ()
     # By pipe directory: how many `gpushare run` use the daemon.
     mps_leases: Mapping[str, int] = field(default_factory=dict)
     mig_interrupted: bool | None = None
@@ -247,4 +248,5 @@ def _instance(gpu: Gpu, one: GpuInstance, reading: Reading) -> Iterator[Value]:
     name = reading.names.get((gpu.uuid or "", one.profile.name, one.start))
     yield "gpushare_mig_instance_info", {**labels, "start": str(one.start), **({"name": name} if name else {})}, 1
     yield "gpushare_mig_instance_busy", labels, one.busy
-    yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in one.compute)
+    if reading.leases is not None:
+        yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in one.compute)

@@ -6,11 +6,11 @@ import re
 from typing import IO, Final
 
 # Control characters, line separators, lone surrogates (undecodable bytes of a command line) and the
-# bidirectional overrides: a process may put any of them into its own name.
+# bidirectional marks and overrides: a process may put any of them into its own name.
 # Compiled at the first use: JSON of a host needs neither.
-_UNSAFE: Final = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+_UNSAFE: Final = r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 # JSON has escaped the others, and its own line breaks stand.
-_UNSAFE_IN_JSON: Final = r"[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+_UNSAFE_IN_JSON: Final = r"[\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _SURROGATES: Final = r"[\ud800-\udfff]"
 # What we draw ourselves has an ASCII spelling of the same width.

@@ -429,3 +429,20 @@ def test_a_run_by_a_services_name_is_a_run() -> None:
 
 def test_programs_have_ten_seconds_to_end() -> None:
     assert mig_evict.GRACE_SECONDS == 10.0
+
+
+def test_where_claims_cannot_be_told_every_instance_counts_as_held(
+    host: MigHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood of claim files hides none: what may be in use is not destroyed."""
+    from gpushare.host import claims
+
+    take_claim(connect(A100), "MIG-x")
+    assert all(one.holders == () for one in layouts_of(connect(A100), [connect(A100).nvml.gpu(0)])[0].instances)
+    monkeypatch.setattr(claims, "_MOST_FILES", 0)
+    (layout,) = layouts_of(connect(A100), [connect(A100).nvml.gpu(0)])
+    assert [one.holders for one in layout.instances] == [None, None]
+    assert all(part.busy for one in layout.instances for part in one.compute)
+    said = host.run("mig", "destroy", "0/1", "-y")
+    assert said.code != 0
+    assert len(host.state.gpus[0].mig) == 2

@@ -213,3 +213,9 @@ def may_read(path: Path, uid: int) -> bool:
     """Return whether a process of this user may open a file."""
     done = subprocess.run(["cat", str(path)], user=uid, group=uid, extra_groups=[], capture_output=True, check=False)
     return done.returncode == 0
+
+
+def test_a_name_in_a_hint_is_one_word_to_the_shell() -> None:
+    with pytest.raises(NotFound) as caught:
+        user_id("nobody; reboot")
+    assert caught.value.hint == "check the spelling: getent passwd 'nobody; reboot'"

@@ -429,7 +429,16 @@ def test_a_flood_is_said_with_whose_it_is(host: Host, monkeypatch: pytest.Monkey
         take_claim(host, ONE)
     assert caught.value.code == "lease_unusable"
     assert f"-uid {os.geteuid()} -delete" in caught.value.hint
-    assert live_claims(host) == {}
+
+
+def test_in_a_flood_who_has_what_cannot_be_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A true claim may be beyond the bound: that nobody has anything is not known."""
+    for number in range(30):
+        put(host, "x", name=f"{number:016x}")
+    assert claimed_instances(host) == {}
+    monkeypatch.setattr(claims, "_MOST_FILES", 20)
+    assert live_claims(host) is None
+    assert claimed_instances(host) is None
 
 
 @as_root

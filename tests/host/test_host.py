@@ -9,7 +9,13 @@ import pytest
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission
 from gpushare.host.connect import connect
-from gpushare.host.host import SYSTEM_RUN_DIRECTORY, local_host, local_run_directory, make_private_directory
+from gpushare.host.host import (
+    SYSTEM_RUN_DIRECTORY,
+    is_trusted_directory,
+    local_host,
+    local_run_directory,
+    make_private_directory,
+)
 
 
 def test_the_run_directory_of_root_and_of_users(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +123,30 @@ def test_the_umask_does_not_close_what_we_make_and_what_was_there_stays(sim_dir:
         os.umask(before)
     modes = [(sim_dir / name).stat().st_mode & 0o777 for name in ("old", "old/a", "old/a/b")]
     assert modes == [0o700, 0o755, 0o755]
+
+
+def test_what_lies_below_a_trusted_directory_is_looked_at_one_by_one(sim_dir: Path) -> None:
+    make_private_directory(sim_dir / "run" / "mps" / "gpu-1")
+    assert is_trusted_directory(sim_dir / "run")
+    assert is_trusted_directory(sim_dir / "run", "mps", "gpu-1")
+    assert not is_trusted_directory(sim_dir / "run", "mps", "gpu-2")
+    assert not is_trusted_directory(sim_dir / "other", "mps")
+    (sim_dir / "run" / "file").write_text("")
+    assert not is_trusted_directory(sim_dir / "run", "file")
+    for mode, trusted in ((0o777, False), (0o775, False), (0o1777, True), (0o755, True)):
+        (sim_dir / "run" / "mps").chmod(mode)
+        assert is_trusted_directory(sim_dir / "run", "mps", "gpu-1") is trusted
+
+
+def test_a_directory_that_is_a_strangers_link_is_not_trusted(sim_dir: Path) -> None:
+    """What `make_private_directory` refuses: a link of ones own or of root is as good as the directory."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a link of another user")
+    make_private_directory(sim_dir / "there" / "mps")
+    link = sim_dir / "link"
+    link.symlink_to(sim_dir / "there")
+    assert is_trusted_directory(link, "mps")
+    os.chown(link, 4242, -1, follow_symlinks=False)
+    assert not is_trusted_directory(link, "mps")
+    os.chown(sim_dir / "there" / "mps", 4242, -1)
+    assert not is_trusted_directory(sim_dir / "there", "mps")

@@ -180,3 +180,34 @@ def test_what_a_crash_left_is_removed_but_nothing_that_is_being_written(tmp_path
         ]
     clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".one-else", "one-abcdefgh", "one.json"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "missing"])
+def test_the_end_of_a_log_is_taken_of_a_file_only(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "control.log"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    assert kept_file.read_tail(path, 100) == ""
+
+
+def test_the_end_of_a_log_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "control.log"
+    path.write_bytes(b"x" * 1000 + b"end")
+    assert kept_file.read_tail(path, 5) == "xxend"
+    assert kept_file.read_tail(path, 5000) == "x" * 1000 + "end"
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_may_write_is_not_believed(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text("{}")
+    path.chmod(0o644)
+    assert kept_file.read_trusted(path) == {}
+    path.chmod(mode)
+    assert kept_file.read_trusted(path) is None
+    with pytest.raises(ValueError, match="others may write"):
+        kept_file.read_understood(path)

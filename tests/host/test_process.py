@@ -17,6 +17,7 @@ import pytest
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host import process
+from gpushare.host.machine import LocalMachine
 from gpushare.host.process import LocalProcesses, ProcessInfo, shortened, wait_gone
 
 LOCAL = LocalProcesses()
@@ -249,13 +250,39 @@ def test_a_clock_that_is_set_makes_nobody_a_stranger(monkeypatch: pytest.MonkeyP
     assert LOCAL.alive(own, before.started_at)
 
 
-def test_what_a_process_shows_is_read_to_a_bound(tmp_path: Path) -> None:
-    """Any user can let his process show gigabytes as its environment (PR_SET_MM): root's memory is not his."""
-    path = tmp_path / "environ"
-    with path.open("wb") as file:
-        file.write(b"A=1\0")
-        file.truncate(1 << 30)
-    text = process._read(str(path))
-    assert text is not None
-    assert text.startswith("A=1\0")
-    assert len(text) <= 8 << 20
+def test_what_a_process_shows_is_read_to_a_bound(start: Start) -> None:
+    """Any user can let his process show gigabytes as its arguments (PR_SET_MM): root's memory is not his."""
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    one = start(*sleep, *["x" * 20_000] * 10)
+    assert one.stdout is not None
+    one.stdout.readline()
+    found = described(one.pid)
+    assert found.command_line is None
+    assert found.name
+    assert found.uid == os.geteuid()
+
+
+def test_an_environment_that_is_too_long_counts_as_unreadable(start: Start) -> None:
+    variables = {f"GPUSHARE_TEST_{number}": "x" * 100_000 for number in range(12)}
+    one = start("sleep", "60", env={"PATH": os.environ["PATH"], **variables})
+    other = start("sleep", "60", env={"PATH": os.environ["PATH"], "GPUSHARE_TEST_0": "y"})
+    eventually(lambda: LOCAL.environment(other.pid))
+    eventually(lambda: described(one.pid).name == "sleep")
+    assert LOCAL.environment(one.pid) is None
+    found = LocalMachine().environments({"GPUSHARE_TEST_0"})
+    assert one.pid not in found
+    assert found[other.pid] == {"GPUSHARE_TEST_0": "y"}
+
+
+def test_the_words_of_a_command_line_are_whole(start: Start) -> None:
+    one = start(sys.executable, "-c", "import time; time.sleep(60)", "a b", "")
+    eventually(lambda: (described(one.pid).command_line or ("",))[0] == sys.executable)
+    assert described(one.pid).command_line == (sys.executable, "-c", "import time; time.sleep(60)", "a b")
+
+
+def test_a_long_name_is_told_whole(start: Start, sim_dir: Path) -> None:
+    """The kernel cuts it at 15 bytes; the command line has the rest."""
+    path = sim_dir / "a-program-with-a-long-name"
+    shutil.copy(shutil.which("sleep") or "", path)
+    one = start(str(path), "60")
+    eventually(lambda: described(one.pid).name == path.name)

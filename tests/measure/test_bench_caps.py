@@ -157,3 +157,16 @@ def test_a_cap_of_one_model_is_not_that_of_another_on_the_same_host() -> None:
     keep_benched(host, device, ["a"], {4: cap})
     assert find_benched(host, device, ["a"], 4) == cap
     assert find_benched(host, other, ["a"], 4) is None
+
+
+def test_a_command_line_that_is_kept_is_its_owners_alone(tmp_path: Path) -> None:
+    """It may hold a token. What an older gpushare left open for all is closed with its directory."""
+    host = connect("sim:h200")
+    device = select_one("0", host.nvml.sweep())
+    directory = host.state_directory / "benched"
+    directory.mkdir(parents=True)
+    cap = BenchedCap(threads_percent=50.0, best=True, date="2026-01-01", driver=None)
+    path = keep_benched(host, device, ["train", "--token=secret"], {2: cap})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert find_benched(host, device, ["train", "--token=secret"], 2) == cap

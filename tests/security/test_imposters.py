@@ -49,13 +49,23 @@ def imposter(mallory: Stranger, only_these: None) -> Path:
 
 
 @contextlib.contextmanager
-def imposters(mallory: Stranger, program: Path, *directories: Path, visible: str = "GPU-none") -> Iterator[list[int]]:
+def imposters(
+    mallory: Stranger, program: Path, *directories: Path, visible: str = "GPU-none", log: Path | None = None
+) -> Iterator[list[int]]:
     """Run one for each pipe directory, as the attacker."""
     with contextlib.ExitStack() as stack:
         argv = [str(program), "-c", "while :; do read line || sleep 600; done", "-d"]
         pids = [
             stack.enter_context(
-                mallory.runs(argv, {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_VISIBLE_DEVICES": visible})
+                mallory.runs(
+                    argv,
+                    {
+                        "CUDA_MPS_PIPE_DIRECTORY": str(directory),
+                        "CUDA_MPS_LOG_DIRECTORY": str(log or directory),
+                        "CUDA_VISIBLE_DEVICES": visible,
+                        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "many",
+                    },
+                )
             )
             for directory in directories
         ]
@@ -112,6 +122,43 @@ def test_a_flood_of_text_is_cut(mallory: Stranger, imposter: Path, control: Path
             assert gpushare("status", "-v", seconds=60).code == 0
         finally:
             resource.setrlimit(resource.RLIMIT_AS, room)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "endless", "large"])
+def test_the_doctor_looks_into_no_directory_that_a_stranger_names(
+    kind: str, mallory: Stranger, imposter: Path, control: Path, sticky: Path
+) -> None:
+    """Neither waits there, nor takes in what has no end, nor has root change what the stranger's links mean."""
+    says(control, ":")
+    roots = sticky / "roots"
+    roots.mkdir()
+    roots.chmod(0o777)
+    with (roots / "precious").open("wb") as file:
+        file.truncate(200 << 20)
+    log, pipe = mallory.home / f"log-{kind}", mallory.home / f"pipe-{kind}"
+
+    def plant() -> None:
+        log.mkdir()
+        pipe.symlink_to(roots)
+        for name in ("control.log", "server.log"):
+            if kind == "fifo":
+                os.mkfifo(log / name)
+            else:
+                (log / name).symlink_to("/dev/zero" if kind == "endless" else roots / "precious")
+
+    mallory.does(plant)
+    world = World()
+    with imposters(mallory, imposter, pipe, log=log, visible=world.uuid()) as (pid,):
+        answer = gpushare("doctor", seconds=30, output="json")
+    checks = answer.json["data"]["checks"]
+    assert "bug of gpushare" not in answer.out
+    about = [one for one in checks if str(pid) in one["seen"] or str(mallory.home) in one["seen"]]
+    # It is told, and as another's; what it says of itself is no reason for a remedy.
+    assert {one["id"] for one in about} == {"mps.unasked", "mps.foreign"}
+    assert not [
+        one for one in checks if str(mallory.home) in (one["remedy"] or "") or "truncate" in (one["remedy"] or "")
+    ]
+    assert mallory.name in next(one["remedy"] for one in about if one["id"] == "mps.foreign")
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""A run or state directory that somebody else made first, with links in it to true records: nothing is read there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpushare.actions.mig_daemons import devices_of
+from gpushare.actions.mps_device import own_daemon
+from gpushare.actions.timeslice import _record, _recorded_mode
+from gpushare.cli.host_file import kept_entries
+from gpushare.errors import NotFound
+from gpushare.host.applied import keep_applied
+from gpushare.host.benched import BenchedCap, find_benched, keep_benched
+from gpushare.host.host import Host, make_private_directory
+from gpushare.host.mig_journal import Journal
+from gpushare.host.mig_names import NamedInstance, names_changed, names_of
+from gpushare.host.mps_aside import aside, set_aside
+from gpushare.host.mps_home import DaemonRecord, home_of, homes_in, unrecorded
+from gpushare.host.pauses import Pauses, note_pauses, noted_pauses
+from gpushare.host.production import Production, productions, write_production
+from gpushare.host.tuned import Tuned, find_tuned, keep_tuned
+from gpushare.selection import Device
+from tests.cli.drive import World
+from tests.security.conftest import Stranger, gpushare
+
+Reader = Callable[[Host, Device], object]
+
+
+def fill(host: Host, device: Device) -> None:
+    """Write one of everything that gpushare keeps."""
+    home = home_of(host.run_directory, device.uuid)
+    home.create()
+    (home.pipe / "control").touch()
+    record = DaemonRecord(device_uuid=device.uuid, pid=os.getpid(), started_at=None, uid=0)
+    home.write(record)
+    set_aside(home, record, None)
+    started = host.processes.describe(os.getpid())
+    assert started is not None
+    note_pauses(host, Pauses(pid=os.getpid(), started_at=started.started_at, gpu_uuid=device.uuid))
+    write_production(host, Production(name="web", pid=os.getpid(), started_at=1.0, device_uuid=device.uuid))
+    make_private_directory(_record(host, device).parent)
+    _record(host, device).write_text('{"previous_compute_mode": "EXCLUSIVE_PROCESS"}')
+    _record(host, device).chmod(0o644)
+    keep_benched(
+        host, device, ["true"], {1: BenchedCap(threads_percent=50.0, best=True, date="2026-01-01", driver=None)}
+    )
+    keep_tuned(
+        host,
+        Tuned(
+            name="web", date="2026-01-01", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True,
+            meets=True, stable=True, keep=0.9,
+        ),
+    )  # fmt: skip
+    keep_applied(host, "no gpushare.yaml\n")
+    with names_changed(host) as names:
+        names["train"] = NamedInstance(name="train", gpu_uuid=device.uuid, profile="3g.71gb", start=0)
+    journal = Journal(host)
+    with journal.locked():
+        journal.begin("a change", [], [])
+        journal.give_up()
+        journal.begin("another change", [], [])
+
+
+READERS: dict[str, Reader] = {
+    "record": lambda host, device: home_of(host.run_directory, device.uuid).read(),
+    "homes": lambda host, device: homes_in([host.run_directory]),
+    "aside": lambda host, device: aside(home_of(host.run_directory, device.uuid)),
+    "pauses": lambda host, device: noted_pauses(host),
+    "production": lambda host, device: productions(host),
+    "timeslice": lambda host, device: _recorded_mode(_record(host, device)),
+    "benched": lambda host, device: find_benched(host, device, ["true"], 1),
+    "tuned": lambda host, device: find_tuned(host, "web"),
+    "applied": lambda host, device: kept_entries(host, ())[1],
+    "names": lambda host, device: names_of(host),
+    "journal": lambda host, device: Journal(host).left(),
+    "not restored": lambda host, device: Journal(host).not_restored(),
+}
+
+
+DIRECT = {("middle", "names"), ("middle", "applied")}
+
+
+@pytest.fixture
+def filled() -> tuple[Host, Device]:
+    world = World()
+    assert gpushare("status").code == 0
+    device = devices_of(world.host.nvml.sweep()[0])[0]
+    fill(world.host, device)
+    return world.host, device
+
+
+# Names and the applied file lie in the directory itself.
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(kind, what) for kind in ("squatted", "middle") for what in READERS if (kind, what) not in DIRECT],
+)
+def test_nothing_is_read_through_a_directory_of_anothers(
+    kind: str, what: str, filled: tuple[Host, Device], mallory: Stranger, tmp_path: Path
+) -> None:
+    host, device = filled
+    read = READERS[what]
+    # Itself it is readable: else the test would show nothing.
+    assert read(host, device)
+    links = mallory.home / f"links-{kind}-{what.replace(' ', '-')}"
+
+    def squat() -> None:
+        """Make a directory of the same names, each a link to the true one."""
+        for name, true in (("run", host.run_directory), ("var", host.state_directory)):
+            (links / name).mkdir(parents=True)
+            for path in true.iterdir():
+                (links / name / path.name).symlink_to(path)
+
+    mallory.does(squat)
+    if kind == "squatted":
+        other = replace(host, run_directory=links / "run", state_directory=links / "var")
+    else:
+        # Its own directory, in the middle a stranger's link.
+        for name in ("run", "var"):
+            os.chown(links / name, 0, 0)
+        other = replace(host, run_directory=links / "run", state_directory=links / "var")
+    assert not read(other, device)
+
+
+def test_no_daemon_is_found_below_a_directory_of_anothers(filled: tuple[Host, Device], mallory: Stranger) -> None:
+    host, device = filled
+    place = mallory.home / "run-own"
+    mallory.does(lambda: (place.mkdir(), (place / "mps").symlink_to(host.run_directory / "mps")))
+    with pytest.raises(NotFound) as caught:
+        own_daemon(host, device)
+    # Its record is read.
+    assert caught.value.code == "dead_daemon"
+    with pytest.raises(NotFound) as caught:
+        own_daemon(replace(host, run_directory=place), device)
+    assert caught.value.code == "no_daemon"
+    assert not unrecorded([place])
