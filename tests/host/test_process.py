@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import shutil
@@ -259,3 +260,24 @@ def test_what_a_process_shows_is_read_to_a_bound(tmp_path: Path) -> None:
     assert text is not None
     assert text.startswith("A=1\0")
     assert len(text) <= 8 << 20
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_a_signal_reaches_its_process_also_where_there_is_no_descriptor_for_it(
+    monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """Linux before 5.3, a sandbox, too many open files: the look right before the signal must do."""
+
+    def refused(pid: int) -> int:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        info = LOCAL.describe(process.pid)
+        assert info is not None
+        assert info.started_at is not None
+        with pytest.raises(NotFound):
+            LOCAL.send_to(process.pid, info.started_at - 1.0, signal.SIGKILL)
+        assert process.poll() is None
+        LOCAL.send_to(process.pid, info.started_at, signal.SIGKILL)
+        assert process.wait(60.0) == -signal.SIGKILL
