@@ -276,8 +276,11 @@ def test_a_signal_reaches_its_process_also_where_there_is_no_descriptor_for_it(
         info = LOCAL.describe(process.pid)
         assert info is not None
         assert info.started_at is not None
-        with pytest.raises(NotFound):
-            LOCAL.send_to(process.pid, info.started_at - 1.0, signal.SIGKILL)
-        assert process.poll() is None
-        LOCAL.send_to(process.pid, info.started_at, signal.SIGKILL)
-        assert process.wait(60.0) == -signal.SIGKILL
+        try:
+            with pytest.raises(NotFound):
+                LOCAL.send_to(process.pid, info.started_at - 1.0, signal.SIGTERM)
+            assert process.poll() is None
+            LOCAL.send_to(process.pid, info.started_at, signal.SIGTERM)
+            assert process.wait(60.0) == -signal.SIGTERM
+        finally:
+            process.kill()
