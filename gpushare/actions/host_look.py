@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gpushare.actions.host_units import is_unit, live_unit, with_units
 from gpushare.actions.mig_grant import plan_reapply
 from gpushare.actions.mig_layouts import layouts_of
+from gpushare.actions.mps_start_checks import is_there
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.mig_names import names_of
@@ -60,8 +61,9 @@ def _live(
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
     ours = [one for one in found if one.daemon.ours and one.daemon.device_uuid in mine]
     units = [one.daemon for one in found if is_unit(one.daemon) and one.daemon.device_uuid in mine]
-    others = [one.daemon for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
-    foreign = [one for one in others if gpu.index in one.gpu_indexes]
+    others = [one for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
+    there = (one for one in others if gpu.index in one.daemon.gpu_indexes and is_there(host, one, gpu.index))
+    foreign = [one.daemon for one in there]
     names = [one for one in named if one.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,

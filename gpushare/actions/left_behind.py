@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.run_end import end_programs
+from gpushare.host.known_process import known
 from gpushare.host.process import wait_gone
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ HELPER_SECONDS: Final = 1.0
 def still_there(host: Host, found: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
     """Return who stays of those that were found of each program, by its PID; a program of which nobody stays is not in it."""
     members = {program: tuple(pids) for program, pids in found.items()}
-    left = set(wait_gone(host.processes, (pid for pids in members.values() for pid in pids), HELPER_SECONDS))
+    # Who has got the PID of one meanwhile was not left behind.
+    started = known(host.processes, [pid for pids in members.values() for pid in pids])
+    left = set(wait_gone(host.processes, started, HELPER_SECONDS))
     kept = {program: tuple(pid for pid in pids if pid in left) for program, pids in members.items()}
     return {program: pids for program, pids in kept.items() if pids}
 

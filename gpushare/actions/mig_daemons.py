@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpushare.actions.check import counted
+from gpushare.actions.mps_start_checks import is_there, naming
 from gpushare.errors import GpushareError, InUse, NoPermission
 from gpushare.host.mps import FoundDaemon, find_daemons
 from gpushare.host.mps_home import DaemonHome, DaemonRecord, homes_in, unrecorded
@@ -124,6 +125,8 @@ def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
         daemon = one.daemon
         if daemon.ours or gpu.index not in daemon.gpu_indexes or daemon.pid is None:
             continue
+        if not is_there(host, one, gpu.index):
+            continue
         # Only one that names other MIG devices holds none of these.
         visible = (host.processes.environment(daemon.pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
         words = [word.strip().lower() for word in visible.split(",") if word.strip()]
@@ -133,8 +136,7 @@ def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
         if elsewhere and gpu.uuid not in going:
             continue
         raise InUse(
-            f"an MPS daemon that gpushare did not start serves GPU {gpu.index} "
-            f"(process {daemon.pid}, {daemon.pipe_directory})",
+            f"an MPS daemon that gpushare did not start serves GPU {gpu.index} ({naming(one)})",
             f"stop it: gpushare mps stop --pipe-directory {shlex.quote(daemon.pipe_directory or '')} --yes",
             gpu=str(gpu.index),
             code="foreign_daemon",

@@ -44,6 +44,7 @@ class Client:
 
     found: FoundDaemon
     client: MpsClient
+    started_at: float | None = None
 
     @property
     def daemon(self) -> MpsDaemon:
@@ -62,8 +63,10 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
     for strangers in (False, True):
         for found in find_daemons(host, gpus, strangers=strangers):
             for client in found.daemon.clients:
-                if client.pid == pid:
-                    return Client(found, client)
+                info = host.processes.describe(pid) if client.pid == pid else None
+                # A daemon of another user is believed about that user's own processes only.
+                if info is not None and (found.trusted or info.uid == found.uid):
+                    return Client(found, client, info.started_at)
             if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
                 raise _serves(found.daemon, pid)
     if not host.processes.alive(pid):
@@ -132,7 +135,9 @@ def kill(host: Host, client: Client, gpus: Sequence[Gpu], *, bound_seconds: floa
         NoPermission: it belongs to another user.
         OperationFailed: the server is in FAULT afterwards (code ``server_fault``).
     """
-    drain = end_clients(host, [client.client.pid], meter_of(host, client, gpus), bound_seconds=bound_seconds)
+    pid = client.client.pid
+    ended = [pid] if client.started_at is None else {pid: client.started_at}
+    drain = end_clients(host, ended, meter_of(host, client, gpus), bound_seconds=bound_seconds)
     status = _status_after(host, client)
     return Killed(
         pid=client.client.pid,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, InUse, OperationFailed
 from gpushare.host import mps_control
 from gpushare.host.mps import find_daemons
+from gpushare.host.mps_control import is_server
+
+# Of processes that look like daemons: any user can start thousands.
+_MOST_NAMED: Final = 3
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
+    from gpushare.host.mps import FoundDaemon
     from gpushare.host.mps_home import DaemonHome
     from gpushare.host.program import Completed
     from gpushare.selection import Device
@@ -68,10 +73,10 @@ def refuse_second(host: Host, device: Device) -> None:
                 # is starting it at this moment shows under the lock.
                 continue
             raise exists(device, daemon.pid)
-        if not daemon.ours and device.gpu.index in daemon.gpu_indexes:
+        if not daemon.ours and device.gpu.index in daemon.gpu_indexes and is_there(host, found, device.gpu.index):
             pipe = shlex.quote(daemon.pipe_directory or "")
             raise InUse(
-                f"an MPS daemon that gpushare did not start serves {device.title} (process {daemon.pid}, {daemon.pipe_directory})",
+                f"an MPS daemon that gpushare did not start serves {device.title} ({naming(found)})",
                 f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or stop it: "
                 f"gpushare mps stop --pipe-directory {pipe} --yes",
                 gpu=str(device.gpu.index),
@@ -79,9 +84,37 @@ def refuse_second(host: Host, device: Device) -> None:
             )
 
 
+def naming(found: FoundDaemon) -> str:
+    """Return who a daemon is, for a message: it may be anybody's."""
+    daemon = found.daemon
+    return f"process {daemon.pid} of user {daemon.user or 'unknown'}, {daemon.pipe_directory}"
+
+
+def is_there(host: Host, found: FoundDaemon, gpu: int) -> bool:
+    """Return whether a daemon that names a GPU counts: root's and our own do, another user's where the driver proves it.
+
+    Anybody can start a process of that name. The driver shows its user's MPS clients, or its server, on the GPU.
+    """
+    if found.trusted:
+        return True
+    if found.uid is None:
+        return False
+    for process in host.nvml.processes(gpu) or ():
+        info = host.processes.describe(process.pid)
+        if info is not None and info.uid == found.uid and (process.mps or is_server(info.name)):
+            return True
+    return False
+
+
 def notes_of(host: Host, device: Device) -> list[str]:
     """Return what is worth knowing before a start: who stays outside."""
-    notes = []
+    notes = [
+        f"a process called as an MPS daemon names {device.title} and is not seen on it: {naming(found)}; it does not count"
+        for found in find_daemons(host, [device.gpu], deep=False)
+        if not found.trusted
+        and device.gpu.index in found.daemon.gpu_indexes
+        and not is_there(host, found, device.gpu.index)
+    ][:_MOST_NAMED]
     outside = [
         process for process in host.nvml.processes(device.gpu.index) or () if process.compute and not process.mps
     ]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.timeslice import set_compute_mode
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.host.capabilities import user_name
+from gpushare.host.known_process import known, signal_known
 from gpushare.host.mps import FoundDaemon, live_pid
 from gpushare.host.mps_control import MpsControl, is_server
 from gpushare.host.mps_home import ADOPTED, DaemonRecord
@@ -65,6 +67,7 @@ def stop(
     home = found.home
     # Before the lock: another user's home cannot even be locked.
     _may_stop(found)
+    _check_listener(host, found)
     waited, forced = 0.0, False
     if found.daemon.pid is not None:
         # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
@@ -73,16 +76,18 @@ def stop(
         if _ended_by_its_last_run(host, found):
             return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=False)
         _still_there(found)
-        pid = found.daemon.pid
+        pid, started_at = found.daemon.pid, found.started_at
         if pid is None and home is not None and found.record is not None:
             # A start that was killed since we looked may have left one.
-            pid = live_pid(host, home, found.record)
+            pid, started_at = live_pid(host, home, found.record), None
         # Without a process it is the record of a dead daemon: nothing to stop, but to clear away and to restore.
         if pid is not None:
             control = found.control(host)
+            _check_listener(host, found)
             # Somebody may have come while we waited for the lock.
             left = _without_clients(host, found, 0.0, force=force)[1]
-            forced = end_daemon(host, control, pid, seconds=1.0, force=force) or bool(left)
+            forced = bool(left)
+            forced |= end_daemon(host, control, pid, started_at=started_at, seconds=1.0, force=force)
         restored = None if found.record is None else restore_mode(host, found.record, device)
         # Last: until here it tells the next command what is still to be done.
         if home is not None:
@@ -113,17 +118,24 @@ def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
     return home.read() is None and not host.processes.alive(found.daemon.pid, record.started_at)
 
 
-def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool) -> bool:
+def end_daemon(
+    host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool, started_at: float | None = None
+) -> bool:
     """Tell a daemon to quit and wait until its process is gone; return whether signals were needed.
 
     ``quit`` says nothing of value by its exit code. With ``force`` a daemon that does not go gets
-    SIGTERM and then SIGKILL (its files are harmless to a later start).
+    SIGTERM and then SIGKILL (its files are harmless to a later start). ``started_at`` is when it started, if the
+    caller has known it for longer: nothing is told or sent to whoever has its PID since.
 
     Raises:
         TimedOut: it does not answer and ``force`` is False.
         OperationFailed: it would not go.
     """
-    answers, woken = _woken(host, control, pid) if force else (True, False)
+    started = known(host.processes, [pid] if started_at is None else {pid: started_at})
+    if not started or not host.processes.alive(pid, started[pid]):
+        # It ended by itself; who listens at its directory now is not meant.
+        return False
+    answers, woken = _woken(host, control, pid, started[pid]) if force else (True, False)
     tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
     for patience in tries:
         # A "quit" that met another conversation is dropped in silence: it is said again.
@@ -136,9 +148,9 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
             if not force:
                 raise
             break
-        if not wait_gone(host.processes, [pid], patience):
+        if not wait_gone(host.processes, started, patience):
             return woken
-    if force and _end_by_signals(host, pid):
+    if force and _end_by_signals(host, pid, started[pid]):
         return True
     raise OperationFailed(
         f"the MPS daemon {pid} was told to quit and its process is still there",
@@ -148,41 +160,35 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, seconds: float, for
     )
 
 
-def _woken(host: Host, control: MpsControl, pid: int) -> tuple[bool, bool]:
+def _woken(host: Host, control: MpsControl, pid: int, started_at: float) -> tuple[bool, bool]:
     """Return whether a daemon answers, and whether it had to be let go on for it (somebody may have stopped it)."""
     for woken in (False, True):
         try:
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
-            with contextlib.suppress(NotFound):
-                host.processes.send(pid, signal.SIGCONT)
+            signal_known(host.processes, pid, started_at, signal.SIGCONT)
         else:
             return True, woken
     return False, True
 
 
-def _end_by_signals(host: Host, pid: int) -> bool:
+def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
     """End a daemon by SIGTERM, then SIGKILL, and the servers that it leaves; return whether it is gone."""
     daemon = host.processes.describe(pid)
-    if daemon is None:
+    if daemon is None or not host.processes.alive(pid, started_at):
         return True
     servers = _servers_below(host, daemon)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if host.processes.alive(pid, daemon.started_at):
-            with contextlib.suppress(NotFound):
-                host.processes.send(pid, number)
-        if not wait_gone(host.processes, [pid], 3.0):
+        signal_known(host.processes, pid, started_at, number)
+        if not wait_gone(host.processes, {pid: started_at}, 3.0):
             # Nobody tells them to end any more.
-            left = wait_gone(host.processes, servers, 1.0)
-            for server in left:
-                if host.processes.alive(server, servers[server]):
-                    with contextlib.suppress(NotFound):
-                        host.processes.send(server, signal.SIGKILL)
+            for server in wait_gone(host.processes, servers, 1.0):
+                signal_known(host.processes, server, servers[server], signal.SIGKILL)
             return True
     return False
 
 
-def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float | None]:
+def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
     """Return the MPS servers that a daemon has started, with their start times.
 
     By name, and of its own user unless it is root's, which starts servers for others: whatever else descends from it
@@ -193,9 +199,25 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float | None]:
         info = host.processes.describe(pid) if pid != daemon.pid else None
         if info is None or not (is_server(info.name) or info.name == daemon.name):
             continue
-        if daemon.uid in {0, info.uid}:
+        if daemon.uid in {0, info.uid} and info.started_at is not None:
             found[pid] = info.started_at
     return found
+
+
+def _check_listener(host: Host, found: FoundDaemon) -> None:
+    """Raise where another process listens at the pipe directory that a daemon only names: it would be the one to end."""
+    if found.daemon.ours or found.daemon.pid is None:
+        return
+    directory = found.daemon.pipe_directory or ""
+    listener = host.programs.listener(directory)
+    if listener is None or listener == (found.daemon.pid, found.uid):
+        return
+    raise InUse(
+        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) names the pipe directory {directory}, "
+        f"but process {listener.pid} (user {user_name(listener.uid)}) listens there",
+        f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped",
+        code="other_daemon",
+    )
 
 
 def _still_there(found: FoundDaemon) -> None:

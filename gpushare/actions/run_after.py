@@ -13,6 +13,7 @@ from gpushare.actions.run_end import CONVERSATION_SECONDS, client_pids, end_prog
 from gpushare.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.connect import connect
+from gpushare.host.known_process import known
 from gpushare.host.mps import live_pid
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.mps_home import DaemonHome, Lease, home_of
@@ -91,11 +92,11 @@ def after_death(
 def _end(
     host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, float | None], *, mps: bool
 ) -> None:
-    pids = [pid for pid, started in programs.items() if host.processes.alive(pid, started)]
+    pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
     if not pids:
         return
     # It may have died while it held them still.
-    resume_all(host, pids, mps=mps)
+    resume_all(host, list(pids), mps=mps)
     if not mps:
         end_programs(host, pids, set, None)
         return

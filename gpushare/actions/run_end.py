@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
 from gpushare.errors import GpushareError, NoPermission, NotFound
+from gpushare.host.known_process import known, signal_known
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.process import wait_gone
 
@@ -21,21 +22,21 @@ GRACE_SECONDS: Final = 10.0
 CONVERSATION_SECONDS: Final = 1.0
 
 
-def ask_to_end(host: Host, pids: Sequence[int], clients: set[int] | None, number: int) -> list[int]:
-    """Send a signal to a program's processes where it does no harm; return those that got one.
+def ask_to_end(host: Host, pids: Mapping[int, float], clients: set[int] | None, number: int) -> dict[int, float]:
+    """Send a signal to a program's processes (with their start times) where it does no harm; return those that got one.
 
     A process with a handler of its own gets the signal, or SIGINT if it handles only that (Python
     does). A process that is no MPS client gets it in any case, or SIGTERM if it ignores it. An MPS client without a handler would
     die of it with its queue in flight, and break its neighbours: it gets nothing here. ``clients`` None
     is unknown: then any of them may be one.
     """
-    asked = []
-    for pid in pids:
+    asked = {}
+    for pid, started in pids.items():
         chosen = _harmless(host, pid, number, client=clients is None or pid in clients)
         if chosen is not None:
-            with contextlib.suppress(NotFound, NoPermission):
-                host.processes.send(pid, chosen)
-                asked.append(pid)
+            with contextlib.suppress(NoPermission):
+                if signal_known(host.processes, pid, started, chosen):
+                    asked[pid] = started
     return asked
 
 
@@ -84,7 +85,7 @@ def end_program(
 
 def end_programs(
     host: Host,
-    program_pids: Sequence[int],
+    program_pids: Iterable[int] | Mapping[int, float],
     clients: Callable[[], set[int] | None],
     meter: Meter | None,
     *,
@@ -95,10 +96,14 @@ def end_programs(
 ) -> Drain | None:
     """End several programs together, as `end_program` does one: one grace, one drain, however many they are.
 
+    ``program_pids`` may have their start times. Those of all descendants are noted when they are found: whoever gets
+    one of the PIDs while the programs end gets no signal.
+
     Raises:
         GpushareError: a process could not be ended.
     """
-    pids = _living(host, program_pids)
+    programs = known(host.processes, program_pids)
+    pids = _living(host, programs)
     if not pids:
         return None
     ending = ask_to_end(host, pids, clients(), number)
@@ -106,9 +111,10 @@ def end_programs(
     # A process that was asked has its time, whatever becomes of its handlers: Python takes them away
     # while it shuts down, and a stop in the middle of that would be taken by nobody.
     while ending and time.monotonic() < deadline and not hurry():
-        ending = wait_gone(host.processes, ending, 0.1)
+        left = wait_gone(host.processes, ending, 0.1)
+        ending = {pid: ending[pid] for pid in left}
     # With what was started meanwhile.
-    pids = _living(host, [*program_pids, *pids])
+    pids = _living(host, {**pids, **programs})
     if not pids:
         return None
     if meter is None:
@@ -117,10 +123,13 @@ def end_programs(
     return end_clients(host, pids, meter, bound_seconds=bound_seconds)
 
 
-def _living(host: Host, pids: Sequence[int]) -> list[int]:
-    """Return the processes and all that descend from them, each once, without those that are gone."""
-    found = dict.fromkeys(other for pid in pids for other in host.processes.descendants(pid))
-    return [pid for pid in found if host.processes.alive(pid)]
+def _living(host: Host, started: Mapping[int, float]) -> dict[int, float]:
+    """Return the processes and all that descend from them, each once, with start times, without those that are gone."""
+    there = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
+    below = dict.fromkeys(other for pid in there for other in host.processes.descendants(pid))
+    found = known(host.processes, [pid for pid in below if pid not in started])
+    found |= {pid: began for pid, began in started.items() if pid in below}
+    return {pid: found[pid] for pid in below if pid in found and host.processes.alive(pid, found[pid])}
 
 
 def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | None:

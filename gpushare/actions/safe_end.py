@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.errors import NoPermission, OperationFailed
+from gpushare.host.known_process import known, signal_known
 from gpushare.host.process import wait_gone
 
 if TYPE_CHECKING:
@@ -63,42 +64,50 @@ class Drain:
         return self.by != "bound"
 
 
-def end_clients(host: Host, pids: Sequence[int], meter: Meter, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
+def end_clients(
+    host: Host,
+    pids: Iterable[int] | Mapping[int, float],
+    meter: Meter,
+    *,
+    bound_seconds: float = DRAIN_BOUND_SECONDS,
+) -> Drain:
     """End processes that may have work in flight on the GPU: SIGSTOP all, drain, SIGKILL all.
 
-    An interruption before the kill lets the processes that were running go on.
+    An interruption before the kill lets the processes that were running go on. ``pids`` may have their start times;
+    otherwise these are noted here: whoever gets one of the PIDs meanwhile gets no signal.
 
     Raises:
         NoPermission: they belong to another user (nothing was changed).
         OperationFailed: one would not go.
     """
+    started = known(host.processes, pids)
     before = meter.read()
     stopped: list[int] = []
     try:
-        for pid in pids:
-            _stop(host, pid, stopped)
+        for pid in started:
+            _stop(host, pid, started[pid], stopped)
         drain = wait_for_drain(meter, before, bound_seconds)
     except BaseException:
         for pid in stopped:
             # Another user's was not stopped, and cannot be continued either.
-            with contextlib.suppress(NotFound, NoPermission):
-                host.processes.send(pid, signal.SIGCONT)
+            with contextlib.suppress(NoPermission):
+                signal_known(host.processes, pid, started[pid], signal.SIGCONT)
         raise
-    kill_all(host, pids)
+    kill_all(host, started)
     return drain
 
 
-def kill_all(host: Host, pids: Sequence[int]) -> None:
-    """Kill processes and see that they are gone.
+def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
+    """Kill processes and see that they are gone; ``pids`` as `end_clients` takes them.
 
     Raises:
         NoPermission: one belongs to another user.
         OperationFailed: one would not go.
     """
-    for pid in pids:
-        with contextlib.suppress(NotFound):
-            host.processes.send(pid, signal.SIGKILL)
-    left = wait_gone(host.processes, pids, _GONE_SECONDS)
+    started = known(host.processes, pids)
+    for pid in started:
+        signal_known(host.processes, pid, started[pid], signal.SIGKILL)
+    left = wait_gone(host.processes, started, _GONE_SECONDS)
     if left:
         raise OperationFailed(
             f"process {', '.join(map(str, left))} was killed and is still there",
@@ -107,21 +116,19 @@ def kill_all(host: Host, pids: Sequence[int]) -> None:
         )
 
 
-def _stop(host: Host, pid: int, stopped: list[int]) -> None:
+def _stop(host: Host, pid: int, started_at: float, stopped: list[int]) -> None:
     info = host.processes.describe(pid)
     if info is None or info.stopped:
         # A stopped one launches nothing already; to be continued is its owner's wish, not ours.
         return
     # Noted before it is done: Ctrl-C right behind the signal must not leave it stopped for ever.
     stopped.append(pid)
-    try:
-        host.processes.send(pid, signal.SIGSTOP)
-    except NotFound:
+    if not signal_known(host.processes, pid, started_at, signal.SIGSTOP):
         return
     deadline = time.monotonic() + _STOP_SECONDS
     while time.monotonic() < deadline:
         info = host.processes.describe(pid)
-        if info is None or info.stopped or not host.processes.alive(pid):
+        if info is None or info.stopped or not host.processes.alive(pid, started_at):
             return
         time.sleep(0.005)
     # It is on its way out, or waits in the driver: no stop reaches it there, and it launches nothing.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpushare.actions.check import counted
 from gpushare.cli.common import gpus_of, note, settings
-from gpushare.errors import BadUsage, GpuLost, NotFound
+from gpushare.errors import BadUsage, GpuLost, InUse, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def stopping(host: Host, gpu: str | None, pipe_directory: str | None) -> list[tu
     gpus = gpus_of(host)
     found = find_daemons(host, gpus, deep=False)
     if pipe_directory is not None:
-        chosen = [_by_pipe(found, pipe_directory)]
+        chosen = [_by_pipe(host, found, pipe_directory)]
     else:
         chosen = _by_gpu([item for item in found if item.daemon.ours], found, gpu, gpus)
     return [(item, _device_of(item, gpus)) for item in chosen]
@@ -97,23 +97,43 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotF
     return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
 
 
-def _by_pipe(found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
+def _by_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     import os
 
     wanted = os.path.abspath(pipe_directory)
-    # Root's and our own first: anybody can start a process that says it listens there.
-    for item in sorted(found, key=lambda item: not item.trusted):
-        if item.daemon.pipe_directory == wanted:
-            if not item.daemon.ours and not settings.yes and not settings.dry_run:
-                raise BadUsage(
-                    f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
-                    f"stop it all the same: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
-                    code="foreign_daemon",
-                )
-            return item
-    raise NotFound(
-        f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status", code="no_daemon"
-    )
+    item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
+    if item is None:
+        raise NotFound(
+            f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status", code="no_daemon"
+        )
+    if not item.daemon.ours and not settings.yes and not settings.dry_run:
+        raise BadUsage(
+            f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
+            f"stop it all the same: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
+            code="foreign_daemon",
+        )
+    return item
+
+
+def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
+    """Return the daemon of a pipe directory. Anybody can start a process that names it.
+
+    Of several, root's or our own is meant if it is the one that listens; else somebody has to look.
+    """
+    ours = next((item for item in same if item.daemon.ours), None)
+    if ours is not None or len(same) < 2:
+        return ours or next(iter(same), None)
+    listener = host.programs.listener(directory)
+    chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
+    if chosen is None or not chosen.trusted:
+        names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
+        who = "it is not known who listens" if listener is None else f"process {listener.pid} listens"
+        raise InUse(
+            f"{len(same)} processes name the pipe directory {directory}: {names}; {who} there",
+            f"look at them, and end the one that you mean: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
+            code="several_daemons",
+        )
+    return chosen
 
 
 def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: float, force: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal as signals
@@ -17,6 +18,8 @@ _UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.D
 _DRIVER: Final = re.compile(rb"/lib(?:cuda|nvidia-ml)\.so[^/\n]*$", re.MULTILINE)
 _MOST_MAPS: Final = 16 << 20
 _KERNEL_THREAD: Final = 0x00200000
+# Linux before 5.3, a sandbox that allows no such call, or no descriptor is left: then the look just before must do.
+_NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _GONE: Final = frozenset({"Z", "X", "x"})
 
 
@@ -106,13 +109,19 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
     """
     try:
         descriptor = os.pidfd_open(pid)
-    except (OSError, OverflowError):
-        # Gone, or no process but a thread of one.
+    except OverflowError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_DESCRIPTOR:
+            # Gone, or no process but a thread of one.
+            return False
+        descriptor = -1
     try:
         there = same()
-        if there:
+        if there and descriptor >= 0:
             signals.pidfd_send_signal(descriptor, signal)
+        elif there:
+            os.kill(pid, signal)
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -123,7 +132,8 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
     else:
         return there
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def has_driver(pid: int) -> bool | None:

@@ -35,6 +35,7 @@ class FoundDaemon:
     """A daemon with the home that gpushare made for it, if it did.
 
     ``trusted``: it runs as this user or as root. Of any other its PIDs, its directories and what it says are a claim.
+    ``started_at`` is when its process started: whoever has its PID later is not meant.
     """
 
     daemon: MpsDaemon
@@ -42,6 +43,7 @@ class FoundDaemon:
     record: DaemonRecord | None
     trusted: bool = True
     uid: int | None = None
+    started_at: float | None = None
 
     def control(self, host: Host) -> MpsControl:
         """Return the conversation with it.
@@ -204,7 +206,9 @@ def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_
         return FoundDaemon(replace(daemon, error=gone), home, record)
     info = host.processes.describe(pid)
     daemon = replace(daemon, user=None if info is None else info.user)
-    return FoundDaemon(daemon, home, record, uid=None if info is None else info.uid)
+    if info is None:
+        return FoundDaemon(daemon, home, record)
+    return FoundDaemon(daemon, home, record, uid=info.uid, started_at=info.started_at)
 
 
 def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
@@ -237,7 +241,7 @@ def _adopted(one: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) ->
         return None
     record = _record_for(one, one.device)
     daemon = replace(_daemon_of(home, record, one.pid, gpus), user=one.info.user)
-    return FoundDaemon(daemon, home, record, uid=one.info.uid)
+    return FoundDaemon(daemon, home, record, uid=one.info.uid, started_at=one.info.started_at)
 
 
 def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
@@ -249,7 +253,7 @@ def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
             user=one.info.user,
             error="its environment may not be read: look as root",
         )
-        return FoundDaemon(daemon, None, None, one.trusted, one.info.uid)
+        return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
     indexes = _visible_gpus(one.environment, gpus)
     daemon = MpsDaemon(
         pid=one.pid,
@@ -260,7 +264,7 @@ def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
         gpu_indexes=indexes,
         user=one.info.user,
     )
-    return FoundDaemon(daemon, None, None, one.trusted, one.info.uid)
+    return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
 
 
 def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:

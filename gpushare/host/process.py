@@ -161,11 +161,9 @@ class LocalProcesses:
             return False
         if started_at is None:
             return True
-        info = self.describe(pid)
+        now = _started_at(pid)
         # The boot time that the kernel's ticks are added to moves by a second with the clock.
-        return (
-            info is not None and info.started_at is not None and abs(info.started_at - started_at) < SAME_START_SECONDS
-        )
+        return now is not None and abs(now - started_at) < SAME_START_SECONDS
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""
@@ -283,13 +281,16 @@ class LocalProcesses:
         return OpenFiles(by_pid=found.by_pid, complete=found.complete and self.namespace_is_host() is not False)
 
 
-def wait_gone(processes: Processes, pids: Iterable[int], seconds: float, *, interval: float = 0.02) -> list[int]:
-    """Wait until the processes are gone and return those that are not after ``seconds``."""
+def wait_gone(
+    processes: Processes, pids: Iterable[int] | Mapping[int, float], seconds: float, *, interval: float = 0.02
+) -> list[int]:
+    """Wait until processes are gone and return those that are not after ``seconds``. A mapping has their start times."""
+    started = pids if isinstance(pids, Mapping) else {}
     deadline = time.monotonic() + seconds
-    left = [pid for pid in pids if processes.alive(pid)]
+    left = [pid for pid in pids if processes.alive(pid, started.get(pid))]
     while left and time.monotonic() < deadline:
         time.sleep(interval)
-        left = [pid for pid in left if processes.alive(pid)]
+        left = [pid for pid in left if processes.alive(pid, started.get(pid))]
     return left
 
 

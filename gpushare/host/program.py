@@ -11,9 +11,12 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+
+if TYPE_CHECKING:
+    from gpushare.host.listener import Listener
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ class Programs(Protocol):
             NotSupported: the program is not installed.
             NoPermission: it may not be executed.
         """
+
+    def listener(self, pipe_directory: str) -> Listener | None:
+        """Return which process takes the conversations of an MPS daemon at a pipe directory; None: not to be told."""
 
 
 # A killed program is gone at once, unless it hangs in the kernel.
@@ -225,6 +231,12 @@ class LocalPrograms:
     def find(self, name: str) -> str | None:
         """Return the path of the program, or None."""
         return program_path(name)
+
+    def listener(self, pipe_directory: str) -> Listener | None:
+        """Return who listens at ``control`` in it, as the kernel knows (SO_PEERCRED)."""
+        from gpushare.host.listener import listener
+
+        return listener(pipe_directory)
 
     def start(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal as signals
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission, NotFound
@@ -133,6 +133,9 @@ class SimulatedProcesses:
             NotFound: there is no such process.
             NoPermission: it belongs to another user.
         """
+        self._send(pid, signal, lambda number: self._local.send(pid, number))
+
+    def _send(self, pid: int, signal: int, to_real: Callable[[int], None]) -> None:
         from gpushare.sim import clients
 
         # What goes on looks at once whether it runs here too.
@@ -143,7 +146,7 @@ class SimulatedProcesses:
                 _check(state, pid, signal, process or server or daemon)
             else:
                 # First the real one: when it is refused, nothing changed.
-                self._local.send(pid, 0 if later else signal)
+                to_real(0 if later else signal)
             if process is not None:
                 lines += signal_process(state, process, signal)
             elif server is not None and daemon is not None and _kills(signal):
@@ -151,7 +154,7 @@ class SimulatedProcesses:
             elif daemon is not None:
                 lines += _signal_daemon(state, daemon, signal)
         if later:
-            self._local.send(pid, signal)
+            to_real(signal)
 
     def send_to(self, pid: int, started_at: float, signal: int) -> None:
         """Send a signal to the process that started then, and to no other.
@@ -163,7 +166,7 @@ class SimulatedProcesses:
         info = self.describe(pid)
         if info is None or info.started_at != started_at:
             raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
-        self.send(pid, signal)
+        self._send(pid, signal, lambda number: self._local.send_to(pid, started_at, number))
 
     def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
         """Return whether the process has the driver's library loaded: here everybody on a GPU has."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gpushare.host.listener import Listener
 from gpushare.host.program import Completed, LocalPrograms, Pending, merged_environment, missing_program, timed_out
 from gpushare.sim.state import StateFile
 
@@ -46,6 +47,16 @@ class SimulatedPrograms:
         # One package has both; the daemon starts the server, nobody else does.
         package = MPS_CONTROL if name == MPS_SERVER else name
         return None if self._is_missing(package) else f"/usr/bin/{name}"
+
+    def listener(self, pipe_directory: str) -> Listener | None:
+        """Return which daemon listens at a pipe directory."""
+        if self._is_real(MPS_CONTROL):
+            return LocalPrograms().listener(pipe_directory)
+        state = self._state_file.read()
+        for daemon in () if state is None else state.daemons:
+            if daemon.pipe_directory == pipe_directory:
+                return Listener(daemon.pid, daemon.uid)
+        return None
 
     def start(
         self,

@@ -25,13 +25,13 @@ def test_it_is_asked_by_the_signal_that_a_shells_background_job_does_not_ignore(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    send = type(host.processes).send
+    send = type(host.processes).send_to
 
-    def noted(self: Any, pid: int, number: int) -> None:
+    def noted(self: Any, pid: int, started_at: float, number: int) -> None:
         sent.append(number)
-        send(self, pid, number)
+        send(self, pid, started_at, number)
 
-    monkeypatch.setattr(type(host.processes), "send", noted)
+    monkeypatch.setattr(type(host.processes), "send_to", noted)
     with subprocess.Popen(["sleep", "600"]) as process:
         end_left_behind(host, [process.pid], set, None, grace_seconds=60.0, hurry=lambda: False)
     assert sent == [signal.SIGTERM]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.actions import safe_end
+from gpushare.actions.run_end import end_programs
 from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS, end_clients, wait_for_drain
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.host.activity import Activity
@@ -145,12 +146,32 @@ class FakeProcesses:
     deaf: set[int] = field(default_factory=set)
     immortal: set[int] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
+    # Of those that did not start at 1.0.
+    started: dict[int, float] = field(default_factory=dict)
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        return ProcessInfo(pid=pid, stopped=self.stopped[pid]) if pid in self.stopped else None
+        return (
+            ProcessInfo(pid=pid, stopped=self.stopped[pid], started_at=self.started.get(pid, 1.0))
+            if pid in self.stopped
+            else None
+        )
 
     def alive(self, pid: int, started_at: float | None = None) -> bool:
-        return pid in self.stopped
+        return pid in self.stopped and started_at in {None, self.started.get(pid, 1.0)}
+
+    def send_to(self, pid: int, started_at: float, number: int) -> None:
+        if pid in self.stopped and started_at != self.started.get(pid, 1.0):
+            raise NotFound("gone", "look")
+        self.send(pid, number)
+
+    def descendants(self, pid: int) -> list[int]:
+        return [pid]
+
+    def catches(self, pid: int, number: int) -> bool:
+        return False
+
+    def ignores(self, pid: int, number: int) -> bool:
+        return False
 
     def send(self, pid: int, number: int) -> None:
         self.log.append((pid, number))
@@ -200,6 +221,35 @@ def test_one_that_is_gone_is_no_error(idle: FakeMeter) -> None:
     processes = FakeProcesses({1: False})
     ended(processes, [1, 2], idle, bound=0.5)
     assert processes.stopped == {}
+
+
+def test_who_has_got_the_pid_while_the_queue_drained_is_not_killed(
+    idle: FakeMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = FakeProcesses({1: False, 2: False})
+
+    def given_out_again(*_: object) -> safe_end.Drain:
+        processes.stopped[1], processes.started[1] = False, 2.0
+        return safe_end.Drain(seconds=0.1, by="idle", source="gpm", before_percent=None, after_percent=0.0)
+
+    monkeypatch.setattr(safe_end, "wait_for_drain", given_out_again)
+    ended(processes, [1, 2], idle)
+    assert processes.stopped == {1: False}
+    assert (1, signal.SIGKILL) not in processes.log
+
+
+def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed() -> None:
+    processes = FakeProcesses({1: False, 2: False}, immortal={2})
+
+    def hurry() -> bool:
+        processes.started[1] = 2.0
+        processes.immortal.clear()
+        return True
+
+    host = cast("Host", type("FakeHost", (), {"processes": processes})())
+    end_programs(host, [1, 2], set, None, number=signal.SIGTERM, hurry=hurry)
+    assert processes.log == [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGKILL)]
+    assert processes.stopped == {1: False}
 
 
 def test_one_that_no_stop_reaches_is_killed_all_the_same(idle: FakeMeter) -> None:

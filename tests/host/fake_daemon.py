@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpushare.errors import GpushareError
+from gpushare.host.listener import Listener
 from gpushare.host.mps_control import MpsControl
 from gpushare.host.program import Completed, Pending
 
@@ -27,6 +28,9 @@ class Daemon:
 
     def find(self, name: str) -> str | None:
         return f"/usr/bin/{name}"
+
+    def listener(self, pipe_directory: str) -> Listener | None:
+        return None
 
     def start(
         self,

@@ -38,6 +38,8 @@ class Table(LocalProcesses):
     def __init__(self, *rows: tuple[int, int, str, Mapping[str, str], int]) -> None:
         self.rows = {row[0]: row for row in rows}
         self.sent: list[tuple[int, int]] = []
+        # Of those that did not start at 5.0.
+        self.starts: dict[int, float] = {}
 
     def named(self, name: str) -> list[int]:
         return [pid for pid, row in self.rows.items() if row[2] == name]
@@ -46,10 +48,12 @@ class Table(LocalProcesses):
         if pid not in self.rows:
             return None
         _, uid, name, _, _ = self.rows[pid]
-        return ProcessInfo(pid=pid, uid=uid, user=str(uid), name=name, command_line=(name, "-d"), started_at=5.0)
+        return ProcessInfo(
+            pid=pid, uid=uid, user=str(uid), name=name, command_line=(name, "-d"), started_at=self.starts.get(pid, 5.0)
+        )
 
     def alive(self, pid: int, started_at: float | None = None) -> bool:
-        return pid in self.rows
+        return pid in self.rows and started_at in {None, self.starts.get(pid, 5.0)}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         return self.rows[pid][3] if pid in self.rows else None
@@ -57,6 +61,11 @@ class Table(LocalProcesses):
     def descendants(self, pid: int) -> list[int]:
         below = [row[0] for row in self.rows.values() if row[4] == pid]
         return [pid, *(one for child in below for one in self.descendants(child))]
+
+    def send_to(self, pid: int, started_at: float, signal: int) -> None:
+        if started_at != self.starts.get(pid, 5.0):
+            raise NotFound("gone", "look")
+        self.send(pid, signal)
 
     def send(self, pid: int, signal: int) -> None:
         self.sent.append((pid, signal))
@@ -231,6 +240,22 @@ def test_signals_go_to_a_daemon_and_its_own_servers_only(host: Host, uid: int, e
     assert end_daemon(hanging, control, 50, seconds=1.0, force=True)
     assert {pid for pid, number in processes.sent if number in {9, 15}} == ended
     assert {pid for pid, _ in processes.sent} == ended
+
+
+def test_no_signal_goes_to_who_has_got_the_pid_of_a_daemon_meanwhile(host: Host) -> None:
+    processes = Table(daemon(50, "/a"), (60, STRANGER, SERVER_PROGRAM, {}, 50))
+    programs = Asked(hanging=True)
+    hanging = dataclasses.replace(host, processes=processes, programs=programs)
+    control = MpsControl(programs, "/a", seconds=0.01)
+
+    def answers(timeout: float = 1.0) -> bool:
+        # While it is waited for it ends, and another daemon of the name starts.
+        processes.starts[50] = 100.0
+        raise TimedOut("it hangs", "wait")
+
+    control.answers = answers  # type: ignore[method-assign]
+    end_daemon(hanging, control, 50, seconds=1.0, force=True)
+    assert processes.sent == []
 
 
 def _hangs(timeout: float = 1.0) -> bool:

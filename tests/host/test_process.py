@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import shutil
@@ -286,3 +287,27 @@ def test_a_long_name_is_told_whole(start: Start, sim_dir: Path) -> None:
     shutil.copy(shutil.which("sleep") or "", path)
     one = start(str(path), "60")
     eventually(lambda: described(one.pid).name == path.name)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_a_signal_reaches_its_process_also_where_there_is_no_descriptor_for_it(
+    monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """Linux before 5.3, a sandbox, too many open files: the look right before the signal must do."""
+
+    def refused(pid: int) -> int:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        info = LOCAL.describe(process.pid)
+        assert info is not None
+        assert info.started_at is not None
+        try:
+            with pytest.raises(NotFound):
+                LOCAL.send_to(process.pid, info.started_at - 1.0, signal.SIGTERM)
+            assert process.poll() is None
+            LOCAL.send_to(process.pid, info.started_at, signal.SIGTERM)
+            assert process.wait(60.0) == -signal.SIGTERM
+        finally:
+            process.kill()

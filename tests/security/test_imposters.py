@@ -6,13 +6,16 @@ import contextlib
 import os
 import resource
 import shutil
+import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpushare.host.mps_control import PROGRAM
+from gpushare.host.mps_control import PROGRAM, SERVER_PROGRAM
+from gpushare.sim import admin
 from tests.cli.drive import World, alive, until
 from tests.real_daemon.conftest import PATH_VARIABLE, daemons_below
 from tests.security.conftest import Stranger, gpushare
@@ -188,4 +191,92 @@ def test_a_strangers_process_is_not_roots_daemon(
         assert f'"pid": {daemon},' in record.read_text()
         assert gpushare("mps", "stop", "-g", "0", "--force").code == 0
         assert not alive(daemon)
+        assert alive(pid)
+
+
+def names_all(mallory: Stranger, program: Path, directory: Path) -> contextlib.AbstractContextManager[int]:
+    """Run a process that looks like a daemon for every GPU, as the attacker."""
+    argv = [str(program), "-c", "while :; do read line || sleep 600; done", "-d"]
+    return mallory.runs(argv, {"CUDA_MPS_PIPE_DIRECTORY": str(directory)})
+
+
+def test_a_name_and_an_environment_do_not_take_a_gpu(
+    mallory: Stranger, imposter: Path, real_program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", real_program)
+    with names_all(mallory, imposter, mallory.home / "p") as pid:
+        until(lambda: Path(f"/proc/{pid}/exe").resolve().name == PROGRAM, "it runs")
+        started = gpushare("mps", "start", "-g", "0")
+        assert started.code == 0, started
+        assert f"process {pid} of user {mallory.name}" in started.out + started.err
+        assert gpushare("mps", "stop", "-g", "0").code == 0
+        assert gpushare("run", "-g", "0", "--", "true").code == 0
+        enabled = gpushare("mig", "enable", "-g", "0", "-y", host="sim:h100")
+        assert enabled.code == 0, enabled
+
+
+def test_a_strangers_daemon_whose_server_is_on_the_gpu_counts(
+    mallory: Stranger, imposter: Path, real_program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", real_program)
+    world = World()
+    world.host.nvml.identities()
+    admin.add_process(world.spec, "0", name=SERVER_PROGRAM, user=mallory.name)
+    with names_all(mallory, imposter, mallory.home / "p") as pid:
+        until(lambda: Path(f"/proc/{pid}/exe").resolve().name == PROGRAM, "it runs")
+        started = gpushare("mps", "start", "-g", "0", output="json")
+        assert (started.code, started.json["errors"][0]["code"]) == (19, "foreign_daemon")
+        assert f"process {pid} of user {mallory.name}" in started.json["errors"][0]["message"]
+
+
+@pytest.fixture
+def alices(mallory: Stranger, alice: Stranger) -> Iterator[Path]:
+    """Return a directory of somebody else, where the daemons of this test are seen."""
+    path = Path(tempfile.mkdtemp(dir=mallory.home))
+    os.chown(path, alice.uid, alice.uid)
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_the_daemon_of_a_third_is_not_stopped_for_an_imposter(
+    mallory: Stranger, alice: Stranger, imposter: Path, real_program: str, alices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSHARE_MPS_CONTROL", real_program)
+    # Everybody may run it there.
+    program = alices / PROGRAM
+    shutil.copy(real_program, program)
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(alices), "CUDA_MPS_LOG_DIRECTORY": str(alices)}
+    with (
+        alice.runs([str(program), "-f"], {**environment, "CUDA_VISIBLE_DEVICES": "GPU-0"}) as daemon,
+        names_all(mallory, imposter, alices) as pid,
+    ):
+        until((alices / "control").exists, "it listens")
+        until(lambda: Path(f"/proc/{pid}/exe").resolve().name == PROGRAM, "it runs")
+        said = gpushare("mps", "stop", "--pipe-directory", str(alices), "--yes", output="json")
+        assert (said.code, said.json["errors"][0]["code"]) == (19, "several_daemons")
+        message = said.json["errors"][0]["message"]
+        assert f"{daemon} (user {alice.name})" in message
+        assert f"{pid} (user {mallory.name})" in message
+        assert f"process {daemon} listens" in message
+        assert alive(daemon)
+        assert alive(pid)
+
+
+def test_who_only_names_a_directory_does_not_get_what_listens_there_stopped(
+    mallory: Stranger, alice: Stranger, imposter: Path, control: Path, alices: Path
+) -> None:
+    says(control, "echo 100.0")
+
+    def listens() -> socket.socket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        end.bind(str(alices / "control"))
+        end.listen()
+        return end
+
+    with alice.keeps(listens) as listening, imposters(mallory, imposter, alices) as (pid,):
+        said = gpushare("mps", "stop", "--pipe-directory", str(alices), "--yes", "--force", output="json")
+        assert (said.code, said.json["errors"][0]["code"]) == (19, "other_daemon")
+        assert f"process {listening} (user {alice.name}) listens" in said.json["errors"][0]["message"]
+        assert asked(control, [alices]) == []
         assert alive(pid)
