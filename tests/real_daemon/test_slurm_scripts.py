@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,10 +18,11 @@ from gpushare.layout.slurm_scripts import STATE
 from tests.layout.hosts import gpu, host, mps, text
 from tests.layout.test_slurm_scripts import SMI, uuid
 from tests.real_daemon.conftest import daemons_below, wait_until
+from tests.real_daemon.strangers import STRANGER, acting, connects, locks, opens_lock
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user as well")
 HOST = host(gpu(0, Sharing.MPS, mps=mps()))
-OWNER, STRANGER = 61007, 61008
+OWNER = 61007
 
 
 class RealNode:
@@ -73,58 +72,6 @@ def node(real_program: str) -> Iterator[RealNode]:
                 os.kill(pid, 9)
         wait_until(lambda: not daemons_below(tmp))
         shutil.rmtree(tmp)
-
-
-@contextlib.contextmanager
-def acting(user: int, act: Callable[[], bool]) -> Iterator[bool]:
-    """Let another user act in a process of his own and hold what he got; yield whether he got it."""
-    told, tell = os.pipe()
-    go_on, end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(end)
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-            try:
-                got = act()
-            except OSError:
-                got = False
-            os.write(tell, b"1" if got else b"0")
-            os.read(go_on, 1)
-        finally:
-            os._exit(0)
-    os.close(tell)
-    os.close(go_on)
-    try:
-        yield os.read(told, 1) == b"1"
-    finally:
-        os.close(end)
-        os.close(told)
-        os.waitpid(pid, 0)
-
-
-HELD: list[object] = []
-
-
-def connects(pipe: Path) -> bool:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    HELD.append(one)
-    one.connect(str(pipe / "control"))
-    return True
-
-
-def opens_lock(pipe: Path) -> bool:
-    HELD.append(os.open(pipe / "control_lock", os.O_RDWR))
-    return True
-
-
-def locks(pipe: Path) -> bool:
-    descriptor = os.open(pipe / "control_lock", os.O_RDWR)
-    HELD.append(descriptor)
-    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return True
 
 
 @pytest.mark.parametrize("act", [connects, opens_lock])
