@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.actions.farm_logs import hint_on_space, log_of, remove_earlier_logs
 from gpushare.actions.farm_room import CONTEXT_BYTES, check_room, free_memory, no_room
-from gpushare.actions.listened import Program, make_logs
+from gpushare.actions.listened import Log, Program, directory_of_logs
 from gpushare.actions.mps_limits import MpsLimits
 from gpushare.actions.run_end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
 from gpushare.actions.several import Several, peak_memory
@@ -117,14 +118,14 @@ def farm(
     if options.copies < 1:
         raise BadUsage("there is no copy to run", "give --copies 1 or more", code="bad_copies")
     check_room(host, device, options)
-    if options.logs is not None:
-        make_logs(options.logs)
-    program = numbered(command, 0)[0]
-    share = open_mps_share(host, device, program, options.limits)
-    with Several(host, share, grace_seconds=options.grace_seconds) as several:
-        if options.logs is not None:
-            remove_earlier_logs(options.logs, options.copies)
-        return _Farm(host, device, command, options, reporter, several, share.home.pipe).run()
+    with contextlib.ExitStack() as held:
+        logs = None if options.logs is None else held.enter_context(directory_of_logs(options.logs))
+        program = numbered(command, 0)[0]
+        share = open_mps_share(host, device, program, options.limits)
+        several = held.enter_context(Several(host, share, grace_seconds=options.grace_seconds))
+        if logs is not None:
+            remove_earlier_logs(logs, options.copies)
+        return _Farm(host, device, command, options, reporter, several, share.home.pipe, logs).run()
 
 
 class _Farm:
@@ -137,7 +138,9 @@ class _Farm:
         reporter: FarmReporter,
         several: Several,
         pipe: Path,
+        logs: int | None,
     ) -> None:
+        self._logs = logs
         self._host, self._device, self._command = host, device, command
         self._options, self._reporter, self._several, self._pipe = options, reporter, several, pipe
         self._copies = [Copy(number=number) for number in range(options.copies)]
@@ -233,7 +236,7 @@ class _Farm:
             self._options.limits,
             variables={"GPUSHARE_COPY": str(number), "GPUSHARE_COPIES": str(self._options.copies)},
             listen=listen,
-            log=log,
+            log=None if log is None or self._logs is None else Log(log, self._logs),
         )
         copy.pid, copy.state = program.pid, "running"
         self._running[number] = program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -16,15 +17,15 @@ def log_of(directory: Path, number: int, restarts: int) -> Path:
     return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
 
 
-def remove_earlier_logs(directory: Path, copies: int) -> None:
+def remove_earlier_logs(directory: int, copies: int) -> None:
     """Remove the logs of restarts that an earlier farm has left of these copies; the first one's is written anew anyway."""
     with contextlib.suppress(OSError):
-        for path in list(directory.iterdir()):
-            match = _OF_A_RESTART.fullmatch(path.name)
+        for name in os.listdir(directory):
+            match = _OF_A_RESTART.fullmatch(name)
             if match is not None and int(match[1]) < copies:
                 # One that may not be removed hinders nobody, nor does a directory.
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    os.unlink(name, dir_fd=directory)
 
 
 def hint_on_space(directory: Path | None) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Final
 
@@ -112,22 +113,32 @@ class Program:
         self.listen(text, at)
 
 
-def make_logs(path: Path) -> None:
-    """Make the directory of logs.
+@dataclass(frozen=True)
+class Log:
+    """A log to be: its path, and the open directory that it goes into, whatever has that name by then."""
+
+    path: Path
+    directory: int
+
+
+@contextlib.contextmanager
+def directory_of_logs(path: Path) -> Iterator[int]:
+    """Yield the descriptor of the directory of logs, which is made if there is none.
 
     Raises:
-        NoPermission: it cannot be made.
+        NoPermission: it cannot be made, or another user may change what is in it.
     """
-    try:
-        with directory_of(path):
-            pass
-    except OSError as error:
-        raise NoPermission(
-            f"cannot create {path}: {error.strerror}", "give --logs a directory that you may write", code="not_written"
-        ) from None
+    with contextlib.ExitStack() as held:
+        try:
+            descriptor = held.enter_context(directory_of(path))
+        except OSError as error:
+            raise NoPermission(
+                f"cannot create {path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
+            ) from None
+        yield descriptor
 
 
-def opened(log: Path | None) -> IO[bytes]:
+def opened(log: Log | None) -> IO[bytes]:
     """Return the file that a program prints to: a new log, or one without a name.
 
     Raises:
@@ -136,10 +147,10 @@ def opened(log: Path | None) -> IO[bytes]:
     if log is None:
         return tempfile.TemporaryFile(buffering=0)
     try:
-        return open(open_over(log), "w+b", buffering=0)
+        return open(open_over(log.path, directory=log.directory), "w+b", buffering=0)
     except OSError as error:
         raise OperationFailed(
-            f"cannot write {log}: {error.strerror}", "give --logs a directory that you may write", code="not_written"
+            f"cannot write {log.path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
         ) from None
 
 

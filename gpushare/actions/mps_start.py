@@ -206,6 +206,11 @@ def _start_daemon(host: Host, device: Device, home: DaemonHome, started: list[Da
     control = MpsControl(host.programs, str(home.pipe))
     if control.answers():
         raise exists(device, daemon_pid(host, str(home.pipe)))
+    if daemon_pid(host, str(home.pipe)) is None:
+        # What a dead one left is open to everybody: a stranger may hold its lock, which the new one then waits for.
+        for path in home.leftovers():
+            with contextlib.suppress(OSError):
+                path.unlink()
     environment = mps_program.start_environment(device.uuid, str(home.pipe), str(home.log))
     started.append(home)
     done = host.programs.run([mps_control.PROGRAM, "-d"], env=environment, timeout=_ANSWER_SECONDS)

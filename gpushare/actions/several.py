@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
 from gpushare.actions.left_behind import end_left_behind, still_there
-from gpushare.actions.listened import Program, opened
+from gpushare.actions.listened import Log, Program, opened
 from gpushare.actions.run import announcer, start_guard
 from gpushare.actions.run_end import GRACE_SECONDS, end_programs
 from gpushare.actions.run_environment import client_environment, without_own_limits
@@ -29,8 +29,6 @@ from gpushare.host.process import Streams
 from gpushare.host.process_group import group_members
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpushare.actions.mps_limits import MpsLimits
     from gpushare.actions.safe_end import Drain
     from gpushare.actions.share import Share
@@ -111,7 +109,7 @@ class Several:
         *,
         variables: Mapping[str, str] | None = None,
         listen: Callable[[str, float], None] = lambda _line, _at: None,
-        log: Path | None = None,
+        log: Log | None = None,
         redrawn: bool = False,
     ) -> Program:
         """Start a program; under MPS it has these limits. ``log`` keeps what it prints; ``redrawn`` as `Program`.

@@ -90,14 +90,14 @@ def _written(documents: tuple[Document, ...], directory: Path) -> tuple[str, ...
                 raise _there(directory / there[0])
             for one in documents:
                 # Nobody else's link or file is written through, whatever happened since.
-                mode = 0o777 if one.kind == "sh" else 0o666
+                mode = 0o755 if one.kind == "sh" else 0o644
                 try:
                     create_file(one.name, one.text.encode(), directory=descriptor, mode=mode)
                 except FileExistsError:
                     raise _there(directory / one.name) from None
                 written.append(str(directory / one.name))
     except OSError as error:
-        raise unwritten(directory, error, "give another directory: --to DIR") from None
+        raise unwritten(directory, error, "give a directory of your own: --to DIR") from None
     return tuple(written)
 
 

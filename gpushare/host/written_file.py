@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Final
 
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# Also of a directory that may be passed and not listed.
+_STEP: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# As the kernel has it.
+_MOST_LINKS: Final = 40
 
 
 @contextlib.contextmanager
@@ -22,16 +26,80 @@ def directory_of(path: Path) -> Iterator[int]:
     """Yield the descriptor of a directory, so that all files go into the same one; it is made if there is none.
 
     Raises:
-        OSError: it cannot be made or opened, or another user chose by a link where it is.
+        OSError: it cannot be made or opened, or another user may choose what lies there, or where it is.
     """
     check_links(path)
-    path.mkdir(parents=True, exist_ok=True)
-    check_links(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    above = _walked(path)
+    try:
+        _check_directory(path, above, last=True)
+        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
+    finally:
+        os.close(above)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _walked(path: Path) -> int:
+    """Return the descriptor of a directory, opened and made one by one from the root, each looked at before the next."""
+    parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
+    links = 0
+    here = os.open("/", _STEP)
+    at = Path("/")
+    try:
+        while parts:
+            part = parts.pop()
+            _check_directory(path, here)
+            try:
+                below = os.open(part, _STEP, dir_fd=here)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o755, dir_fd=here)
+                below = os.open(part, _STEP, dir_fd=here)
+            except NotADirectoryError:
+                target = _target(at / part, part, here)
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+                parts += reversed(Path(target).parts)
+                continue
+            os.close(here)
+            here = below
+            at = Path("/") if part == "/" else at / part
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _target(at: Path, name: str, directory: int) -> str:
+    """Return where a link leads that this user may follow."""
+    found, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
+    if not stat.S_ISLNK(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
+    if found.st_uid not in _trusted() and above.st_mode & stat.S_IWOTH:
+        raise _in_the_way(at, f"a symbolic link of user {found.st_uid}")
+    return os.readlink(name, dir_fd=directory)
+
+
+def _trusted() -> set[int]:
+    """Return whose directories are as good as this user's; for root also those of the user who called sudo."""
+    own = {os.geteuid(), 0}
+    called_by = os.environ.get("SUDO_UID", "")
+    if os.geteuid() == 0 and called_by.isascii() and called_by.isdecimal() and len(called_by) <= 10:
+        own.add(int(called_by))
+    return own
+
+
+def _check_directory(path: Path, descriptor: int, *, last: bool = False) -> None:
+    """Raise where another user may replace what lies in an open directory: in ``path``, or above it."""
+    found = os.fstat(descriptor)
+    where = "" if last else "below "
+    if os.geteuid() == 0 and found.st_uid not in _trusted():
+        raise _in_the_way(path, f"{where}a directory of user {found.st_uid}")
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise _in_the_way(path, f"{where}a directory that everybody may change")
 
 
 def create_file(path: str | Path, data: bytes, *, directory: int | None = None, mode: int = 0o666) -> None:
@@ -51,18 +119,21 @@ def create_file(path: str | Path, data: bytes, *, directory: int | None = None, 
         raise
 
 
-def open_over(path: Path) -> int:
+def open_over(path: Path, *, directory: int | None = None) -> int:
     """Return the descriptor of an empty file, to be read and written: a new one, or this user's own, cut to nothing.
+
+    With an open ``directory`` it is the one of that name there.
 
     Raises:
         OSError: it cannot be opened, or is no file of this user alone: a link, a FIFO, another user's.
     """
+    at = path if directory is None else path.name
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666)
+        return os.open(at, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
     except FileExistsError:
         pass
     try:
-        descriptor = os.open(path, os.O_RDWR | _SAFE)
+        descriptor = os.open(at, os.O_RDWR | _SAFE, dir_fd=directory)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO}:
             raise _in_the_way(path, "a symbolic link" if error.errno == errno.ELOOP else "not a regular file") from None

@@ -196,6 +196,7 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
     if any(gpu.sharing is Sharing.MPS for gpu in host.gpus):
         needs += [
             "no MPS daemon of its own on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",
+            "setfacl (package acl): without it the daemon of a job is open to the job's group, not to its user alone",
             "one GPU with MPS per job and node, which is Slurm's default (no MULTIPLE_SHARING_GRES_PJ)",
         ]
     minors = sorted(gpu.minor or 0 for gpu in host.gpus)

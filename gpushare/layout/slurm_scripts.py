@@ -25,6 +25,88 @@ say() { echo "gpushare: $*" >&2; logger -t gpushare-slurm "$*" 2>/dev/null || :;
 # One command to the daemon of $home. Exit code: 0 answered, 1 nobody listens, 124 it hangs.
 ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY="$home/pipe" timeout "${2:-10}" nvidia-cuda-mps-control 2>/dev/null; }
 
+# One value of what the kernel says of a process.
+field() {
+    while read -r key value rest; do
+        [ "$key" != "$2:" ] || { echo "$value"; return 0; }
+    done <"/proc/$1/status"
+} 2>/dev/null
+
+# PID:START of a process that has not ended: a PID alone may soon be another's.
+identity() {
+    line=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
+    set -- "$1" ${line##*)}
+    [ "$2" != Z ] && echo "$1:${21}"
+}
+
+is_mps() {
+    { read -r name <"/proc/$1/comm"; } 2>/dev/null || return 1
+    case $name in nvidia-cuda-mps*) return 0 ;; *) return 1 ;; esac
+}
+
+# The daemon of $home, which runs as this user with that directory, and the servers below it. Not by its PID file, which
+# everybody may write.
+daemon_processes() {
+    daemons=" "
+    for one in /proc/[0-9]*; do
+        pid=${one#/proc/}
+        is_mps "$pid" && [ "$(field "$pid" Uid)" = "$(id -u)" ] || continue
+        tr '\\0' '\\n' 2>/dev/null <"$one/environ" | grep -qxF "CUDA_MPS_PIPE_DIRECTORY=$home/pipe" || continue
+        daemons="$daemons$pid "
+    done 2>/dev/null
+    [ "$daemons" != " " ] || return 0
+    for one in /proc/[0-9]*; do
+        pid=${one#/proc/}
+        is_mps "$pid" || continue
+        case $daemons in *" $pid "* | *" $(field "$pid" PPid) "*) identity "$pid" ;; esac
+    done
+}
+
+# End what is left of the daemon of $home.
+end_by_signals() {
+    found=$(daemon_processes)
+    for signal in TERM KILL; do
+        tries=0
+        while :; do
+            left=
+            for one in $found; do
+                [ "$(identity "${one%:*}")" != "$one" ] || left="$left ${one%:*}"
+            done
+            [ -n "$left" ] || return 0
+            [ "$tries" -gt 0 ] || kill -s "$signal" $left 2>/dev/null
+            tries=$((tries + 1))
+            [ "$tries" -le 10 ] || break
+            sleep 0.5
+        done
+    done
+    return 1
+}
+
+# Let the users of the jobs of $home talk to its daemon, and nobody else: whoever may connect can keep it from answering.
+# The directory stays root's: the daemon would follow a link that its owner put there.
+let_in() {
+    entries= groups=
+    for one in "$home"/jobs/*; do
+        user= group=
+        [ ! -e "$one" ] || read -r user group <"$one"
+        case $user in
+        0) continue ;;
+        '' | *[!0-9]*) groups="unknown unknown"; entries=unknown; break ;;
+        esac
+        case $entries, in *",u:$user:rx,"*) ;; *) entries="$entries,u:$user:rx" ;; esac
+        case " $groups " in *" ${group:-unknown} "*) ;; *) groups="$groups ${group:-unknown}" ;; esac
+    done
+    ! setfacl --set "u::rwx,g::---,o::---,m::rx$entries" "$home/pipe" 2>/dev/null || return 0
+    # Without access control lists: the group of the job, or everybody where there are several.
+    set -- $groups
+    case $#,${1:-} in
+    0,*) chmod 700 "$home/pipe" ;;
+    *,unknown) chmod 711 "$home/pipe" ;;
+    1,*) chgrp "$1" "$home/pipe" && chmod 710 "$home/pipe" ;;
+    *) chmod 711 "$home/pipe" ;;
+    esac
+}
+
 # End the daemon of $home and give the GPU its compute mode back.
 stop_daemon() {
     ask get_server_list >/dev/null
@@ -35,12 +117,16 @@ stop_daemon() {
         tries=0
         while ask get_server_list >/dev/null; do
             tries=$((tries + 1))
-            [ "$tries" -lt 40 ] || { say "the MPS daemon of $home does not quit"; return 1; }
+            [ "$tries" -lt 40 ] || break
             sleep 0.5
         done
         ;;
-    124) say "the MPS daemon of $home hangs"; return 1 ;;
+    124) say "the MPS daemon of $home hangs: it is ended by a signal" ;;
     esac
+    end_by_signals || { say "the MPS daemon of $home does not end"; return 1; }
+    ! ask get_server_list >/dev/null || { say "the MPS daemon of $home does not quit"; return 1; }
+    # What somebody holds open there must not be in the way of the next one.
+    rm -rf "$home/pipe" || return 1
     if [ -s "$home/mode" ]; then
         nvidia-smi -i "$(cat "$home/uuid")" -c "$(cat "$home/mode")" >/dev/null || return 1
         rm -f "$home/mode"
@@ -75,13 +161,19 @@ limit_of() {
 }
 
 start_daemon() {
-    mkdir -p -m 755 "$home/pipe" "$home/log" "$home/jobs" || return 1
+    mkdir -p -m 755 "$home/log" "$home/jobs" || return 1
     echo "$uuid" >"$home/uuid"
     ask get_server_list >/dev/null
     case $? in
     0) return 0 ;;
-    124) say "the MPS daemon of GPU $uuid hangs"; return 1 ;;
+    124)
+        say "the MPS daemon of GPU $uuid hangs"
+        # Nobody loses it but the jobs that it has.
+        [ -z "$(ls -A "$home/jobs")" ] || return 1
+        ;;
     esac
+    end_by_signals || { say "an earlier MPS daemon of GPU $uuid does not end"; return 1; }
+    rm -rf "$home/pipe" && mkdir -m 700 "$home/pipe" || return 1
     if [ ! -s "$home/mode" ]; then
         case $(nvidia-smi -i "$uuid" --query-gpu=compute_mode --format=csv,noheader) in
         Default) echo DEFAULT >"$home/mode" ;;
@@ -103,17 +195,21 @@ start_daemon() {
     [ -z "$limit" ] || ask "set_default_device_pinned_mem_limit 0 $limit" >/dev/null
 }
 
+note_job() {
+    echo "$SLURM_JOB_UID ${SLURM_JOB_GID:-$(id -g "$SLURM_JOB_UID" 2>/dev/null)}" >"$home/jobs/$SLURM_JOB_ID"
+}
+
 status=0
 for id in $(echo "${CUDA_VISIBLE_DEVICES:-}" | tr , ' '); do
     uuid=$(uuid_of "$id") || continue
     home=$state/$uuid
     if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
-        if start_daemon; then
-            : >"$home/jobs/$SLURM_JOB_ID"
+        if start_daemon && note_job && let_in; then
             echo "$uuid" >"$state/job-$SLURM_JOB_ID"
         else
+            rm -f "$home/jobs/$SLURM_JOB_ID"
             # The GPU gets its compute mode back; Slurm drains the node and queues the job again.
-            stop_daemon
+            [ -n "$(ls -A "$home/jobs")" ] || stop_daemon
             status=1
         fi
     elif [ -d "$home" ]; then
@@ -132,7 +228,11 @@ status=0
 for home in "$state"/GPU-*; do
     [ -e "$home/jobs/$SLURM_JOB_ID" ] || continue
     rm -f "$home/jobs/$SLURM_JOB_ID"
-    [ -n "$(ls -A "$home/jobs")" ] || stop_daemon || status=1
+    if [ -n "$(ls -A "$home/jobs")" ]; then
+        let_in || status=1
+    else
+        stop_daemon || status=1
+    fi
 done
 rm -f "$state/job-$SLURM_JOB_ID"
 exit $status

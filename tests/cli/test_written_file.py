@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -157,3 +158,73 @@ def test_what_is_made_follows_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o750
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "mode", "to"),
+    [(STRANGER, 0o755, ""), (STRANGER, 0o777, ""), (0, 0o777, ""), (STRANGER, 0o777, "n/sub"), (0, 0o777, "n/sub")],
+)
+def test_root_puts_nothing_where_another_may_change_it(
+    cli: Cli, tmp_path: Path, world: World, owner: int, mode: int, to: str
+) -> None:
+    """What is exported there is what root then installs."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, owner, -1)
+    theirs.chmod(mode)
+    target = str(theirs / to)
+    whose = f"of user {STRANGER}" if owner else "that everybody may change"
+    answer = cli("export", "slurm", "--node", "n1", "--to", target)
+    assert (answer.code, len(answer.lines("error")), len(answer.lines("hint"))) == (4, 1, 1)
+    assert f"it is a directory {whose}" in answer.err or f"below a directory {whose}" in answer.err
+    answer = cli("run", "--copies", "1", "--logs", target, "--", "echo", "hello")
+    assert (answer.code, whose in answer.err) == (4, True)
+    assert list(theirs.iterdir()) == []
+    assert world.state.daemons == []
+
+
+def test_below_a_sticky_directory_an_own_one_is_safe(cli: Cli, tmp_path: Path) -> None:
+    public = tmp_path / "public"
+    public.mkdir()
+    public.chmod(0o1777)
+    cli("export", "slurm", "--node", "n1", "--to", str(public / "own" / "sub")).ok()
+    assert (public / "own" / "sub" / "gres.conf").exists()
+
+
+@needs_root
+def test_root_may_write_for_the_user_who_called_sudo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(tmp_path, STRANGER, -1)
+    with pytest.raises(OSError, match=f"of user {STRANGER}"), directory_of(tmp_path):
+        pass
+    monkeypatch.setenv("SUDO_UID", str(STRANGER))
+    with directory_of(tmp_path):
+        pass
+
+
+@needs_root
+def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever swaps a directory for a link does so between the look and the opening."""
+    public, elsewhere = tmp_path / "public", tmp_path / "elsewhere"
+    public.mkdir()
+    public.chmod(0o1777)
+    elsewhere.mkdir()
+
+    def swapped(_path: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            (public / "dir").symlink_to(elsewhere)
+            os.lchown(public / "dir", STRANGER, STRANGER)
+
+    monkeypatch.setattr("gpushare.host.written_file.check_links", swapped)
+    with pytest.raises(OSError, match="link of user"), directory_of(public / "dir"):
+        pass
+
+
+def test_a_directory_of_logs_that_is_swapped_keeps_its_logs(cli: Cli, tmp_path: Path) -> None:
+    """A copy that is started again writes into the directory that was looked at, whatever has its name by now."""
+    logs, moved, elsewhere = tmp_path / "logs", tmp_path / "moved", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    swap = f"[ -e {moved} ] && exit 0; mv {logs} {moved}; ln -s {elsewhere} {logs}; exit 1"
+    cli("run", "--copies", "1", "--restart", "1", "--logs", str(logs), "--", "sh", "-c", swap).ok()
+    assert os.listdir(elsewhere) == []
+    assert sorted(os.listdir(moved)) == ["copy-0.1.log", "copy-0.log"]

@@ -61,7 +61,12 @@ class Node:
         )
         path = self.tmp / f"{script}.sh"
         path.write_text(body)
-        environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": str(job), "CUDA_VISIBLE_DEVICES": gpus}
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "SLURM_JOB_ID": str(job),
+            "SLURM_JOB_UID": "0",
+            "CUDA_VISIBLE_DEVICES": gpus,
+        }
         if percent is not None:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
         done = subprocess.run(

@@ -1,0 +1,56 @@
+"""Our own daemons beside a user who holds what is open to everybody in their pipe directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gpushare.actions.mps_limits import MpsLimits
+from gpushare.actions.mps_start import plan_start
+from gpushare.actions.mps_stop import stop
+from gpushare.actions.plan import carry_out
+from gpushare.host.host import Host
+from gpushare.host.mps import FoundDaemon, find_daemons
+from gpushare.host.mps_home import home_of
+from gpushare.selection import Device
+from tests.real_daemon.conftest import daemons_below, wait_until
+from tests.real_daemon.strangers import STRANGER, acting, connects, locks
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user as well")
+
+
+def start(host: Host, device: Device) -> FoundDaemon:
+    carry_out(plan_start(host, device, MpsLimits()))
+    (found,) = find_daemons(host, [device.gpu])
+    return found
+
+
+def test_a_stranger_who_locks_what_a_crash_left_does_not_hinder_the_next_start(
+    host: Host, device: Device, sim_dir: Path
+) -> None:
+    sim_dir.chmod(0o755)
+    crashed = start(host, device).daemon.pid
+    assert crashed is not None
+    os.kill(crashed, signal.SIGKILL)
+    wait_until(lambda: not daemons_below(sim_dir))
+    with acting(STRANGER, lambda: locks(home_of(host.run_directory, device.uuid).pipe)) as got:
+        assert got
+        found = start(host, device)
+        assert [found.daemon.pid] == daemons_below(sim_dir)
+        stop(host, found, device, drain_seconds=0.0, force=False)
+
+
+def test_force_stops_a_daemon_whose_connection_a_stranger_holds(host: Host, device: Device, sim_dir: Path) -> None:
+    sim_dir.chmod(0o755)
+    found = start(host, device)
+    with acting(STRANGER, lambda: connects(home_of(host.run_directory, device.uuid).pipe)) as got:
+        assert got
+        done = stop(host, found, device, drain_seconds=0.0, force=True)
+        assert (done.pid, done.forced, daemons_below(sim_dir)) == (found.daemon.pid, True, [])
+        # Nor does he hinder the next one.
+        again = start(host, device)
+        stop(host, again, device, drain_seconds=0.0, force=False)
+    assert daemons_below(sim_dir) == []
