@@ -15,20 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from gpushare.gpu_models import find_model
 from gpushare.mig import board
-from gpushare.mig.plan import NoPlan, Plan
+from gpushare.mig.plan import MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_exact
-from gpushare.mig.profile import (
-    ComputeInstance,
-    GpuInstance,
-    Layout,
-    Placement,
-    Profile,
-    standard_compute_profiles,
-)
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, standard_compute_profiles
 from gpushare.mig.wish import parse_wish
 from gpushare.model import GpuProcess
-from gpushare.sim.models import find_model
 from gpushare.units import MIB
 
 GOAL_MS = 50.0
@@ -103,12 +96,12 @@ def host(size: int, mixes: Sequence[str] = MIXES) -> list[Layout]:
     ]
 
 
-def questions(size: int) -> dict[str, Callable[[], Plan | NoPlan]]:
+def questions(size: int) -> dict[str, Callable[[], MigPlan | NoPlan]]:
     """Return what is asked of a host of this size."""
     full, empty = host(size), host(size, [""])
     everybody = [Target(gpu.gpu, one.id) for gpu in full for one in gpu.instances]
     exact = {gpu.gpu: parse_wish("3g 2g 1g*2") for gpu in full}
-    found: dict[str, Callable[[], Plan | NoPlan]] = {
+    found: dict[str, Callable[[], MigPlan | NoPlan]] = {
         "full host, one 3g more": lambda: plan_add(full, parse_wish("3g"), may_destroy=True),
         "full host, 3g 2g 1g*2 more": lambda: plan_add(full, parse_wish("3g 2g 1g*2"), may_destroy=True),
         "full host, a 2g and a 1g more per GPU": lambda: plan_add(
@@ -126,16 +119,16 @@ def questions(size: int) -> dict[str, Callable[[], Plan | NoPlan]]:
     return found
 
 
-def measure(name: str, size: int, ask: Callable[[], Plan | NoPlan], rounds: int) -> Timing:
+def measure(name: str, size: int, ask: Callable[[], MigPlan | NoPlan], rounds: int) -> Timing:
     """Return how long one question takes; the planner forgets all boards before each round."""
     taken = []
-    answer: Plan | NoPlan | None = None
+    answer: MigPlan | NoPlan | None = None
     for _ in range(rounds):
         board.forget()
         started = time.process_time()
         answer = ask()
         taken.append((time.process_time() - started) * 1e3)
-    return Timing(name, size, statistics.median(taken), max(taken), isinstance(answer, Plan))
+    return Timing(name, size, statistics.median(taken), max(taken), isinstance(answer, MigPlan))
 
 
 def main() -> None:

@@ -37,17 +37,14 @@ from benchmarks.sharing_jobs import jobs
 from benchmarks.sharing_pause import pause
 from benchmarks.sharing_table import table
 from gpushare import __version__
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.plain_share import PlainShare
-from gpushare.actions.share import Share, open_mps_share
-from gpushare.host.connect import connect
-from gpushare.measure.controller import Search
+from gpushare.connect import connect
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import TuneOptions
+from gpushare.measure.search import Goal, Search, Setting, judge
 from gpushare.measure.statistics import ratio, summarize
-from gpushare.measure.trials import Goal, Setting, judge
-from gpushare.measure.tune import compare
-from gpushare.measure.tune_report import TrialReport, TuneReporter
+from gpushare.measure.tune import TrialReport, TuneReporter, compare
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.share import PlainShare, Share, open_mps_share
 from gpushare.selection import select_one
 
 PARTS: Final = ("jobs", "pairs", "ways", "pause", "farm")

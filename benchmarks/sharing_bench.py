@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.pairs import FARMS, PAIRS, Pair
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.plain_share import PlainShare
-from gpushare.actions.several import Several
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress, Window
+from gpushare.measure.pair import WINDOW_SECONDS, Progress, Window
 from gpushare.measure.statistics import summarize
-from gpushare.measure.window_length import WINDOW_SECONDS
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.several import Several
+from gpushare.run.share import PlainShare
 from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"

@@ -8,7 +8,7 @@ from typing import Any, Final
 from benchmarks.jobs import JOBS
 from benchmarks.sharing_bench import Bench, Keep, alone, now, rates
 from gpushare.host.activity import ActivityRecorder
-from gpushare.measure.progress import p99
+from gpushare.measure.pair import p99
 from gpushare.measure.statistics import deviation, percentile
 
 WINDOWS: Final = 4

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from benchmarks.sharing_bench import RATE, Bench, Keep, alone_rate, now
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.plain_share import PlainShare
-from gpushare.actions.several import Several
 from gpushare.errors import NotFound
 from gpushare.host.process import Processes
 from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress
+from gpushare.measure.pair import Progress
 from gpushare.measure.statistics import paired_ratio
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.several import Several
+from gpushare.run.share import PlainShare
 
 PAUSE_RATE, PAUSE_SHARE = 0.97, 0.70
 PAIRS_OF_CYCLES: Final = 4

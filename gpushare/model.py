@@ -266,3 +266,12 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
         return Mechanism.EXCLUSIVE
     # Whether a daemon whose environment may not be read serves this GPU is unknown.
     return None if gpu.compute_mode is None or unreadable else Mechanism.TIME_SLICING
+
+
+class Sharing(str, Enum):
+    """The way of sharing of a GPU, as gpushare.yaml names it."""
+
+    EXCLUSIVE = "exclusive"
+    TIMESLICE = "timeslice"
+    MPS = "mps"
+    MIG = "mig"

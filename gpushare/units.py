@@ -184,3 +184,8 @@ def parse_pinned_limits(text: str, uuid: str) -> int | None:
             return None
         limit = int(match.group(1)) * (GIB if match.group(2).upper() == "G" else MIB)
     return limit or None
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 GPU``, ``2 GPUs``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.program import Completed, Pending, Programs
-from gpushare.host.snapshot import Observer
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import add_process
+from gpushare.snapshot import Observer
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
@@ -89,7 +89,7 @@ def test_calls_per_gpu(spec: str, busy: bool) -> None:
 
 def test_a_second_look_asks_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles, names and UUIDs are read once."""
-    monkeypatch.setattr("gpushare.host.snapshot._SLOW_SECONDS", 3600.0)
+    monkeypatch.setattr("gpushare.snapshot._SLOW_SECONDS", 3600.0)
     observer, library, _ = observed("sim:8xh100")
     observer.look()
     first = sum(library.calls.values())
@@ -108,7 +108,7 @@ def test_a_second_look_asks_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_look_starts_nvidia_smi_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     # However long the first look takes, the second comes soon after it.
-    monkeypatch.setattr("gpushare.host.snapshot._SLOW_SECONDS", 3600.0)
+    monkeypatch.setattr("gpushare.snapshot._SLOW_SECONDS", 3600.0)
     observer, _, programs = observed("sim:8xh100")
     observer.look()
     assert programs.started == ["nvidia-smi"]

@@ -13,17 +13,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpushare.advice.table_file import read_table
-from gpushare.advice.workload_file import read_case
-from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed, cut
+from gpushare.advice.case import read_case
+from gpushare.advice.table import read_table
+from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed, cut, system_error
 from gpushare.host.capabilities import parse as parse_capability
 from gpushare.host.cdi import _parsed as parsed_cdi
-from gpushare.host.container import container_of
-from gpushare.host.kept_file import read_trusted
 from gpushare.host.machine import xids_in
-from gpushare.host.system_error import system_error
-from gpushare.layout.hostfile_parse import parse as parse_host_file
-from gpushare.layout.yaml_source import documents
+from gpushare.host.process import container_of
+from gpushare.host.records import read_trusted
+from gpushare.hostfile.parse import parse as parse_host_file
+from gpushare.inputs import documents
 from gpushare.measure.bench_data import read_bench
 from gpushare.measure.metric import number, parse_metric
 from gpushare.measure.recording import read_recording

@@ -52,10 +52,14 @@ def test_the_command_line_loads_nothing_heavy(sim_dir: Path, bare: set[str]) -> 
 def test_the_command_line_loads_no_room_below_before_a_command_needs_it(sim_dir: Path) -> None:
     """Commands import what they call inside their function: twenty dataclasses more are 10 ms more at each start."""
     rooms = (
-        "gpushare.actions",
         "gpushare.advice",
         "gpushare.host",
-        "gpushare.layout",
+        "gpushare.mig",
+        "gpushare.mps",
+        "gpushare.run",
+        "gpushare.hostfile",
+        "gpushare.export",
+        "gpushare.doctor",
         "gpushare.measure",
         "gpushare.sim",
     )

@@ -39,6 +39,6 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 def simulated_hosts() -> tuple[str, ...]:
     """Return the simulated hosts with one GPU, one per model."""
-    from gpushare.sim.models import load_models
+    from gpushare.gpu_models import load_models
 
     return tuple(sorted(f"sim:{model.short}" for model in load_models().values()))

@@ -19,7 +19,7 @@ import gpushare
 from benchmarks.crashes.inject import AFTER, FAULTS, KILL
 from benchmarks.crashes.rows import Row, Words, words_of
 from benchmarks.crashes.world import Done, Look, World
-from gpushare.sim.spec import parse_spec
+from gpushare.sim.state import parse_spec
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 # A row with more effects polls; what comes later is the same again.

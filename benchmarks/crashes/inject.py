@@ -26,8 +26,8 @@ from typing import Any, Final
 
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import capabilities
-from gpushare.sim.capabilities import SimulatedCapabilities
 from gpushare.sim.library import SimulatedLibrary
+from gpushare.sim.machine import SimulatedCapabilities
 from gpushare.sim.nvml_abi import Code
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.programs import SimulatedPrograms

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from benchmarks.crashes.world import World
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.sim import admin
 
 Words = Sequence[str]

@@ -25,8 +25,7 @@ from typing import Any, Final
 from benchmarks.crashes.inject import Injector, install
 from gpushare.host.process import LocalProcesses
 from gpushare.host.program import MPS_CONTROL
-from gpushare.sim.spec import parse_spec
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile, parse_spec
 
 # Nothing that is tried here takes so long; what does, hangs.
 PATIENCE_SECONDS: Final = 60.0

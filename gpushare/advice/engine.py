@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.conditions import CONDITIONS
-from gpushare.advice.preferences import PREFERENCES
-from gpushare.advice.requirements import REQUIREMENTS, Requirement
+from gpushare.advice.prefer import CONDITIONS, PREFERENCES
+from gpushare.advice.refuse import REQUIREMENTS, VETOES, Requirement
 from gpushare.advice.rule import Kind, Reason, Rule
-from gpushare.advice.vetoes import VETOES
 from gpushare.advice.ways import CONCURRENT, SHARING, Way
 
 if TYPE_CHECKING:

@@ -2,31 +2,532 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.memory import equal_limit, limit_for
-from gpushare.advice.recipe_first import without_mps
-from gpushare.advice.recipe_line import Line, Recipe, again, program, sudo, visible_to, who
-from gpushare.advice.recipe_mig import mig_as_it_was, mig_lines, mig_shared_lines, off_first
-from gpushare.advice.recipe_mps import (
-    Limits,
-    mps_lines,
-    mps_priority_lines,
-    mps_static_lines,
-    mps_streams_lines,
-    threads_for,
-)
-from gpushare.advice.recipe_whole import whole_lines
+from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.refuse import REQUIREMENTS, VETOES, Requirement
+from gpushare.advice.rule import Kind, Rule
+from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import Way
-from gpushare.advice.workload import Isolation, Pattern
+from gpushare.advice.ways import ALL_MIG, ALL_MPS, Way
+from gpushare.mig.wish import wish_of
 from gpushare.model import ComputeMode, TimeSlice
+from gpushare.units import GIB, MIB
 
 if TYPE_CHECKING:
+    from gpushare.advice.case import Workload
+    from gpushare.advice.facts import MpsFacts
     from gpushare.advice.situation import Situation
-    from gpushare.advice.workload import Workload
+
+
+@dataclass(frozen=True)
+class Line:
+    """What to do, and the line to type; None: it is not done on this command line."""
+
+    what: str
+    command: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Lines in order, those that take them back, and what to measure afterwards."""
+
+    lines: tuple[Line, ...]
+    undo: tuple[Line, ...] = ()
+    measure: tuple[str, ...] = ()
+
+
+def sudo(situation: Situation) -> str:
+    """Return what stands before a line that only root may run."""
+    return "" if situation.host.root else "sudo "
+
+
+def visible_to(situation: Situation) -> str:
+    """Return what lets a program see this GPU only."""
+    return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
+
+
+def program(workload: Workload) -> str:
+    """Return the workload's own command, or the word that stands for it."""
+    return workload.command or "CMD"
+
+
+def who(workload: Workload) -> str | None:
+    """Return what a workload is called: its name, else its role; None when it has neither."""
+    return workload.name or (None if workload.role is None else workload.role.value)
+
+
+def again(processes: int | None, name: str | None = None, how: str | None = None) -> str:
+    """Return who runs a line, and how often."""
+    who = "each program" if name is None and processes is None else name or "the program"
+    times = "" if processes in {None, 1} else f", {processes} times"
+    return f"{who}{times}" + (f", {how}" if how else "")
+
+
+_MEASURE = (
+    "each program in its instance, against the whole GPU: an instance has a share of the SMs and of the bandwidth",
+    "peak memory: in an instance the GPU ends where the instance does",
+)
+
+
+def mig_lines(situation: Situation, way: Way) -> Recipe:
+    """Return the lines for one process per instance."""
+    free = situation.free_now(way)
+    if free is not None:
+        lines: list[Line] = []
+        undo: tuple[Line, ...] = ()
+        names = free
+    else:
+        lines, undo, names = _layout(situation, way)
+    for name, one, count in _runs(situation, way, names):
+        lines.append(Line(again(count, who(one)), f"gpushare run --mig {name or 'PROFILE'} -- {program(one)}"))
+    return Recipe(lines=tuple(lines), undo=undo, measure=_MEASURE)
+
+
+def mig_as_it_was(situation: Situation) -> Line:
+    """Return the line that brings MIG back as it is now: on, with its instances in their places."""
+    command = f"{sudo(situation)}gpushare mig"
+    layout = situation.gpu.layout
+    if layout is None or not layout.instances:
+        return Line("turn MIG on again", f"{command} enable -g {situation.gpu.index}")
+    before = shlex.join([str(request) for request in wish_of(layout.instances)])
+    return Line("back to the instances of now", f"{command} apply -g {situation.gpu.index} {before}")
+
+
+def off_first(situation: Situation) -> list[Line]:
+    """Return the line that turns MIG off, where it is on."""
+    if not situation.gpu.mig_enabled:
+        return []
+    return [Line("turn MIG off", f"{sudo(situation)}gpushare mig disable -g {situation.gpu.index} --destroy")]
+
+
+def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
+    """Return the lines that make the instances, those that take them back, and the profile of each share."""
+    gpu, root = f"-g {situation.gpu.index}", sudo(situation)
+    slices = situation.slices(way)
+    on, layout = situation.gpu.mig_enabled, situation.gpu.layout
+    off = Line("turn MIG off again", f"{root}gpushare mig disable {gpu} --destroy")
+    if slices is None or not slices.profiles:
+        lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
+        lines.append(Line("see what the driver offers, and choose", f"gpushare mig profiles {gpu}"))
+        return lines, () if on else (off,), []
+    words, names = shlex.join(slices.words), [one.name for one in slices.profiles]
+    if not on:
+        return [Line("turn MIG on, and make the instances", f"{root}gpushare mig apply {gpu} {words}")], (off,), names
+    if layout is None or not layout.instances:
+        undo = Line("take the instances away again", f"{root}gpushare mig destroy {gpu} all")
+        return [Line("make the instances", f"{root}gpushare mig apply {gpu} {words}")], (undo,), names
+    undo = mig_as_it_was(situation)
+    if addable(layout, slices.wish):
+        line = Line("make the instances beside those that exist", f"{root}gpushare mig create {gpu} {words}")
+    else:
+        line = Line("make the instances; idle ones that are not wished go", f"{root}gpushare mig apply {gpu} {words}")
+    return [line], (undo,), names
+
+
+def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
+    """Return profile, workload and how often, for the runs."""
+    ones = situation.case.workloads
+    if len(ones) == 1:
+        return [(names[0] if names else None, ones[0], ones[0].processes)]
+    found: list[tuple[str | None, Workload, int | None]] = []
+    position = 0
+    for one in ones:
+        count = (one.processes or 1) if way is Way.MIG else (one.groups or 1)
+        found.append((names[position] if names else None, one, count))
+        position += count
+    return found
+
+
+def mig_shared_lines(
+    situation: Situation, way: Way, limits: Callable[[Workload, int, int | None], list[str]] | None
+) -> Recipe:
+    """Return the lines for several processes per instance: each instance has a name, and its shell.
+
+    ``limits`` gives the MPS options for so many processes in so much memory; without it they are time-sliced.
+    """
+    gpu, root = f"-g {situation.gpu.index}", sudo(situation)
+    slices = situation.slices(way)
+    on = [] if situation.gpu.mig_enabled else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
+    if slices is None or not slices.profiles:
+        return mig_lines(situation, way)
+    parties = _parties(situation, way)
+    names = [name for name, _, _ in parties]
+    layout = situation.gpu.layout
+    room: list[Line] = []
+    if layout is not None and layout.instances and not addable(layout, slices.wish):
+        idle = " ".join(f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy)
+        room = [Line("make room: instances that idle go", f"{root}gpushare mig destroy {idle}")]
+    lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
+    for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
+        lines.append(Line(f"in the shell of {name}", f'eval "$(gpushare mig env {name})"'))
+        run = program(one)
+        if limits is not None:
+            words = " ".join(limits(one, inside, profile.memory_bytes))
+            lines.append(Line("start MPS in it", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip()))
+            run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
+        lines.append(Line(again(inside, who(one)), run))
+    if on:
+        undo = Line("take all of it back, when the programs have ended", f"{root}gpushare mig disable {gpu} --destroy")
+    else:
+        undo = Line("take the instances away, with their MPS", f"{root}gpushare mig destroy {' '.join(names)}")
+    return Recipe(lines=tuple(lines), undo=(undo, mig_as_it_was(situation)) if room else (undo,), measure=_MEASURE)
+
+
+def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:
+    """Return the lines that make a named instance for each party; equal ones are made at once, and numbered."""
+    create = f"{sudo(situation)}gpushare mig create -g {situation.gpu.index}"
+    if len(situation.case.workloads) == 1 and len(parties) > 1:
+        words = shlex.quote(f"{profiles[0]}*{len(parties)}")
+        return [Line("make an instance for each group", f"{create} {words} --name group")]
+    return [
+        Line(f"make the instance of {name}", f"{create} {profile} --name {name}")
+        for (name, _, _), profile in zip(parties, profiles, strict=True)
+    ]
+
+
+def _parties(situation: Situation, way: Way) -> list[tuple[str, Workload, int]]:
+    """Return name, workload and processes of each party."""
+    ones = situation.case.workloads
+    if len(ones) == 1:
+        count = len(situation.shares(way))
+        processes = ones[0].processes or 2 * count
+        each = [processes // count + (number < processes % count) for number in range(count)]
+        return [(f"group-{number}" if count > 1 else "group", ones[0], inside) for number, inside in enumerate(each, 1)]
+    found: list[tuple[str, Workload, int]] = []
+    for one in ones:
+        parts = one.groups or 1
+        processes = one.processes or 1
+        for part in range(parts):
+            name = _name(one.name, len(found) + 1) + (f"-{part + 1}" if parts > 1 else "")
+            found.append((name, one, max(1, processes // parts + (part < processes % parts))))
+    return found
+
+
+def _name(text: str | None, number: int) -> str:
+    """Return a name that stands on a command line as it is."""
+    clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
+    return clean if clean[:1].isalpha() else f"group{number}"
+
+
+# Measured on an H200: the highest cap under which production kept its rate and its p99, with low priority.
+OPPORTUNISTIC_CAP: Final = 60
+
+
+def size(number: int) -> str:
+    """Return a size as ``--memory`` takes it: ``8G``, ``1500M``."""
+    return f"{number // GIB}G" if number % GIB == 0 else f"{number // MIB}M"
+
+
+def percent(share: float) -> str:
+    """Return a percentage as ``--threads`` takes it, rounded down to one decimal."""
+    # 28.6 is a little less in binary.
+    return f"{int(share * 10 + 1e-6) / 10:g}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one kind of client, as words of a command line."""
+
+    threads: float | None = None
+    memory: int | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """Return the options."""
+        threads = [] if self.threads is None or self.threads >= 100 else ["--threads", percent(self.threads)]
+        return threads + ([] if self.memory is None else ["--memory", size(self.memory)])
+
+
+def threads_for(situation: Situation, processes: int) -> float:
+    """Return the cap of each of so many clients: as measured, else 100/n where each is to be kept in its share, or 200/n.
+
+    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better at every n that was tried.
+    """
+    return situation.cap if situation.cap is not None else min(100.0, threads_together(situation) / processes)
+
+
+def threads_together(situation: Situation) -> int:
+    """Return what the caps of all clients come to, in percent: 100 or 200."""
+    case = situation.case
+    apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in situation.isolation
+    return 100 if apart else 200
+
+
+def limits_sum(situation: Situation, way: Way) -> int | None:
+    """Return what the memory limits of all processes come to; None: there is a process without one."""
+    if way not in ALL_MPS or way is Way.MPS_STATIC:
+        return None
+    case = situation.case
+    limited = [
+        (limit or 0) * (count or 0)
+        for one, limit, count in zip(case.workloads, memory_limits(situation), case.counts, strict=True)
+        if not (way is Way.MPS_PRIORITY and one.role is Role.PRODUCTION)
+    ]
+    return sum(limited) if limited and all(limited) else None
+
+
+def memory_limits(situation: Situation) -> list[int | None]:
+    """Return a limit per workload; they add up to at most what the GPU has, or there are none."""
+    if situation.before_volta:
+        return [None] * len(situation.case.workloads)
+    ones, usable = situation.case.workloads, situation.under_mps.usable_bytes
+    limits = [None if one.memory is None else limit_for(one.memory) for one in ones]
+    counts = [count for count in situation.case.counts if count is not None]
+    if usable is None or len(counts) < len(ones):
+        return limits
+    taken = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
+    if taken > usable:
+        return [None if one.memory is None else one.memory // MIB * MIB for one in ones]
+    open_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
+    rest = equal_limit(usable - taken, open_count) if open_count else None
+    return [rest if limit is None else limit for limit in limits]
+
+
+def start_words(now: MpsFacts) -> list[str]:
+    """Return the options with which a daemon has the limits of another."""
+    return [
+        *Limits(now.threads_percent, now.memory_limit_bytes).words,
+        *(["--priority low"] if now.low_priority else []),
+    ]
+
+
+def set_limits(situation: Situation, threads: float | None, memory: int | None) -> str:
+    """Return the line that gives the daemon of the GPU these limits; None is none."""
+    limit = "none" if memory is None else size(memory)
+    share = percent(min(threads or 100.0, 100.0))
+    return f"gpushare mps set -g {situation.gpu.index} --threads {share} --memory {limit}"
+
+
+def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
+    """Return the line that starts the daemon, or that sets the limits of the one that is there."""
+    gpu, limits = f"-g {situation.gpu.index}", limits or Limits()
+    if not situation.mps_serves:
+        return Line(what, " ".join([f"gpushare mps start {gpu}", *limits.words]))
+    return Line(
+        "set the limits of the MPS daemon that is there already", set_limits(situation, limits.threads, limits.memory)
+    )
+
+
+def limits_back(situation: Situation) -> Line:
+    """Return the line that gives the daemon of now its limits again."""
+    now = situation.gpu.mps
+    if now is None:
+        return Line("set the limits back: `gpushare mps set` has printed the line", None)
+    return Line("set the limits back", set_limits(situation, now.threads_percent, now.memory_limit_bytes))
+
+
+def _back(situation: Situation) -> tuple[Line, ...]:
+    if situation.mps_serves:
+        return (limits_back(situation),)
+    return (Line("stop MPS, which waits for its programs", f"gpushare mps stop -g {situation.gpu.index}"),)
+
+
+def mps_lines(situation: Situation) -> Recipe:
+    """Return the lines of MPS: equal limits for one workload, or one line of limits for each."""
+    case, gpu = situation.case, f"-g {situation.gpu.index}"
+    ones, limits = case.workloads, memory_limits(situation)
+    processes = case.processes
+    share = None if processes is None or situation.before_volta else threads_for(situation, processes)
+    lines = off_first(situation)
+    if len(ones) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None:
+        lines += _weighted(situation, processes, limits[0])
+    elif len(ones) == 1:
+        lines.append(_daemon(situation, "start MPS with limits for each process", Limits(share, limits[0])))
+        lines.append(Line(again(processes), f"gpushare run {gpu} -- {program(ones[0])}"))
+    else:
+        lines.append(_daemon(situation, "start MPS"))
+        for one, limit in zip(ones, limits, strict=True):
+            words = shlex.join(Limits(share, limit).words)
+            command = " ".join(filter(None, [f"gpushare run {gpu}", words, f"-- {program(one)}"]))
+            lines.append(Line(again(one.processes or 1, who(one)), command))
+    return Recipe(
+        lines=tuple(lines),
+        undo=_back(situation),
+        measure=(
+            "steps per second of all programs together, against the same number without MPS",
+            *(() if situation.before_volta else (_OTHER_CAPS,)),
+        ),
+    )
+
+
+_OTHER_CAPS: Final = "the same with --threads 100 and half of it: the best cap depends on the program"
+
+
+def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
+    """Return the lines of unequal shares: one process with twice the share of each other, together 100 %."""
+    gpu, one = f"-g {situation.gpu.index}", situation.case.workloads[0]
+    small = 100.0 / (processes + 1)
+    larger, other = (shlex.join(Limits(share, limit).words) for share in (2 * small, small))
+    return [
+        _daemon(situation, "start MPS"),
+        Line(
+            "the program with the larger share: choose the shares, to 100 together",
+            f"gpushare run {gpu} {larger} -- {program(one)}",
+        ),
+        Line(again(processes - 1, "with a smaller share"), f"gpushare run {gpu} {other} -- {program(one)}"),
+    ]
+
+
+def mps_streams_lines(situation: Situation) -> Recipe:
+    """Return those of MPS, with streams inside each program."""
+    found = mps_lines(situation)
+    inside = Line("inside each program: put independent work on CUDA streams of its own", None)
+    return Recipe(lines=(inside, *found.lines), undo=found.undo, measure=found.measure)
+
+
+def mps_priority_lines(situation: Situation) -> Recipe:
+    """Return the lines of production without a cap, and of the others below it."""
+    ones, gpu = situation.case.workloads, f"-g {situation.gpu.index}"
+    giving = [one for one in ones if one.role is Role.OPPORTUNISTIC] or [ones[-1]]
+    count = sum(one.processes or 1 for one in giving)
+    lines = [*off_first(situation), _daemon(situation, "start MPS; production has no cap")]
+    limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
+    for one in ones:
+        memory = None if limits[id(one)] is None else ["--memory", size(limits[id(one)] or 0)]
+        if one in giving:
+            words = ["--threads", percent(OPPORTUNISTIC_CAP / count), *(memory or []), "--priority", "low"]
+            title = again(one.processes or 1, who(one))
+        else:
+            # Production has no limit: what is left to the other is what production does not need.
+            words = []
+            title = again(one.processes or 1, who(one))
+        lines.append(Line(title, " ".join([f"gpushare run {gpu}", *words, "--", program(one)])))
+    return Recipe(
+        lines=tuple(lines),
+        undo=_back(situation),
+        measure=(
+            "production's rate and p99, alone and beside the other, three times each in turn",
+            f"when production loses more than 3 %: restart the other with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
+            "a cap is fixed at the start of a program: each try is a restart",
+        ),
+    )
+
+
+def static_chunks(situation: Situation) -> int:
+    """Return how many chunks each process gets: 8 SMs are a chunk from Hopper on, 4 before (NVIDIA MPS guide)."""
+    newer = situation.gpu.compute_capability is not None and situation.gpu.compute_capability >= HOPPER
+    chunks = (situation.gpu.multiprocessors or 0) // (8 if newer else 4)
+    return max(chunks // (situation.case.processes or 2), 1)
+
+
+def mps_static_lines(situation: Situation) -> Recipe:
+    """Return NVIDIA's own lines for static partitions, equally large."""
+    index, chunks = situation.gpu.index, static_chunks(situation)
+    processes = situation.case.processes or 2
+    return Recipe(
+        lines=(
+            Line("gpushare does not start static partitions yet: NVIDIA's own lines", None),
+            Line("start the daemon in static mode", "nvidia-cuda-mps-control -d -S"),
+            Line(
+                again(processes, f"add a partition of {chunks} chunks on GPU {index}"),
+                f"echo 'sm_partition add {situation.gpu.uuid or index} {chunks}' | nvidia-cuda-mps-control",
+            ),
+            Line("list the partitions with their ids", "echo lspart | nvidia-cuda-mps-control"),
+            Line("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD"),
+        ),
+        undo=(Line("stop the daemon", "echo quit | nvidia-cuda-mps-control"),),
+        measure=("each program alone in its partition, and beside the others: only memory bandwidth is shared",),
+    )
+
+
+def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
+    """Return a recipe that first stops the MPS daemon of the GPU where it is in the way, and at last starts it again."""
+    if not in_the_way_of(situation, way):
+        return found
+    gpu, now = f"-g {situation.gpu.index}", situation.gpu.mps
+    if now is None:
+        stop = Line("stop the MPS daemon of the GPU, as it was started: see gpushare mps status", None)
+        start = Line("start the MPS daemon again, as it was", None)
+    else:
+        stop = Line("stop the MPS daemon of now, which waits for its programs", f"gpushare mps stop {gpu}")
+        start = Line("start MPS again, as it is now", " ".join([f"gpushare mps start {gpu}", *start_words(now)]))
+    return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
+
+
+def in_the_way_of(situation: Situation, way: Way) -> bool:
+    """Return whether an MPS daemon of the whole GPU keeps a way from being set up.
+
+    Its clients are not time-sliced, and MIG cannot be turned on beside it.
+    """
+    if not situation.mps_serves or (situation.case.any("running") and way is Way.TIMESLICE):
+        return False
+    return way in {Way.TIMESLICE, *ALL_MIG}
+
+
+def whole_lines(situation: Situation) -> Recipe:
+    """Return the lines of programs that have a GPU to themselves."""
+    if situation.several and situation.case.any("vms"):
+        # A lock or an environment variable of the host says nothing to a virtual machine.
+        return Recipe(
+            lines=(
+                Line("on the hypervisor: give the GPU whole to one virtual machine at a time (PCI passthrough)", None),
+            )
+        )
+    if situation.together:
+        return _one_each(situation)
+    if situation.several:
+        return _queue(situation)
+    run = Line("nothing to set up: run it", f"{visible_to(situation)} {program(situation.case.workloads[0])}")
+    return Recipe(lines=(*off_first(situation), run))
+
+
+def _queue(situation: Situation) -> Recipe:
+    case, lines, index = situation.case, off_first(situation), situation.gpu.index
+    lock = f"flock /tmp/gpu-{index}.lock env {visible_to(situation)}"
+    if case.same_user is not True:
+        # Not a file: in /tmp that of another user cannot be opened for it (fs.protected_regular).
+        lines.append(Line("a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
+        lock = f"flock /tmp/gpu-{index}.queue env {visible_to(situation)}"
+    lines += [
+        Line(_turn(situation, one, count), f"{lock} {program(one)}")
+        for one, count in zip(case.workloads, case.counts, strict=True)
+    ]
+    if _may_pause(situation):
+        lines.append(
+            Line(
+                "or both at once, the other paused while production works: gpushare run --production NAME, "
+                "and gpushare run --opportunistic --pause",
+                None,
+            )
+        )
+    return Recipe(lines=tuple(lines), measure=("how long all take one after the other: what any sharing has to beat",))
+
+
+def _turn(situation: Situation, one: Workload, count: int | None) -> str:
+    if not situation.pair:
+        return again(count, who(one), "one after the other")
+    first = one.role is Role.PRODUCTION
+    return again(count, who(one), "first: it waits for what has begun" if first else "when production has ended")
+
+
+def _may_pause(situation: Situation) -> bool:
+    """Return whether `gpushare run` can have both on the GPU, one of them standing still."""
+    if not situation.pair or situation.case.same_user is False or situation.before_volta:
+        return False
+    rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS)
+    return not any(one.kind is Kind.VETO for rule in rules for one in rule.reasons(situation, Way.MPS))
+
+
+def _one_each(situation: Situation) -> Recipe:
+    """Return the lines of processes that wait for each other: in a queue the first would wait for ever."""
+    processes, usable = situation.case.processes or 2, situation.gpus_to_have
+    gpus = usable[:processes]
+    devices = ",".join(str(one.uuid or one.index) for one in gpus)
+    if len(gpus) == 1:
+        what = "they work together, so none can wait for another: start it with one process"
+    elif len(gpus) < processes:
+        what = f"one process on each GPU: {processes} are wanted, and {len(gpus)} GPUs are free here"
+    else:
+        what = f"start it once: its {processes} processes have a GPU each"
+    lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {program(one)}") for one in situation.case.workloads]
+    return Recipe(
+        lines=(*off_first(situation), *lines),
+        measure=("the rate with one process, and with one on each GPU",) if len(gpus) > 1 else (),
+    )
 
 
 def recipe(situation: Situation, way: Way) -> Recipe:

@@ -2,21 +2,308 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.here import mps_clients
-from gpushare.advice.memory import CONTEXT_BYTES, MPS_CONTEXT_BYTES, Budget, budget
-from gpushare.advice.slices import Share, Slices, addable, free_instances, slices_for
+from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.compare import mps_clients
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import Way
-from gpushare.advice.workload import Isolation, Pattern, Role
+from gpushare.advice.ways import ALL_MIG, Way
+from gpushare.mig.plan import MigPlan
+from gpushare.mig.planner import plan_add, plan_exact
+from gpushare.mig.profile import Layout, Profile
+from gpushare.mig.wish import Request, Wish
+from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from gpushare.advice.case import Case, Workload
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.advice.table import Table
-    from gpushare.advice.workload import Case, Workload
+
+
+CONTEXT_BYTES: Final = 500 * MIB
+LEAST_CONTEXT_BYTES: Final = 286 * MIB
+MPS_CONTEXT_BYTES: Final = 248 * MIB
+MPS_SERVER_BYTES: Final = 66 * MIB
+# What of a pinned limit a PyTorch program does not get for its data: under 8G it saw 7.40 GiB.
+MPS_LIMIT_EXTRA_BYTES: Final = 614 * MIB
+HEADROOM_PERCENT: Final = 2
+# Limits and splits are rounded to this, so that people can read them.
+_STEP: Final = 256 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The sum for one GPU, with or without MPS. None: not known."""
+
+    total_bytes: int | None
+    headroom_bytes: int | None
+    # Of the way of sharing itself: the MPS server.
+    server_bytes: int
+    context_bytes: int
+    # The smallest that is reported; where it was measured the same.
+    least_context_bytes: int
+    processes: int | None
+    # Without contexts, all processes together.
+    wanted_bytes: int | None
+    # The largest process, with its context.
+    largest_bytes: int | None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Return what processes and their contexts may take together."""
+        if self.total_bytes is None or self.headroom_bytes is None:
+            return None
+        return self.total_bytes - self.headroom_bytes - self.server_bytes
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Return what processes and their contexts take together."""
+        if self.wanted_bytes is None or self.processes is None:
+            return None
+        return self.wanted_bytes + self.processes * self.context_bytes
+
+    @property
+    def left_bytes(self) -> int | None:
+        """Return what is left then; below zero is what is missing."""
+        usable, needed = self.usable_bytes, self.needed_bytes
+        return None if usable is None or needed is None else usable - needed
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether all fit at the same time."""
+        left = self.left_bytes
+        return None if left is None else left >= 0
+
+    @property
+    def may_fit(self) -> bool | None:
+        """Return whether all fit at the same time with the smallest contexts that are reported."""
+        left = self.left_bytes
+        if left is None or self.processes is None:
+            return None
+        return left + self.processes * (self.context_bytes - self.least_context_bytes) >= 0
+
+    @property
+    def one_fits(self) -> bool | None:
+        """Return whether the largest process fits alone."""
+        usable = self.usable_bytes
+        return None if usable is None or self.largest_bytes is None else self.largest_bytes <= usable
+
+    @property
+    def most(self) -> int | None:
+        """Return how many processes of the largest kind fit at the same time."""
+        usable = self.usable_bytes
+        return None if usable is None or not self.largest_bytes else max(usable, 0) // self.largest_bytes
+
+    def sentence(self) -> str | None:
+        """Return the sum in words; None when too little is known."""
+        left, needed = self.left_bytes, self.needed_bytes
+        if left is None or needed is None:
+            return None
+        contexts = f"{self.processes} x {format_bytes(self.context_bytes)} CUDA context"
+        rest = f"{HEADROOM_PERCENT} % kept free"
+        server = f", {format_bytes(self.server_bytes)} MPS server" if self.server_bytes else ""
+        verdict = (
+            f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much, {self.most} would fit"
+        )
+        return (
+            f"{format_bytes(self.wanted_bytes)} + {contexts} = {format_bytes(needed)} of "
+            f"{format_bytes(self.total_bytes)} ({rest}{server}): {verdict}"
+        )
+
+
+def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
+    """Return the budget of a case on a GPU."""
+    context = MPS_CONTEXT_BYTES if mps else CONTEXT_BYTES
+    total = gpu.memory_total_bytes
+    counts = case.counts
+    sizes = [one.memory for one in case.workloads]
+    known = [size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None]
+    # What nobody said is not nothing: then the sum is known only from below, and is a sum when it is too large already.
+    complete = len(known) == len(sizes)
+    largest = max((size for size in sizes if size is not None), default=None)
+    wanted = sum(known) if complete and known else None
+    if wanted is None and known and total is not None and sum(known) > total:
+        wanted = sum(known)
+    return Budget(
+        total_bytes=total,
+        headroom_bytes=None if total is None else -(-total * HEADROOM_PERCENT // 100),
+        server_bytes=MPS_SERVER_BYTES if mps else 0,
+        context_bytes=context,
+        least_context_bytes=MPS_CONTEXT_BYTES if mps else LEAST_CONTEXT_BYTES,
+        processes=case.processes,
+        wanted_bytes=wanted,
+        largest_bytes=None if largest is None else largest + context,
+    )
+
+
+def limit_for(memory: int) -> int:
+    """Return the pinned limit under which a process of this size works: with what CUDA itself takes of it, rounded up."""
+    return -(-(memory + MPS_LIMIT_EXTRA_BYTES) // _STEP) * _STEP
+
+
+def equal_limit(usable: int, processes: int) -> int | None:
+    """Return the limit for each of so many equal processes, or None when that is next to nothing.
+
+    The limits, and what each client takes beside its limit, add up to at most the usable memory.
+    """
+    share = usable // processes // _STEP * _STEP
+    return share if share > MPS_LIMIT_EXTRA_BYTES else None
+
+
+@dataclass(frozen=True, order=True)
+class Share:
+    """What one party needs of an instance, with contexts; zero: nobody said. ``graphics``: only +gfx profiles draw."""
+
+    memory_bytes: int = 0
+    sms: int = 0
+    graphics: bool = False
+
+    def __str__(self) -> str:
+        parts = [format_bytes(self.memory_bytes)] if self.memory_bytes else []
+        return " and ".join([*parts, *([f"{self.sms} SMs"] if self.sms else [])]) or "any size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """One profile per share, in their order; or why there are none, and how many of the largest share would fit."""
+
+    profiles: tuple[Profile, ...] = ()
+    why_not: str | None = None
+    most: int | None = None
+
+    @property
+    def wish(self) -> Wish:
+        """Return it as a wish, the largest first."""
+        counts = Counter(sorted((one.name for one in self.profiles), reverse=True))
+        return tuple(Request(profile=name, count=count) for name, count in counts.items())
+
+    @property
+    def words(self) -> list[str]:
+        """Return the wish as ``gpushare mig`` takes it."""
+        return [str(request) for request in self.wish]
+
+
+@lru_cache(maxsize=512)
+def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
+    """Return the largest instances that hold these shares on an otherwise empty GPU.
+
+    Equal shares get equal instances. Larger than needed is better here: what is not given to anybody idles.
+    """
+    empty = replace(layout, instances=())
+    kinds = {graphics: _of_kind(layout, graphics=graphics) for graphics in (False, True)}
+    smallest = [_smallest(kinds[share.graphics], share) for share in shares]
+    too_large = next((share for share, found in zip(shares, smallest, strict=True) if found is None), None)
+    if too_large is not None:
+        return Slices(
+            why_not=f"no instance has {too_large}{_largest_has(kinds[too_large.graphics], too_large)}", most=0
+        )
+    chosen = [one for one in smallest if one is not None]
+    if not _together(empty, chosen):
+        worst = max(shares)
+        needed = chosen[shares.index(worst)]
+        most = _most(empty, needed)
+        why = f"{len(shares)} instances with {worst} do not fit: {most or 'none'} of {needed.name} would"
+        return Slices(why_not=why, most=most)
+    if len(set(shares)) == 1:
+        return Slices(profiles=tuple(_largest_equal(empty, kinds[shares[0].graphics], chosen[0], len(shares))))
+    return Slices(profiles=tuple(_enlarged(empty, [kinds[share.graphics] for share in shares], chosen)))
+
+
+def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
+    """Return the ordinary profiles, or those that can draw, small ones first."""
+    wanted = {"+gfx"} if graphics else set()
+    found = [one for one in layout.profiles if one.attributes == wanted and one.placements and one.memory_bytes]
+    return sorted(found, key=lambda one: (one.slices, one.size or 0, one.memory_bytes or 0))
+
+
+def _largest_has(profiles: Sequence[Profile], share: Share) -> str:
+    """Return what the largest profile has of what was asked for."""
+    if not profiles:
+        return ""
+    largest = profiles[-1]
+    return f"; the largest, {largest.name}, has {_of_both(largest, share)}"
+
+
+def _of_both(profile: Profile, share: Share) -> Share:
+    memory = profile.memory_bytes or 0 if share.memory_bytes or not share.sms else 0
+    return Share(memory, profile.multiprocessors or 0 if share.sms else 0)
+
+
+def _smallest(ordinary: Sequence[Profile], share: Share) -> Profile | None:
+    return next((one for one in sorted(ordinary, key=lambda p: (p.size or 0, p.slices)) if _holds(one, share)), None)
+
+
+def _holds(profile: Profile, share: Share) -> bool:
+    enough = (profile.memory_bytes or 0) >= share.memory_bytes and (profile.graphics or not share.graphics)
+    return enough and (not share.sms or (profile.multiprocessors or 0) >= share.sms)
+
+
+def _together(empty: Layout, profiles: Sequence[Profile]) -> bool:
+    counts = Counter(one.name for one in profiles)
+    if any(profile.instances is not None and counts[profile.name] > profile.instances for profile in profiles):
+        return False
+    wish = tuple(Request(profile=name, count=count) for name, count in counts.items())
+    return isinstance(plan_exact([empty], {empty.gpu: wish}), MigPlan)
+
+
+def _most(empty: Layout, profile: Profile) -> int:
+    return next((n for n in range(profile.instances or 8, 0, -1) if _together(empty, [profile] * n)), 0)
+
+
+def _largest_equal(empty: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
+    """Return the profile with the most SMs, and of equals the least memory, that fits so many times."""
+    better = [
+        one for one in ordinary if (one.memory_bytes or 0) >= (least.memory_bytes or 0) and one.slices >= least.slices
+    ]
+    better.sort(key=lambda one: (-(one.multiprocessors or one.slices), one.memory_bytes or 0))
+    return [next((one for one in better if _together(empty, [one] * count)), least)] * count
+
+
+def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
+    """Return the choice with each enlarged among the profiles of its kind, the smallest first, while all still fit."""
+    moved = True
+    while moved:
+        moved = False
+        for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
+            for larger in kinds[number]:
+                grows = larger.slices > chosen[number].slices
+                tried = [*chosen[:number], larger, *chosen[number + 1 :]]
+                if (
+                    grows
+                    and (larger.memory_bytes or 0) >= (chosen[number].memory_bytes or 0)
+                    and _together(empty, tried)
+                ):
+                    chosen, moved = tried, True
+                    break
+            if moved:
+                break
+    return chosen
+
+
+def free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None:
+    """Return the profiles of idle instances that are there and hold the shares, or None when they do not."""
+    idle = sorted(
+        (one.profile for one in layout.instances if one.compute and not one.busy),
+        key=lambda profile: (profile.memory_bytes or 0, profile.slices),
+    )
+    names: list[str] = []
+    for share in sorted(shares, reverse=True):
+        found = next((profile for profile in idle if _holds(profile, share)), None)
+        if found is None:
+            return None
+        idle.remove(found)
+        names.append(found.name)
+    return names
+
+
+def addable(layout: Layout, wish: Wish) -> bool:
+    """Return whether a wish fits beside the instances that exist."""
+    return isinstance(plan_add([layout], wish), MigPlan)
+
 
 VOLTA: Final = (7, 0)
 HOPPER: Final = (9, 0)
@@ -205,3 +492,28 @@ class Situation:
 def _share(workload: Workload, processes: int, context: int) -> Share:
     memory = 0 if workload.memory is None else processes * (workload.memory + context)
     return Share(memory, workload.sms or 0, bool(workload.graphics))
+
+
+def instances_sentence(situation: Situation, way: Way) -> str | None:
+    """Return the sum of each instance in words: the sum of the whole GPU says nothing there.
+
+    None: it is another way, nobody said what a process needs, or the driver lists no profiles.
+    """
+    layout, shares = situation.gpu.layout, situation.shares(way)
+    if way not in ALL_MIG or layout is None or not all(share.memory_bytes for share in shares):
+        return None
+    free, slices = situation.free_now(way), situation.slices(way)
+    if free is not None and way is Way.MIG:
+        pairs = zip(free, sorted(shares, reverse=True), strict=True)
+    else:
+        pairs = zip([one.name for one in slices.profiles] if slices else [], shares, strict=False)
+    sizes = {profile.name: profile.memory_bytes for profile in layout.profiles}
+    sums = []
+    for (name, share), count in Counter(pairs).items():
+        size = sizes.get(name)
+        if size is None:
+            return None
+        each = "" if count == 1 else f"each of {count} "
+        needed, left = format_bytes(share.memory_bytes), format_bytes(size - share.memory_bytes)
+        sums.append(f"in {each}{name} {needed} of {format_bytes(size)}, CUDA contexts counted: {left} left")
+    return "; ".join(sums) or None

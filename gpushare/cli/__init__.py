@@ -18,7 +18,7 @@ atexit.register(gc.freeze)
 
 import typer  # noqa: E402
 
-from gpushare.cli import common  # noqa: E402
+from gpushare.cli import options as common  # noqa: E402
 from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 
 # One file per verb, in the order of the help, with what the help says of it. Only the file of the verb that is asked for
@@ -197,7 +197,7 @@ def _unexpected(error: Exception) -> int:
     if common.settings.debug:
         raise error
     if isinstance(error, OSError):
-        from gpushare.host.system_error import system_error
+        from gpushare.errors import system_error
 
         refused = system_error(error)
         if refused is not None:

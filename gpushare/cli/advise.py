@@ -1,23 +1,44 @@
-"""``gpushare advise``."""
+"""``gpushare advise``: which way of sharing fits; answered by `gpushare/advice/`."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import shutil
 import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.common import CONTEXT, ChangingCommand, settings
-from gpushare.cli.measured import HungAfter, LowerIsBetter, MeasuredTime, PrintedNumber
-from gpushare.errors import BadUsage, GpuLost, NotFound
+from gpushare.cli.options import (
+    CONTEXT,
+    ChangingCommand,
+    HungAfter,
+    LowerIsBetter,
+    MeasuredTime,
+    PrintedNumber,
+    answered,
+    gpus_of,
+    settings,
+)
+from gpushare.errors import BadUsage, GpuLost, GpushareError, Interrupted, NotFound, NotSupported, OperationFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpushare.advice.advise import Advice
+    from gpushare.advice.case import Case, Workload
     from gpushare.advice.facts import GpuFacts, HostFacts
+    from gpushare.advice.measured import MeasuredAdvice
     from gpushare.advice.situation import Situation
-    from gpushare.advice.workload import Case
     from gpushare.host.host import Host
+    from gpushare.measure.bench import Measurement, Prepared
+    from gpushare.measure.metric import Metric
+    from gpushare.selection import Device
 
 
 def register(app: typer.Typer) -> None:
@@ -141,8 +162,8 @@ def advise(
     words = {key: value for key, value in locals().items() if key not in _NOT_A_PROPERTY}
     if program and command is None:
         words["command"] = shlex.join(program)
+    from gpushare.advice.case import checked
     from gpushare.advice.ways import way_of
-    from gpushare.advice.workload import checked
     from gpushare.cli.facts import gather
 
     asked_for = {
@@ -175,14 +196,10 @@ def advise(
     case = case or checked(_seen(host, chosen.index, words, root, recording))
     situation = _situation(case, facts, chosen)
     if _may_ask(explained=explained is not None):
-        from gpushare.cli.advise_cases import asked
-
         situation = asked(situation)
     from gpushare.advice.advise import advise as advised
 
     if wanted is not None:
-        from gpushare.cli.advise_measure import measured_answer
-
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
 
@@ -205,8 +222,6 @@ def _wanted(
     if measure and explained:
         raise BadUsage("--mechanism explains, --measure measures", "leave one of them away", code="bad_combination")
     if measure:
-        from gpushare.cli.advise_measure import wanted_of
-
         return wanted_of(program or shlex.split(command or ""), asked)
     if program or given:
         said = "a command" if program else ", ".join(given)
@@ -221,7 +236,7 @@ def _wanted(
 def _number(option: str, text: str | None) -> int | None:
     if text is None:
         return None
-    from gpushare.advice.workload import workload_of
+    from gpushare.advice.case import workload_of
 
     try:
         return workload_of({"processes": text}).processes
@@ -233,25 +248,22 @@ def _case(
     words: dict[str, Any], file: str | None, root: bool | None, pair: tuple[int | None, int | None], *, seen: bool
 ) -> Case | None:
     """Return the case as far as it needs no host; None: it is on the GPU, or in a recording."""
-    from gpushare.cli import advise_cases
-
     if seen:
-        advise_cases.case_of(words, root=root, pair=pair)
+        case_of(words, root=root, pair=pair)
         return None
     if file is not None:
-        return advise_cases.overlaid(advise_cases.case_from_file(file, root=root), words)
+        return overlaid(case_from_file(file, root=root), words)
     # Checked before the host is asked: a wrong word costs nothing.
-    return advise_cases.case_of(words, root=root, pair=pair)
+    return case_of(words, root=root, pair=pair)
 
 
 def _seen(host: Host, index: int, words: dict[str, Any], root: bool | None, recording: str | None) -> Case:
-    from gpushare.cli import advise_cases
 
     if recording is not None:
-        found = advise_cases.case_from_recording(recording, index, root=root)
+        found = case_from_recording(recording, index, root=root)
     else:
-        found = advise_cases.case_from_now(host, index, root=root)
-    return advise_cases.overlaid(found, words)
+        found = case_from_now(host, index, root=root)
+    return overlaid(found, words)
 
 
 def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
@@ -294,7 +306,7 @@ RUNS_ON: Final = "what runs now keeps running as it is: it joins MPS or an insta
 
 
 def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
-    from gpushare.cli.advise_data import advice_data, verdict_data
+    from gpushare.advice.data import advice_data, verdict_data
     from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.result import Result
 
@@ -307,10 +319,507 @@ def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any
             notes.append(f"the advice for this case is: {data['answer']} (all of it without --mechanism)")
         return Result(command="advise", data={**data, "explained": one}, tables=(table,), notes=tuple(notes))
     if apply:
-        from gpushare.cli.advise_apply import applied
-
         return applied(advice, notes)
     tables = [answer_table(data, whole=settings.verbose), verdicts_table(data)]
     if settings.verbose:
         tables.append(reasons_table(data["verdicts"], "every rule"))
     return Result(command="advise", data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
+
+
+_MOST_CHARACTERS: Final = 256 << 10
+
+
+def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
+    """Return the case of the flags. ``pair`` is how many production and opportunistic processes there are.
+
+    Raises:
+        BadUsage: a value that is none, or flags that contradict each other.
+    """
+    from gpushare.advice.case import Case, Role, workload_of
+
+    production, opportunistic = pair
+    if production is None and opportunistic is None:
+        return Case(workloads=(workload_of(words),), root=root)
+    if words.get("processes") is not None or words.get("role") is not None:
+        raise BadUsage(
+            "--production and --opportunistic say how many processes there are",
+            "leave --processes and --role away",
+            code="two_counts",
+        )
+    one = workload_of(words)
+    # What fills the GPU is the opportunistic job: for production that would be no case for sharing.
+    roles = [(Role.PRODUCTION, production), (Role.OPPORTUNISTIC, opportunistic)]
+    if opportunistic is None:
+        roles = roles[:1]
+    return Case(
+        workloads=tuple(
+            replace(
+                one,
+                role=role,
+                processes=count or 1,
+                saturating=one.saturating if role is Role.OPPORTUNISTIC or opportunistic is None else None,
+                bandwidth_bound=one.bandwidth_bound if role is Role.OPPORTUNISTIC else None,
+            )
+            for role, count in roles
+        ),
+        root=root,
+    )
+
+
+def case_from_file(path: str, *, root: bool | None) -> Case:
+    """Return the case of a file; ``-`` is stdin.
+
+    Raises:
+        NotFound, OperationFailed, BadUsage: it is not there, cannot be read, or is no case.
+    """
+    from gpushare.advice.case import read_case
+
+    try:
+        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}", "write one: see gpushare advise --help", code="no_file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise OperationFailed(f"cannot read {path}: {reason}", "give a YAML file", code="not_readable") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise OperationFailed(f"{path} is larger than 256 KiB", "give a YAML file", code="not_readable")
+    case = read_case(text, path)
+    return case if root is None else replace(case, root=root)
+
+
+def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
+    """Return a case with what the flags say for all of its workloads."""
+    from gpushare.advice.case import workload_of
+
+    said = workload_of({key: value for key, value in words.items() if value is not None})
+    changes = {name: value for name, value in vars(said).items() if value is not None}
+    return replace(case, workloads=tuple(replace(one, **changes) for one in case.workloads))
+
+
+# -- what runs, and what ran -----------------------------------------------------------------------
+
+
+def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
+    """Return what runs on a GPU now, as if it were to be started again: one workload per user and program.
+
+    Raises:
+        NotFound: nobody is on the GPU, or who is cannot be seen.
+    """
+    from gpushare.snapshot import Observer
+
+    gpu = next(one for one in Observer(host).look().gpus if one.index == index)
+    if gpu.processes is None:
+        raise NotFound(
+            f"who is on GPU {index} cannot be seen from here",
+            f"say what runs: gpushare advise -g {index} --processes 4; or ask on the host, outside the container",
+            code="not_seen",
+        )
+    seen = [one for one in gpu.processes if (one.compute or one.mps) and "nvidia-cuda-mps" not in (one.name or "")]
+    entries = [(one.user, one.name, one.memory_used_bytes, one.graphics) for one in seen]
+    graphics = any(one.graphics and not one.compute for one in gpu.processes)
+    if not entries:
+        raise NotFound(
+            f"no program is on GPU {index}", "say what shall run: gpushare advise --processes 4", code="nobody"
+        )
+    return _observed_case(entries, root=root, graphics=graphics or None)
+
+
+def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
+    """Return what a recording of ``gpushare observe`` saw on a GPU.
+
+    Raises:
+        NotFound: there is no such file, or nobody was on the GPU.
+        OperationFailed, NotSupported: it is no recording of ours.
+    """
+    from gpushare.advice.case import Case, Pattern, Workload
+    from gpushare.measure.recording import read_recording, workloads_of
+
+    found = [one for one in workloads_of(read_recording(path)) if one.gpu == index]
+    if not found:
+        raise NotFound(
+            f"{path} saw no program on GPU {index}",
+            f"look into it: gpushare observe --from {shlex.quote(str(path))}",
+            code="nobody",
+        )
+    workloads = tuple(
+        Workload(
+            name=one.name,
+            user=one.user,
+            processes=1,
+            memory=_without_context(one.memory_peak_bytes),
+            pattern=None if one.pattern is None else Pattern(one.pattern),
+        )
+        for one in found
+    )
+    return Case(workloads=_together(workloads), root=root)
+
+
+def _observed_case(
+    entries: list[tuple[str | None, str | None, int | None, bool]], *, root: bool | None, graphics: bool | None
+) -> Case:
+    from gpushare.advice.case import Case, Workload
+
+    workloads = tuple(
+        Workload(name=name, user=user, processes=1, memory=_without_context(memory), graphics=graphics)
+        for user, name, memory, _ in entries
+    )
+    return Case(workloads=_together(workloads), root=root)
+
+
+def _together(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+    """Return equal programs of one user as one workload of several processes, with the largest memory."""
+    counts = Counter((one.user, one.name) for one in workloads)
+    merged = []
+    for (user, name), count in counts.items():
+        same = [one for one in workloads if (one.user, one.name) == (user, name)]
+        sizes = [one.memory for one in same if one.memory is not None]
+        patterns = {one.pattern for one in same}
+        merged.append(
+            replace(
+                same[0],
+                processes=count,
+                memory=max(sizes) if len(sizes) == len(same) else None,
+                pattern=patterns.pop() if len(patterns) == 1 else None,
+            )
+        )
+    return tuple(merged)
+
+
+def _without_context(used: int | None) -> int | None:
+    """Return what a process holds without its CUDA context, which the budget adds again."""
+    from gpushare.advice.situation import MPS_CONTEXT_BYTES
+    from gpushare.units import MIB
+
+    return None if used is None else max(used - MPS_CONTEXT_BYTES, MIB)
+
+
+# -- questions -------------------------------------------------------------------------------------
+
+
+def _prompt(text: str, words: list[str]) -> str:
+    """Return a question with its answers, on a line of their own where one line is too short."""
+    answers = f"[{'/'.join(words)}, Enter: not known] "
+    width = max(shutil.get_terminal_size().columns, 40)
+    if len(text) + len(answers) + max(map(len, words)) < width:
+        return f"{text} {answers}"
+    return "\n".join([*textwrap.wrap(text, width - 1), f"  {answers}"])
+
+
+def asked(situation: Situation) -> Situation:
+    """Ask what still decides, one question after the other; an empty answer leaves it open."""
+    from gpushare.advice.advise import next_question, with_answer
+
+    skipped: set[str] = set()
+    while (question := next_question(situation, frozenset(skipped))) is not None:
+        words = [word for word, _ in question.answers]
+        line = answered(_prompt(question.text, words))
+        if not line:
+            break
+        text = line.strip().lower()
+        fitting = [value for word, value in question.answers if text and word.startswith(text)]
+        if len(fitting) == 1:
+            situation = with_answer(situation, question.field, fitting[0])
+        elif text:
+            sys.stderr.write(f"  not one of: {', '.join(words)}\n")
+            continue
+        else:
+            skipped.add(question.field)
+    return situation
+
+
+# The commands that set something up; those that run a program are left to the user.
+_SET_UP: Final = frozenset(
+    {
+        *(("mps", verb) for verb in ("start", "set", "stop")),
+        *(("mig", verb) for verb in ("apply", "create", "destroy", "disable")),
+        ("timeslice", "set"),
+    }
+)
+
+
+def applied(advice: Advice, notes: Sequence[str]) -> Any:
+    """Carry the set-up of the winner out, or with --dry-run only show it.
+
+    Raises:
+        NotSupported: nothing fits, or the lines belong into several shells.
+        GpushareError: what a line itself raises; the lines before it are taken back.
+    """
+    from gpushare.show.plan import plan_result
+
+    lines = _set_up(advice)
+    steps: list[Any] = []
+    said = list(notes)
+    # Where the way back is known only when it is done, the line itself says it.
+    keeps_undo = advice.recipe is not None and any(line.command is None for line in advice.recipe.undo)
+    for number, words in enumerate(lines):
+        try:
+            result = _run(words)
+        except GpushareError as error:
+            if number and not settings.dry_run:
+                raise _half_done(error, advice) from error
+            raise
+        steps += [_Step(**step) for step in (result.data or {}).get("steps", ())]
+        said += [note for note in result.notes if keeps_undo or not note.startswith("undo: ")]
+    recipe = advice.recipe
+    if recipe is not None:
+        runs = [line for line in recipe.lines if line.command and _words(line.command)[:2] not in _SET_UP]
+        said += [f"then, {line.what}: {line.command}" for line in runs]
+        if not settings.dry_run and lines:
+            said += [f"undo: {line.command}" for line in recipe.undo if line.command]
+    return plan_result("advise", steps, dry_run=settings.dry_run, notes=said)
+
+
+class _Step:
+    """A step as the command's document has it."""
+
+    def __init__(self, what: str, command: str, undo: str | None) -> None:
+        self.what, self.command, self.undo = what, command, undo
+
+
+def _set_up(advice: Advice) -> list[tuple[str, ...]]:
+    if advice.best is None or advice.recipe is None:
+        raise NotSupported(
+            "nothing fits, so there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
+        )
+    commands = [line.command for line in advice.recipe.lines if line.command is not None]
+    if any("$CUDA_VISIBLE_DEVICES" in one or one.startswith("eval ") for one in commands):
+        raise NotSupported(
+            f"{advice.best.way.label} is set up in a shell per group",
+            "type the lines that `gpushare advise` prints",
+            code="several_shells",
+        )
+    return [words for words in map(_words, commands) if words[:2] in _SET_UP]
+
+
+def _words(command: str) -> tuple[str, ...]:
+    """Return the words of a gpushare line behind the program's name; none of another program's line."""
+    words = shlex.split(command)
+    if words[:1] == ["sudo"]:
+        words = words[1:]
+    return tuple(words[1:]) if words[:1] == ["gpushare"] else ()
+
+
+def _run(words: tuple[str, ...]) -> Any:
+    """Run one line in this process: the common options stay as they were given."""
+    from gpushare.cli import root
+
+    return root()(args=list(words), prog_name="gpushare", standalone_mode=False)
+
+
+def _half_done(error: GpushareError, advice: Advice) -> GpushareError:
+    commands = [line.command for line in (advice.recipe.undo if advice.recipe else ()) if line.command]
+    return error.restated(
+        message=f"{error.message}; what came before it was done",
+        hint=f"take it back: {'; '.join(commands)}" if commands else None,
+        kind=OperationFailed,
+    )
+
+
+_MOST_REPEATS = 100
+# Who does not say how many asks how to share, and two are the fewest who do.
+_FEWEST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be measured, and how; see `bench.Settings`."""
+
+    argv: Sequence[str]
+    metric: Metric
+    copies: int | None
+    repeat: int
+    window: float | None
+    limit: float | None
+
+
+def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
+    """Return what the options of ``--measure`` say.
+
+    Raises:
+        BadUsage: there is no command, or a value is none.
+    """
+    from gpushare.cli.limits import positive
+    from gpushare.measure.metric import parse_metric
+    from gpushare.measure.ways import parse_copies
+
+    copies, repeat, window, timeout = (asked[name] for name in ("--copies", "--repeat", "--for", "--timeout"))
+    repeat = 3 if repeat is None else repeat
+    if not argv:
+        raise BadUsage(
+            "--measure needs a program to run", "give it last: gpushare advise --measure -- CMD", code="no_command"
+        )
+    if copies is not None and parse_copies(str(copies))[0] < _FEWEST:
+        raise BadUsage(f"--copies {copies}: one copy shares with nobody", "give --copies 2 or more", code="bad_copies")
+    if not 1 <= repeat <= _MOST_REPEATS:
+        raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
+    if window is not None and asked["--metric"] is None:
+        raise BadUsage(
+            "--for ends the command before it finishes: finished runs cannot be counted then",
+            "say what it prints: --metric 'rate=([0-9.]+)'; or leave --for away",
+            code="bad_combination",
+        )
+    return Wanted(
+        argv=argv,
+        metric=parse_metric(asked["--metric"], higher_is_better=not asked["--lower-is-better"]),
+        copies=copies,
+        repeat=repeat,
+        window=None if window is None else positive("--for", window, "3s"),
+        limit=None if timeout is None else positive("--timeout", timeout, "10m"),
+    )
+
+
+def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: bool, apply: bool) -> Any:
+    """Ask the rules, measure what they leave, and return the final answer as a result.
+
+    Raises:
+        NotSupported: the case is a production job beside another one.
+        GpushareError: the command is not there, or already one copy alone failed.
+    """
+    from gpushare.advice.advise import advise
+    from gpushare.advice.measured import measured, unmeasured
+
+    if situation.pair:
+        raise NotSupported(
+            "copies of one program do not show how production does beside another job",
+            "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
+            code="pair_not_measured",
+        )
+    situation, copies = _counted(situation, wanted.copies)
+    advice = advise(situation)
+    notes = _first_notes(situation, wanted, copies, live=live)
+    why = _why_not(advice)
+    if why is not None:
+        return _measured_answer(unmeasured(advice, why, copies), None, notes, apply=apply)
+    from gpushare.selection import select_one
+
+    device = select_one(str(situation.gpu.index), gpus_of(host))
+    try:
+        prepared = _prepared(host, device, advice, wanted, copies)
+        if settings.dry_run:
+            return _planned(prepared, advice)
+        from gpushare.cli.bench import carried_out
+
+        data, measurement, number = carried_out(host, device, prepared)
+    except NotSupported as error:
+        # The rules know an answer all the same.
+        found = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
+        return _measured_answer(found, None, notes, apply=False, error=error)
+    early = _ended_early(measurement)
+    return _measured_answer(
+        measured(advice, data, copies),
+        data,
+        notes,
+        apply=apply and early is None,
+        error=early,
+        exit_code=128 + number if number is not None else None,
+    )
+
+
+def _counted(situation: Situation, copies: int | None) -> tuple[Situation, int]:
+    """Return how many copies are measured; who only said that has said how many processes there are."""
+    case = situation.case
+    if case.processes is not None:
+        return situation, copies or case.processes
+    copies = copies or _FEWEST
+    ones = tuple(replace(one, processes=copies) for one in case.workloads)
+    return replace(situation, case=replace(case, workloads=ones)), copies
+
+
+def _first_notes(situation: Situation, wanted: Wanted, copies: int, *, live: bool) -> list[str]:
+
+    notes = [RUNS_ON] if live else []
+    if copies != situation.case.processes:
+        notes.append(f"measured with {copies} copies, and the case has {situation.case.processes} processes")
+    elif wanted.copies is None and copies == _FEWEST and len(situation.case.workloads) == 1:
+        notes.append(f"{copies} processes are meant; for another number: --processes N")
+    if len(situation.case.workloads) > 1:
+        notes.append("copies of one program were measured, and the case has several programs")
+    return notes
+
+
+def _why_not(advice: Advice) -> str | None:
+    """Return why there is nothing to measure, or None."""
+    from gpushare.advice.measured import BENCH_WAYS, bench_ways
+
+    if advice.best is None:
+        return "nothing fits, so there is nothing to measure"
+    if not advice.situation.several:
+        return "one process shares with nobody, so there is nothing to measure"
+    names = set(bench_ways(advice))
+    left = [way for way, own in BENCH_WAYS.items() if names & set(own)]
+    if len(left) < _FEWEST:
+        only = left[0].label if left else "none of those that gpushare bench measures"
+        return f"the rules leave nothing to compare ({only})"
+    return None
+
+
+def _prepared(host: Host, device: Device, advice: Advice, wanted: Wanted, copies: int) -> Prepared:
+    from gpushare.advice.measured import bench_ways
+    from gpushare.measure.bench import Request, prepare
+    from gpushare.measure.ways import parse_ways
+
+    request = Request(
+        argv=wanted.argv,
+        metric=wanted.metric,
+        ways=parse_ways(",".join(bench_ways(advice))),
+        copies=(copies,),
+        repeat=wanted.repeat,
+        window=wanted.window,
+        limit=wanted.limit,
+    )
+    return prepare(host, device, request)
+
+
+def _planned(prepared: Prepared, advice: Advice) -> Any:
+    from gpushare.cli.bench import planned
+
+    plan = planned(prepared, "advise")
+    said = "nothing fits" if advice.best is None else advice.best.way.label
+    return replace(plan, notes=(f"the rules say: {said}", *plan.notes))
+
+
+def _ended_early(measurement: Measurement) -> GpushareError | None:
+    if measurement.interrupted:
+        kept = (
+            f"{len(measurement.runs)} runs are kept and answered from" if measurement.runs else "nothing was measured"
+        )
+        return Interrupted(f"interrupted; {kept}", "the copies were ended, the host is as before")
+    return measurement.error
+
+
+def _measured_answer(
+    found: MeasuredAdvice,
+    bench: dict[str, Any] | None,
+    notes: Sequence[str],
+    *,
+    apply: bool,
+    error: GpushareError | None = None,
+    exit_code: int | None = None,
+) -> Any:
+    from gpushare.advice.data import measured_data
+    from gpushare.cli.bench import bench_notes
+    from gpushare.show.advise import answer_table, reasons_table, verdicts_table
+    from gpushare.show.bench import bench_result
+    from gpushare.show.result import Result
+
+    data = measured_data(found, bench)
+    said = [*notes, *data["notes"], *([] if bench is None else bench_notes(bench))]
+    if apply:
+        return applied(found.final, [f"measured: {found.sentence}", *said])
+    tables = [answer_table(data, whole=settings.verbose)]
+    if bench is not None and bench["cells"]:
+        # The mark of the table is that of the final answer.
+        chosen = None if found.chosen is None else found.chosen.name
+        # At two copies a cap of 200/n is none: it was measured, and is shown, as that way.
+        same = [cell["same_as"] for cell in bench["cells"] if cell["way"] == chosen and cell["copies"] == found.copies]
+        chosen = next((one["way"] for one in same if one is not None and one["copies"] == found.copies), chosen)
+        cells = [{**cell, "chosen": cell["way"] == chosen} for cell in bench["cells"]]
+        tables += bench_result({**bench, "cells": cells}).tables
+    tables.append(verdicts := verdicts_table(data))
+    if settings.verbose:
+        tables.append(reasons_table(data["verdicts"], "every rule"))
+    more: dict[str, Any] = {}
+    if error is not None:
+        more = {"errors": (error,), "exit_code": error.exit_code if exit_code is None else exit_code}
+    return Result(command="advise", data=data, tables=tuple(tables), csv=verdicts, notes=tuple(said), **more)

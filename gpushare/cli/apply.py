@@ -1,4 +1,4 @@
-"""``gpushare apply``: the host as gpushare.yaml has it, each GPU a transaction."""
+"""``gpushare apply``: make the host what gpushare.yaml says; done by `gpushare/hostfile/`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.common import ChangingCommand, gpus_of, note, settings
 from gpushare.cli.host_file import FileOption, entries_of, host_file, placed
+from gpushare.cli.options import ChangingCommand, gpus_of, note, settings
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
 
 if TYPE_CHECKING:
-    from gpushare.actions.host_apply import GpuApply
     from gpushare.host.host import Host
-    from gpushare.host.mig_journal import Journal
-    from gpushare.layout.hostfile import Entry, HostFile
-    from gpushare.layout.hostfile_match import Matched
+    from gpushare.hostfile.apply import GpuApply
+    from gpushare.hostfile.file import Entry, HostFile, Matched
+    from gpushare.mig.journal import Journal
     from gpushare.show.result import Result
 
 # What a file can never have here: then nothing at all is changed.
@@ -47,7 +46,7 @@ def apply(
     here changes nothing. Then each GPU is changed as a whole or not at all. Programs are never ended: a GPU in use
     is refused, the others are done. A file that held is kept: `gpushare export systemd` applies it at boot.
     """
-    from gpushare.host.mig_journal import Journal
+    from gpushare.mig.journal import Journal
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
@@ -77,9 +76,9 @@ def apply(
 
 def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
     """Undo a change of MIG that was interrupted, before anything is planned: it may be all that is in the way."""
-    from gpushare.actions.mig_recover import recover
-    from gpushare.cli.mig_transaction import need_root
+    from gpushare.cli.mig_change import need_root
     from gpushare.host.leftovers import sweep
+    from gpushare.mig.recover import recover
 
     sweep(host)
     if journal.left() is None:
@@ -135,7 +134,7 @@ def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFil
 
 
 def _plan(host: Host, journal: Journal, index: int, found: Matched) -> GpuApply:
-    from gpushare.actions.host_apply import plan_gpu
+    from gpushare.hostfile.apply import plan_gpu
 
     others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in found.entries and gpu.uuid}
     return plan_gpu(host, journal, index, found.entries[index], others=others)
@@ -150,7 +149,7 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
 
 def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row], Matched, tuple[str, ...]]:
     """Carry all of it out under the lock, planned anew; a GPU that fails is as before, and the next one follows."""
-    from gpushare.actions.mig_recover import recover
+    from gpushare.mig.recover import recover
 
     with journal.locked():
         notes = recover(host, journal)
@@ -161,8 +160,8 @@ def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row]
 
 
 def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
-    from gpushare.actions.mig_transact import transact
-    from gpushare.actions.plan import carry_out
+    from gpushare.mig.change import transact
+    from gpushare.plan import carry_out
 
     if row.error is not None or not row.steps:
         return row
@@ -192,7 +191,7 @@ def _forgotten(host: Host, found: Matched) -> list[str]:
 
 def _kept(host: Host, text: str, result: Result) -> Result:
     """Keep a file that holds, for the next boot, and return the result with where; with an error, when it cannot be."""
-    from gpushare.host.applied import keep_applied
+    from gpushare.hostfile.look import keep_applied
 
     try:
         return replace(result, data={**result.data, "kept": str(keep_applied(host, text))})
@@ -205,7 +204,7 @@ def _kept(host: Host, text: str, result: Result) -> Result:
 
 def _say_plan(rows: Sequence[_Row]) -> None:
     """Say the whole plan before anything changes."""
-    from gpushare.actions.host_steps import CheckStep
+    from gpushare.hostfile.steps import CheckStep
 
     for row in rows:
         if row.error is not None:

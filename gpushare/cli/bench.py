@@ -1,26 +1,39 @@
-"""``gpushare bench``."""
+"""``gpushare bench``: the ways of sharing, measured with a command; done by `gpushare/measure/`."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import CONTEXT, ChangingCommand, Ended, gpus_of, settings
-from gpushare.cli.measured import HungAfter, LowerIsBetter, MeasuredTime, PrintedNumber
+from gpushare.cli.options import (
+    CONTEXT,
+    ChangingCommand,
+    Ended,
+    HungAfter,
+    LowerIsBetter,
+    MeasuredTime,
+    PrintedNumber,
+    gpus_of,
+    note,
+    settings,
+)
 from gpushare.errors import BadUsage, GpushareError, Interrupted, OperationFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.measure.bench import Measurement
+    from gpushare.measure.bench import Measurement, Prepared, Progress, Request
     from gpushare.measure.metric import Metric
-    from gpushare.measure.session import Request
     from gpushare.selection import Device
+
 
 _MOST_REPEATS = 100
 
@@ -104,13 +117,12 @@ def bench(
     device = select_one(gpu, gpus_of(host))
     request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
     if before is not None:
-        from gpushare.measure.bench_compare import check_comparable
+        from gpushare.measure.bench_data import check_comparable
 
         check_comparable(request.metric, before)
-    from gpushare.measure.session import prepare
+    from gpushare.measure.bench import prepare
 
     prepared = prepare(host, device, request)
-    from gpushare.cli.bench_run import carried_out, keep_caps, planned
 
     if settings.dry_run:
         return planned(prepared)
@@ -153,7 +165,7 @@ def _check(
 
 def _picture(text: str) -> Path:
     from gpushare.measure.bench_data import check_new
-    from gpushare.show.bench_plot import check_plot
+    from gpushare.show.bench import check_plot
 
     check_plot(text)
     return check_new("--plot", text)
@@ -169,7 +181,7 @@ def _request(
 ) -> tuple[Request, Mapping[str, Any] | None]:
     """Return what to measure, and what the built-in workload is, if it is that."""
     from gpushare.cli.limits import positive
-    from gpushare.measure.session import Request
+    from gpushare.measure.bench import Request
     from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
 
     copies, ways, repeat, window, timeout = words
@@ -208,8 +220,7 @@ def _result(
     kept: Path | None,
     picture: Path | None,
 ) -> Any:
-    from gpushare.cli.bench_run import bench_notes
-    from gpushare.measure.bench_compare import compared, what_else_differs
+    from gpushare.measure.bench_data import compared, what_else_differs
     from gpushare.show.bench import bench_result
 
     more: dict[str, Any] = {}
@@ -253,7 +264,7 @@ def _files(
     try:
         if picture is not None:
             from gpushare.host.written_file import create_file
-            from gpushare.show.bench_plot import drawn
+            from gpushare.show.bench import drawn
 
             create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
     except OSError as error:
@@ -261,3 +272,129 @@ def _files(
             OperationFailed(f"cannot write {picture}: {error.strerror}", "give another --plot FILE", code="not_written")
         )
     return failed
+
+
+def carried_out(
+    host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], Measurement, int | None]:
+    """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early.
+
+    Raises:
+        GpushareError: as `session.measure`.
+    """
+    from gpushare.measure.bench import measure
+    from gpushare.measure.bench_data import Header, bench_data
+    from gpushare.snapshot import BLIND
+
+    started = time.time()
+    with progress_line(quiet=settings.quiet) as progress:
+        measurement, number = measure(host, device, prepared, progress)
+    blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
+    header = Header(
+        host=host.spec,
+        driver=host.nvml.driver_version(),
+        device=device,
+        started_at=started,
+        workload=workload,
+        notes=(*blind, *prepared.notes),
+    )
+    return bench_data(header, measurement), measurement, number
+
+
+def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
+    """Keep the caps that were found, for `gpushare run --copies`: that they cannot be kept does not fail a benchmark."""
+    from gpushare.measure.bench_data import best_caps
+    from gpushare.run.farm import keep_benched
+
+    caps = best_caps(data)
+    if not caps:
+        return
+    try:
+        keep_benched(host, device, command, caps)
+    except GpushareError as error:
+        note(f"the caps are not kept for gpushare run --copies: {error.message}")
+
+
+def planned(prepared: Prepared, command: str = "bench") -> Any:
+    """Return what would be run, as a plan of a command."""
+    import shlex
+
+    from gpushare.measure.bench import schedule
+    from gpushare.plan import Step
+    from gpushare.show.plan import plan_result
+    from gpushare.units import format_copies
+
+    line = shlex.join(prepared.settings.argv)
+    steps = [
+        Step(
+            what=f"run {format_copies(number)} under {way.name}, {prepared.settings.repeat} times",
+            command=line,
+            do=lambda: None,
+        )
+        for way, number in schedule(prepared.settings)
+    ]
+    notes = [
+        f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
+        for one in prepared.left_out
+    ]
+    return plan_result(command, steps, dry_run=True, notes=notes)
+
+
+def bench_notes(data: Mapping[str, Any]) -> list[str]:
+    """Return what to know of the figures of a benchmark, from its document."""
+    from gpushare.cli.options import others_note
+    from gpushare.units import format_copies
+
+    notes = [*data["notes"]]
+    notes += [
+        f"{cell['way']}, {format_copies(cell['copies'])}: {failure}"
+        for cell in data["cells"]
+        for failure in cell["failures"]
+    ]
+    if data["others"]:
+        names = data.get("other_names", {})
+        notes.append(others_note({pid: names.get(str(pid), "") for pid in data["others"]}))
+    if data["repeat"] == 1:
+        notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")
+    if data["metric"]["pattern"] is None:
+        notes.append("start-up is counted; for a program that runs long give --metric and --for")
+    return notes
+
+
+@contextlib.contextmanager
+def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """Yield what is told before each run: a bar on a terminal, nothing off one."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    # Without a thread of its own: programs are started meanwhile, and a fork beside a thread can lock up.
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=Console(file=sys.stderr),
+        auto_refresh=False,
+        transient=True,
+    )
+
+    def tell(now: Progress) -> None:
+        left = "" if now.seconds_left is None else f"about {duration(now.seconds_left)} left"
+        bar.update(task, completed=now.done, total=now.total, description=now.doing, left=left)
+        bar.refresh()
+
+    with bar:
+        task = bar.add_task("", total=None, left="")
+        yield tell
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as a guess is told: ``40 s``, ``3 min``, ``1 h 10 min``."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,4 +1,4 @@
-"""``gpushare capture``: the host as it is now, as gpushare.yaml."""
+"""``gpushare capture``: write the host as gpushare.yaml; done by `gpushare/hostfile/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, Command, gpus_of, settings
+from gpushare.cli.options import GPU_HELP, Command, gpus_of, settings
 from gpushare.errors import BadUsage, NotFound
 from gpushare.units import quoted
 
@@ -29,14 +29,14 @@ def capture(
     `gpushare apply -f gpushare.yaml` makes it so again, after a reboot or on another host. What a file cannot say
     is noted. Needs root for what only root sees: grants, and daemons of others.
     """
-    from gpushare.actions.host_look import look
-    from gpushare.layout.hostfile import Exactness, text_of
-    from gpushare.layout.live import captured
+    from gpushare.hostfile.file import Exactness, text_of
+    from gpushare.hostfile.live import captured
+    from gpushare.hostfile.look import look
     from gpushare.selection import select
     from gpushare.show.result import Result
 
     if schema:
-        from gpushare.layout.hostfile_parse import schema_text
+        from gpushare.hostfile.parse import schema_text
 
         return Result(command="capture", data=json.loads(schema_text()), text=schema_text().rstrip("\n"))
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}

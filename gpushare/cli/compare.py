@@ -1,4 +1,4 @@
-"""``gpushare compare``."""
+"""``gpushare compare``: the table of mechanisms; from `gpushare/advice/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, Command, settings
+from gpushare.cli.options import GPU_HELP, Command, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound
 from gpushare.units import quoted
 
@@ -60,8 +60,7 @@ def compare(
     The view published is NVIDIA's table of 2022, today is what has changed since by driver, and host is
     what that comes to on this host. A cell with a star is one where sources disagree: --why tells.
     """
-    from gpushare.advice.names import mechanism_named
-    from gpushare.advice.table import Mechanism, load_table
+    from gpushare.advice.table import Mechanism, load_table, mechanism_named
 
     table = load_table()
     asked_view = _view_of(view)
@@ -104,7 +103,7 @@ def _facts(gpu: str | None) -> HostFacts:
     """
     from dataclasses import replace
 
-    from gpushare.advice.comparison import answering
+    from gpushare.advice.compare import answering
     from gpushare.cli.facts import gather
     from gpushare.selection import select
 
@@ -131,7 +130,7 @@ def _facts_or_why(gpu: str | None) -> tuple[HostFacts | None, str | None]:
 
 
 def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driver: str | None, gpu: str | None) -> Any:
-    from gpushare.advice.comparison import record
+    from gpushare.advice.compare import record
     from gpushare.show.compare import compare_table, csv_table
     from gpushare.show.result import Result
 
@@ -161,7 +160,7 @@ def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driv
 def _rows(
     table: Table, chosen: Sequence[Mechanism], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
-    from gpushare.advice.comparison import answering, availability_text, text_here, today_text
+    from gpushare.advice.compare import answering, availability_text, text_here, today_text
     from gpushare.show.compare import ComparedCell, ComparedRow
 
     def said(one: Mechanism, key: str) -> ComparedCell:
@@ -190,8 +189,7 @@ def _data(
 ) -> dict[str, Any]:
     from itertools import product
 
-    from gpushare.advice.comparison import answering
-    from gpushare.advice.here import availability
+    from gpushare.advice.compare import answering, availability
 
     found: list[dict[str, Any]] = []
     if facts is not None:
@@ -235,7 +233,7 @@ def _why(
     table: Table, words: tuple[str, str], mechanisms: Sequence[str] | None, driver: str | None, gpu: str | None
 ) -> Any:
     """Explain one cell; the two words may come in either order."""
-    from gpushare.advice.comparison import explanation, record
+    from gpushare.advice.compare import explanation, record
     from gpushare.show.compare import csv_table, why_table
     from gpushare.show.result import Result
 
@@ -259,7 +257,7 @@ def _why(
 
 
 def _cell_named(table: Table, first: str, second: str) -> tuple[Row, Mechanism]:
-    from gpushare.advice.names import mechanism_named, row_named
+    from gpushare.advice.table import mechanism_named, row_named
 
     try:
         mechanism = mechanism_named(second)

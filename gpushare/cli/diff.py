@@ -1,4 +1,4 @@
-"""``gpushare diff``: how the host differs from gpushare.yaml."""
+"""``gpushare diff``: how the host differs from gpushare.yaml; done by `gpushare/hostfile/`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpushare.cli.common import Command, gpus_of, settings
 from gpushare.cli.host_file import FileOption, entries_of, host_file
+from gpushare.cli.options import Command, gpus_of, settings
 from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gpushare.layout.hostdiff import Point
-    from gpushare.layout.hostfile import Entry
-    from gpushare.layout.live import LiveGpu
+    from gpushare.hostfile.diff import Point
+    from gpushare.hostfile.file import Entry
+    from gpushare.hostfile.live import LiveGpu
 
 
 def register(app: typer.Typer) -> None:
@@ -30,8 +30,8 @@ def diff(file: FileOption) -> Any:
     """
     import shlex
 
-    from gpushare.actions.host_look import look
     from gpushare.errors import ExitCode
+    from gpushare.hostfile.look import look
     from gpushare.show.result import Result
 
     wanted, _ = host_file(file)
@@ -55,8 +55,7 @@ def diff(file: FileOption) -> Any:
 
 
 def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, Any]:
-    from gpushare.actions.host_fit import check_fits
-    from gpushare.layout.hostdiff import points
+    from gpushare.hostfile.diff import check_fits, points
 
     entry, problem = entries[live.gpu.index], live.gpu.error
     found: tuple[Point, ...] = ()

@@ -1,4 +1,4 @@
-"""``gpushare doctor``."""
+"""``gpushare doctor``: checks with remedies; done by `gpushare/doctor/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.common import Command, settings
+from gpushare.cli.options import Command, settings
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +32,9 @@ def doctor(
 
     Exit code 1 if a check fails, else 0; with --fail-on warning also 1 if a check warns.
     """
-    from gpushare.actions.check import Verdict
-    from gpushare.actions.doctor import examine, exit_code, worst
     from gpushare.cli.host_file import kept_entries
+    from gpushare.doctor.check import Verdict
+    from gpushare.doctor.examine import examine, exit_code, worst
     from gpushare.show.doctor import COLOURS, check_lines
     from gpushare.show.result import Column, Result, Table
 

@@ -1,4 +1,4 @@
-"""``gpushare explain``."""
+"""``gpushare explain``: an error code or a log line in words; from `gpushare/doctor/` and `gpushare/advice/explain.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.common import Command
+from gpushare.cli.options import Command
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def explain(
     Whole logs come from stdin: gpushare mps logs | gpushare explain -
     """
     from gpushare.advice import explain as facts
-    from gpushare.cli.text_file import text_of
+    from gpushare.inputs import text_of
     from gpushare.show.explain import explained_text
     from gpushare.show.result import Result
 

@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.cli.common import settings
+from gpushare.cli.options import settings
 from gpushare.errors import BadUsage, InUse, NoPermission
 
 if TYPE_CHECKING:
-    from gpushare.layout.export import Document, Export
+    from gpushare.export.document import Document, Export
     from gpushare.show.result import Result
 
 _NODE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?", re.ASCII)

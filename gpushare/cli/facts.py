@@ -97,7 +97,7 @@ def _mps(daemon: MpsDaemon) -> MpsFacts:
 
 def _static(host: Host, gpu: Gpu) -> dict[str, Any]:
     """Return what NVML tells of the chip, as far as it tells (the GPU may be lost since the sweep)."""
-    from gpushare.host.multiprocessors import multiprocessors
+    from gpushare.host.nvml import multiprocessors
 
     capability = _or_none(lambda: host.nvml.compute_capability(gpu.index))
     mode = _or_none(lambda: _virtualization(host, gpu.index))
@@ -117,7 +117,7 @@ def _virtualization(host: Host, index: int) -> int | None:
 
 
 def _layout(host: Host, gpu: Gpu) -> Layout | None:
-    from gpushare.host.mig import MigReader
+    from gpushare.mig.driver import MigReader
 
     try:
         layout = MigReader(host.nvml).layout(gpu)
@@ -141,7 +141,7 @@ def _levels(done: Any) -> Any:
 
 
 def _daemons(host: Host, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
-    from gpushare.host.mps import find_daemons
+    from gpushare.mps.daemons import find_daemons
 
     found = _or_none(lambda: find_daemons(host, gpus, deep=False))
     if found:
@@ -151,7 +151,7 @@ def _daemons(host: Host, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
 
 
 def _mps_version(host: Host) -> int | None:
-    from gpushare.host.mps_program import probe_version
+    from gpushare.mps.control import probe_version
 
     version: int | None = _or_none(lambda: probe_version(host.programs))
     return version

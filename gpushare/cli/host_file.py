@@ -11,8 +11,7 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.layout.hostfile import Entry, HostFile
-    from gpushare.layout.hostfile_match import Matched
+    from gpushare.hostfile.file import Entry, HostFile, Matched
     from gpushare.model import Gpu
 
 FileOption = Annotated[
@@ -27,8 +26,8 @@ def host_file(path: str) -> tuple[HostFile, str]:
         BadUsage: it is none; the message has line and column.
         NotFound, NoPermission: it cannot be read.
     """
-    from gpushare.cli.text_file import shown_as, text_of
-    from gpushare.layout.hostfile_parse import HINT, parse
+    from gpushare.hostfile.parse import HINT, parse
+    from gpushare.inputs import shown_as, text_of
 
     text = text_of(path, "gpushare.yaml", HINT)
     return parse(text, shown_as(path)), text
@@ -43,8 +42,8 @@ def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
     """
     from dataclasses import replace
 
-    from gpushare.actions.host_look import with_known_users
-    from gpushare.layout.hostfile_match import matched
+    from gpushare.hostfile.file import matched
+    from gpushare.hostfile.look import with_known_users
 
     found = matched(file, gpus, same_model)
     return replace(found, entries={index: with_known_users(one, file.shown) for index, one in found.entries.items()})
@@ -61,8 +60,8 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
 
     Nothing at all where none was kept, or where it is not this user's to read.
     """
-    from gpushare.host.applied import applied_path
     from gpushare.host.host import is_trusted_directory
+    from gpushare.hostfile.look import applied_path
 
     if not is_trusted_directory(host.state_directory):
         return {}, None
@@ -76,7 +75,7 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
 
 def same_model(written: str, name: str) -> bool:
     """Return whether a model as written, a product name or an alias of our catalogue, is that of a GPU's name."""
-    from gpushare.sim.models import find_model
+    from gpushare.gpu_models import find_model
 
     def key(text: str) -> str:
         try:

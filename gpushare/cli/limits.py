@@ -11,8 +11,8 @@ from gpushare.units import quoted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpushare.actions.mps_limits import MpsLimits
     from gpushare.model import Priority
+    from gpushare.mps.limits import MpsLimits
     from gpushare.selection import Device
 
 
@@ -73,7 +73,7 @@ class Limits:
         Raises:
             BadUsage: a limit names a GPU that is not among them.
         """
-        from gpushare.actions.mps_limits import MpsLimits
+        from gpushare.mps.limits import MpsLimits
 
         threads, memory = _resolve(self._threads, devices), _resolve(self._memory, devices)
         return {

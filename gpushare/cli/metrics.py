@@ -1,23 +1,33 @@
-"""``gpushare metrics`` and ``gpushare export prometheus``: how the GPUs of this host are shared, for Prometheus."""
+"""``gpushare metrics``: metrics for Prometheus; written by `gpushare/show/prometheus.py`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import queue
+import resource
+import selectors
+import socket
 import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
 
-from gpushare.cli.common import Command, note, settings
+from gpushare.cli.options import Command, note, settings
 from gpushare.errors import BadUsage, ExitCode, GpushareError, NotSupported, OperationFailed
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from gpushare.host.host import Host
     from gpushare.show.prometheus import Family, Reading
+
 
 _DEFAULT: Final = "127.0.0.1:9836"
 
@@ -49,7 +59,6 @@ def metrics(
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(settings.connect()))
-    from gpushare.cli.metrics_server import MetricsServer
 
     try:
         server = MetricsServer(address, port, make_wsgi_app(registry))
@@ -119,17 +128,17 @@ def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
 
 def _reading(host: Host) -> Reading:
     from gpushare import __version__
-    from gpushare.actions.mig_left import interrupted
     from gpushare.cli.host_file import kept_entries
-    from gpushare.host.holders import claimed_instances
-    from gpushare.host.mig import MigReader
-    from gpushare.host.mig_journal import Journal
-    from gpushare.host.mig_names import names_of
-    from gpushare.host.mps_home import homes_in
-    from gpushare.host.pauses import noted_pauses
-    from gpushare.host.snapshot import Observer
-    from gpushare.layout.description import Sharing
+    from gpushare.mig.driver import MigReader
+    from gpushare.mig.holders import claimed_instances
+    from gpushare.mig.journal import Journal
+    from gpushare.mig.names import names_of
+    from gpushare.mig.recover import interrupted
+    from gpushare.model import Sharing
+    from gpushare.mps.home import homes_in
+    from gpushare.run.pause import noted_pauses
     from gpushare.show.prometheus import Reading
+    from gpushare.snapshot import Observer
 
     snapshot = Observer(host).look()
     reader = MigReader(host.nvml)
@@ -201,7 +210,7 @@ def _packaged(name: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
-    from gpushare.host.kept_file import replace_file
+    from gpushare.host.records import replace_file
     from gpushare.host.written_file import check_links
 
     if path.suffix != ".prom":
@@ -223,3 +232,141 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
         from gpushare.cli.exported import unwritten
 
         raise unwritten(path, error, "give a file in a directory that you may write") from None
+
+
+_REQUEST_SECONDS: Final = 5.0
+_ANSWER_SECONDS: Final = 10.0
+_MOST_REQUEST_BYTES: Final = 16 << 10
+_MOST_CONNECTIONS: Final = 256
+_WORKERS: Final = 4
+_MOST_WAITING: Final = 32
+_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+_TOO_LARGE: Final = b"HTTP/1.0 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n\r\n"
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers one request that was read already: ``request`` is the connection and what it said."""
+
+    def setup(self) -> None:
+        self.connection, said = self.request
+        self.rfile, self.wfile = io.BytesIO(said), io.BytesIO()
+
+    def finish(self) -> None:
+        # The time is for all of it: whoever reads a byte now and then holds no thread.
+        self.connection.settimeout(_ANSWER_SECONDS)
+        with contextlib.suppress(OSError):
+            self.connection.sendall(self.wfile.getvalue())  # type: ignore[attr-defined]
+
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
+        """Log nothing."""
+
+
+class MetricsServer(WSGIServer):
+    """Serves a WSGI application until it is interrupted."""
+
+    request_queue_size = 128
+    allow_reuse_address = True
+
+    def __init__(self, address: str, port: int, application: Callable[[Any, Any], Iterable[bytes]]) -> None:
+        """Listen.
+
+        Raises:
+            OSError, OverflowError: it cannot.
+        """
+        self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        super().__init__((address, port), _Handler)
+        self.set_app(application)
+        self.socket.setblocking(False)
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        unlimited = soft == resource.RLIM_INFINITY
+        self._most = _MOST_CONNECTIONS if unlimited else max(8, min(_MOST_CONNECTIONS, soft // 4))
+        # In the order in which they came: what was said so far, and until when there is time.
+        self._open: dict[socket.socket, tuple[bytearray, float]] = {}
+        self._complete: queue.Queue[tuple[socket.socket, bytes, Any]] = queue.Queue(_MOST_WAITING)
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> None:
+        """Serve until an exception ends it."""
+        for _ in range(_WORKERS):
+            threading.Thread(target=self._answer, daemon=True).start()
+        self._selector.register(self.socket, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(self._next_deadline()):
+                if key.fileobj is self.socket:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._open:
+                    self._read(key.fileobj)
+            now = time.monotonic()
+            for connection in [one for one, (_, until) in self._open.items() if until <= now]:
+                self._drop(connection)
+
+    def _next_deadline(self) -> float | None:
+        first = next(iter(self._open.values()), None)
+        return None if first is None else max(0.0, first[1] - time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # No descriptor or memory is left: the oldest makes room. Without one nothing changes for now.
+            if self._open:
+                self._drop(next(iter(self._open)))
+            else:
+                time.sleep(0.1)
+            return
+        connection.setblocking(False)
+        if len(self._open) >= self._most:
+            self._drop(next(iter(self._open)))
+        self._open[connection] = (bytearray(), time.monotonic() + _REQUEST_SECONDS)
+        self._selector.register(connection, selectors.EVENT_READ)
+        # Mostly the request is there already.
+        self._read(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        said, _ = self._open[connection]
+        try:
+            more = connection.recv(_MOST_REQUEST_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        said += more
+        if not more:
+            self._drop(connection)
+        elif b"\r\n\r\n" in said or b"\n\n" in said:
+            self._forget(connection)
+            try:
+                self._complete.put_nowait((connection, bytes(said), connection.getpeername()))
+            except queue.Full:
+                _close(connection, _BUSY)
+            except OSError:
+                connection.close()
+        elif len(said) > _MOST_REQUEST_BYTES:
+            self._forget(connection)
+            _close(connection, _TOO_LARGE)
+
+    def _answer(self) -> None:
+        while True:
+            connection, said, address = self._complete.get()
+            # Whatever goes wrong with one request is no matter of the next.
+            with contextlib.suppress(Exception):
+                self.RequestHandlerClass((connection, said), address, self)  # type: ignore[arg-type]
+            _close(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._open[connection]
+        self._selector.unregister(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+
+def _close(connection: socket.socket, last: bytes = b"") -> None:
+    with contextlib.suppress(OSError):
+        if last:
+            connection.send(last)
+        connection.shutdown(socket.SHUT_WR)
+    connection.close()

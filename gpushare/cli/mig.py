@@ -1,4 +1,4 @@
-"""``gpushare mig``: what MIG is, what it could be, and the exact way there. The changes are in `mig_change`."""
+"""``gpushare mig``: instances and layouts; done by `gpushare/mig/`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,71 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli import mig_change, mig_env, mig_files, mig_grant, mig_name
-from gpushare.cli.common import GPU_HELP, Command, Group, gpus_of, settings
+from gpushare.cli import mig_change, mig_files
+from gpushare.cli.mig_files import wished
+from gpushare.cli.options import GPU_HELP, Command, Group, gpus_of, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gpushare.mig.plan import NoPlan, Plan
+    from gpushare.mig.places import Place
+    from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.profile import Layout
     from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
+
+
+def add_env(group: typer.Typer) -> None:
+    """Add the command."""
+    group.command("env", cls=Command, short_help="Print the variable for a named instance.")(env)
+
+
+def env(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an instance.", show_default=False)],
+) -> Any:
+    """Print the export line that leads a shell's programs to an instance: eval "$(gpushare mig env train)".
+
+    The instance is looked at first: a MIG UUID may have come back with another size, and is then not printed.
+    A program that runs so holds no lease: `gpushare run --mig` also keeps others out.
+    """
+    import shlex
+
+    from gpushare.show.result import Result
+
+    places = _places(name)
+    place = places[0]
+    environment = {"CUDA_VISIBLE_DEVICES": place.mig.uuid}
+    notes: tuple[str, ...] = ()
+    if len(places) > 1:
+        notes = (f"{name} has {len(places)} compute instances; this is the first, a CUDA program uses one",)
+    return Result(
+        command="mig env",
+        data={
+            "name": name,
+            "uuid": place.mig.uuid,
+            "gpu": place.gpu.index,
+            "profile": place.instance.profile.name,
+            "start": place.instance.start,
+            "environment": environment,
+        },
+        text="\n".join(f"export {key}={shlex.quote(value)}" for key, value in environment.items()),
+        notes=notes,
+    )
+
+
+def _places(name: str) -> list[Place]:
+    from gpushare.mig.places import named_places
+    from gpushare.mig.target import is_profile, need_name
+
+    if is_profile(name):
+        raise BadUsage(
+            f"'{name[:60]}' is a profile: which instance of it is meant, only a name says",
+            f"give the name of an instance; or let one be chosen: gpushare run --mig {name[:60]} -- CMD",
+            code="not_a_name",
+        )
+    return named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))
+
 
 group = typer.Typer(
     cls=Group,
@@ -45,11 +99,11 @@ def register(app: typer.Typer) -> None:
     if any(command.name == "create" for command in group.registered_commands):
         # The tree was built before in this process.
         return
-    mig_change.add(group)
-    mig_files.add(group)
-    mig_env.add(group)
-    mig_grant.add(group)
-    mig_name.add(group)
+    mig_change.add_changes(group)
+    mig_files.add_files(group)
+    add_env(group)
+    mig_change.add_grants(group)
+    mig_change.add_name(group)
 
 
 @group.command("status", cls=Command, short_help="Show instances, free placements, lost slices.")
@@ -58,8 +112,8 @@ def status(gpu: GpuOption = None) -> Any:
 
     A * marks an instance that somebody is in. With MIG on and no instance, no CUDA program can use the GPU.
     """
-    from gpushare.actions.mig_left import left_behind
-    from gpushare.host.mig_journal import Journal
+    from gpushare.mig.journal import Journal
+    from gpushare.mig.recover import left_behind
     from gpushare.show.mig import layout_text, status_row
     from gpushare.show.result import Result
 
@@ -109,7 +163,7 @@ def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory
     Exit code 0: it fits; 7: not as things are; 3: never on these GPUs.
     """
     from gpushare.errors import ExitCode
-    from gpushare.mig.plan import Plan, Why
+    from gpushare.mig.plan import MigPlan, Why
     from gpushare.mig.planner import plan_add
     from gpushare.show.mig import plan_text
     from gpushare.show.result import Result
@@ -118,9 +172,9 @@ def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory
         asked = wished(wish, memory, sm)
         _, layouts = chosen(gpu, model)
         found = plan_add(layouts, asked)
-        if not isinstance(found, Plan) and found.why is Why.NEVER:
+        if not isinstance(found, MigPlan) and found.why is Why.NEVER:
             raise NotSupported(found.message, found.hint, code="never_fits")
-    if isinstance(found, Plan):
+    if isinstance(found, MigPlan):
         places = [
             f"{'' if new.into is None else 'in '}{new} on GPU {one.gpu}" for one in found.gpus for new in one.created
         ]
@@ -154,7 +208,7 @@ def plan(
         asked = wished(wish, memory, sm)
         gpus, layouts = chosen(gpu, model)
         if exact:
-            found: Plan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
+            found: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
         else:
             found = plan_add(layouts, asked, may_destroy=may_destroy)
         if exact or may_destroy:
@@ -162,12 +216,12 @@ def plan(
         return planned(found, layouts, off=[one.index for one in gpus if not one.mig_enabled])
 
 
-def _evictable(found: Plan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> Plan | NoPlan:
+def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
     """Return what was found; where programs are in the way, its hint names the command that may end them."""
     from dataclasses import replace
 
     from gpushare.mig.plan import NoPlan
-    from gpushare.mig.refusal import eviction
+    from gpushare.mig.planner import eviction
     from gpushare.mig.wish import resolve
 
     going = eviction(found) if isinstance(found, NoPlan) else None
@@ -196,7 +250,7 @@ def _hints_for(model: str | None) -> Iterator[None]:
         raise error.restated(hint=error.hint.replace("gpushare mig profiles", about)) from None
 
 
-def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
+def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off.
 
     Raises:
@@ -205,8 +259,8 @@ def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[in
     """
     from dataclasses import replace
 
-    from gpushare.cli.mig_transaction import planned_or_refused
-    from gpushare.mig.words import rows
+    from gpushare.cli.mig_change import planned_or_refused
+    from gpushare.mig.plan import rows
     from gpushare.show.mig import plan_text
     from gpushare.show.plan import plan_result
 
@@ -222,7 +276,7 @@ def planned(found: Plan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[in
     )
 
 
-def _plan_notes(found: Plan, off: Sequence[int], *, made_ids: bool) -> tuple[str, ...]:
+def _plan_notes(found: MigPlan, off: Sequence[int], *, made_ids: bool) -> tuple[str, ...]:
     notes = [
         f"MIG is off on GPU {gpu.gpu}; it must be on first, as root and with nobody on the GPU: nvidia-smi -i {gpu.gpu} -mig 1"
         for gpu in found.gpus
@@ -246,7 +300,7 @@ def capable(
         GpuLost: one that is named does not answer, or none that has MIG does.
         NotSupported: none of them has.
     """
-    from gpushare.actions.mig_layouts import layouts_of
+    from gpushare.mig.layouts import layouts_of
     from gpushare.selection import select
 
     host = settings.connect()
@@ -288,36 +342,13 @@ def offline(model: str) -> tuple[Layout, dict[str, str]]:
     Raises:
         NotSupported: the model has no MIG, or its placements are not published.
     """
+    from gpushare.gpu_models import find_model, profiles_of
     from gpushare.mig.profile import Layout
-    from gpushare.sim.catalogue import profiles_of
-    from gpushare.sim.models import find_model
 
     found = find_model(model)
     if not found.profiles:
         raise NotSupported(f"{found.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")
     return Layout(gpu=0, profiles=profiles_of(found)), {raw.name: raw.confidence for raw in found.profiles}
-
-
-def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
-    """Return what is wished, in words or by need.
-
-    Raises:
-        BadUsage: neither, both, or not understood.
-    """
-    from gpushare.mig.wish import Need, Request, parse_wish
-    from gpushare.units import parse_memory_limit
-
-    by_need = memory is not None or sm is not None
-    if bool(words) == by_need:
-        raise BadUsage(
-            "give a wish or a need, not both" if by_need else "give a wish, or a need",
-            "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30",
-            code="no_wish",
-        )
-    if words:
-        return parse_wish(" ".join(words))
-    need = Need(memory_bytes=None if memory is None else parse_memory_limit(memory), multiprocessors=sm)
-    return (Request(profile=need),)
 
 
 def _mode(gpu: Gpu) -> str:

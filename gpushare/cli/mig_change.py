@@ -2,26 +2,341 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, ChangingCommand
-from gpushare.cli.mig_recover import recover
-from gpushare.cli.mig_transaction import carried, current, evicted, planned_or_refused
-from gpushare.errors import BadUsage, GpuLost, InUse, NotFound, NotSupported
+from gpushare.cli.options import GPU_HELP, ChangingCommand, carried_out, gpus_of, note, settings
+from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, NotSupported, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
-    from gpushare.actions.mig_change import GpuChange, MigChange
+    from typer import Typer
+
     from gpushare.host.host import Host
-    from gpushare.host.mig_journal import Journal
+    from gpushare.mig.change import GpuChange, MigChange
+    from gpushare.mig.journal import Journal, JournalEntry
+    from gpushare.mig.names import NamedInstance
     from gpushare.mig.parted import Config, Demand
-    from gpushare.mig.plan import Plan
-    from gpushare.mig.profile import Layout
+    from gpushare.mig.plan import MigPlan, NoPlan
+    from gpushare.mig.planner import Target
+    from gpushare.mig.profile import GpuInstance, Layout
     from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
+    from gpushare.plan import Plan
+    from gpushare.show.result import Result
+
+
+def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+    """Return the GPUs that a change is for, as they are at this moment, with their layouts.
+
+    On a host with several GPUs a change names its GPU; with ``named`` the instances that it is about do.
+
+    Raises:
+        NotSupported: one of them has no MIG.
+        BadUsage, NotFound, GpuLost: as `select_for_change`; BadUsage also for an instance (-g MIG-...).
+    """
+    from gpushare.mig.layouts import layouts_of
+    from gpushare.selection import Device, select_for_change
+
+    found = gpus_of(host)
+    if named and gpu is None:
+        devices: Sequence[Device] = [Device(gpu=one) for one in found if one.error is None and one.mig_capable]
+        devices = devices or select_for_change("all", found)
+    else:
+        devices = select_for_change(gpu, found)
+    part = next((device for device in devices if device.mig is not None), None)
+    if part is not None and part.mig is not None:
+        # Else "-g MIG-... apply" would clear its neighbours away.
+        raise BadUsage(
+            f"{part.mig.uuid} is an instance; this changes the whole GPU {part.gpu.index}",
+            f"name the GPU: -g {part.gpu.index}; one instance goes with: gpushare mig destroy {part.mig.uuid}",
+            gpu=str(part.gpu.index),
+            code="whole_gpu",
+        )
+    gpus = list({device.gpu.index: device.gpu for device in devices}.values())
+    able = ",".join(str(one.index) for one in gpus if one.mig_capable)
+    for one in gpus:
+        if not one.mig_capable:
+            raise NotSupported(
+                f"GPU {one.index} ({one.name or 'unknown model'}) has no MIG",
+                f"name those that have it: -g {able}" if able else "see what it has: gpushare compare",
+                gpu=str(one.index),
+                code="no_mig",
+            )
+    return gpus, layouts_of(host, gpus)
+
+
+def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Target]:
+    """Return the instances that ``--evict`` names.
+
+    Raises:
+        NotFound, BadUsage: as `find_targets`.
+    """
+    from gpushare.mig.target import find_targets
+
+    return [target for word in words or () for target in find_targets(word, layouts)]
+
+
+def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
+    """Return the plan.
+
+    Raises:
+        NotSupported: there is none, and never will be here.
+        InUse: something that may not go is in the way.
+    """
+    from gpushare.mig.plan import MigPlan, Why
+
+    if isinstance(found, MigPlan):
+        return found
+    if found.why is Why.NEVER:
+        raise NotSupported(found.message, found.hint, code="never_fits")
+    from gpushare.mig.holders import remedy
+    from gpushare.model import Holder
+
+    held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
+    holders = [one for part in held for one in part or () if isinstance(one, Holder)]
+    raise InUse(found.message, remedy(holders) or found.hint, code="no_room")
+
+
+def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh_cdi: bool = False) -> Result:
+    """Carry a change out, or with --dry-run only show it; ``make`` looks and plans.
+
+    Raises:
+        GpushareError: of the look, of the plan, or of the step that failed and was rolled back.
+    """
+    from gpushare.mig.change import transact
+    from gpushare.mig.journal import Journal
+    from gpushare.mig.recover import is_complete
+
+    host = settings.connect()
+    journal = Journal(host)
+    if settings.dry_run:
+        change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
+        left = journal.left()
+        notes: tuple[str, ...] = ()
+        # One that is complete would not be touched.
+        if left is not None and not is_complete(host, left):
+            notes = (f"first '{left.title}', which was interrupted, would be undone",)
+        return _shown(host, command, change, notes, dry_run=True)
+    if journal.left() is None:
+        # Once before the lock: what is refused anyway changes nothing.
+        make(host, journal)
+    # Else what was interrupted comes first: it may be all that is in the way.
+    need_root(host)
+    with recovered(host, journal) as notes:
+        change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
+        transact(host, journal, change, _say if settings.verbose else None)
+        return _shown(host, command, change, notes, dry_run=False)
+
+
+@contextlib.contextmanager
+def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
+    """Hold the lock of all MIG changes, and undo what was interrupted first; yield what was done, in words.
+
+    It is said too where the change that follows is refused.
+
+    Raises:
+        OperationFailed: as `recover`, and `Journal.locked`.
+    """
+    from gpushare.host.leftovers import sweep
+    from gpushare.mig.recover import recover
+
+    with journal.locked():
+        sweep(host)
+        notes = recover(host, journal)
+        try:
+            yield notes
+        except GpushareError:
+            for one in notes:
+                note(one)
+            raise
+
+
+def need_root(host: Host) -> None:
+    """Refuse who may not change MIG.
+
+    Raises:
+        NoPermission: this user may not.
+    """
+    from gpushare.mig.driver import may_change
+
+    if not may_change(host):
+        from gpushare.errors import NoPermission
+
+        raise NoPermission("changing MIG needs root", "run it as root: sudo gpushare ...; or look first: --dry-run")
+
+
+def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
+    if not refresh:
+        return change
+    from gpushare.mig.daemons import refresh_steps
+
+    plan = replace(change.plan, steps=(*change.plan.steps, *refresh_steps(host)))
+    return replace(change, plan=plan)
+
+
+def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
+    from gpushare.mig.plan import Cost, MigPlan
+    from gpushare.show.mig import plan_text
+    from gpushare.show.plan import plan_result
+
+    said = [*notes, *change.notes, *change.plan.notes]
+    made: list[dict[str, Any]] = []
+    undo = None
+    if change.plan.steps and not dry_run:
+        made = _made(host, change)
+        said += _after(host, change)
+        undo = _undo(change)
+        said.append(f"undo: {undo}")
+    result = plan_result(command, change.plan.steps, dry_run=dry_run, notes=list(dict.fromkeys(said)))
+    plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
+    picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
+    lines = [f"{one['profile']}:{one['start']} on GPU {one['gpu']}: {', '.join(one['uuids'])}" for one in made]
+    text = "\n".join(filter(None, [picture, *lines])) or None
+    return replace(result, data={**result.data, "created": made, "undo": undo}, text=text)
+
+
+def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
+    from gpushare.mig.change import created_in
+    from gpushare.mig.driver import MigReader
+
+    gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus if one.plan.created]
+    layouts = {gpu.index: MigReader(host.nvml).layout(gpu) for gpu in gpus if gpu.error is None}
+    stayed = _stayed(change)
+    return [_row(index, instance, stayed) for index, instance in created_in(change, layouts)]
+
+
+def _stayed(change: MigChange) -> set[str | None]:
+    """Return the UUIDs of compute instances beside which others were made in their GPU instance."""
+    plans = [one.plan for one in change.gpus]
+    inside = {c.uuid for plan in plans for new in plan.created if new.into is not None for c in new.into.compute}
+    return inside - {c.uuid for plan in plans for gone in plan.destroyed for c in gone.compute}
+
+
+def _row(index: int, instance: GpuInstance, stayed: set[str | None]) -> dict[str, Any]:
+    return {
+        "gpu": index,
+        "gpu_instance_id": instance.id,
+        "profile": instance.profile.name,
+        "start": instance.start,
+        "uuids": [one.uuid for one in instance.compute if one.uuid and one.uuid not in stayed],
+    }
+
+
+def _after(host: Host, change: MigChange) -> list[str]:
+    from gpushare.mig.daemons import cdi_notes
+
+    gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus]
+    notes = list(cdi_notes(host, gpus))
+    notes += [
+        f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it"
+        for gpu in gpus
+        if gpu.mig_enabled and not gpu.mig_instances
+    ]
+    return notes
+
+
+def _undo(change: MigChange) -> str:
+    return "; ".join(command for one in change.gpus if one.changes for command in _undo_of(one))
+
+
+def _undo_of(change: GpuChange) -> list[str]:
+    from gpushare.mig.undo import as_command
+
+    before, gpu = change.before, change.gpu.index
+    if before.mig_enabled and change.enable is False and not before.instances:
+        return [f"gpushare mig enable -g {gpu}"]
+    here = {one.place for one in change.after.instances}
+    lost = [one for one in before.instances if one.name and one.place not in here]
+    granted = {one.name: one.granted for one in change.layout.instances}
+    words = [as_command(before)]
+    for one in lost:
+        words.append(f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}")
+        words += [f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in granted.get(one.name, ())]
+    return words
+
+
+def _say(step: Any) -> None:
+    sys.stderr.write(f"{step.what}\n  {step.command}\n")
+    sys.stderr.flush()
+
+
+def recover(
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Accept what could not come back; set a broken journal aside.")
+    ] = False,
+) -> Any:
+    """Undo what a change left that died in the middle. Every other change does it first, too.
+
+    What could not come back, because somebody uses what is in its place, stays named here, by `mig status` and by
+    `doctor` until it is there again or accepted, and is tried again each time this is called. A journal that cannot be read is in the way of every change.
+    """
+    from gpushare.host.leftovers import sweep
+    from gpushare.mig.journal import Journal
+    from gpushare.show.result import Result
+
+    host = settings.connect()
+    journal = Journal(host)
+    if not settings.dry_run:
+        sweep(host)
+    done, notes = (_forgotten(host, journal), ()) if forget else _recovered(host, journal)
+    if done:
+        text = "\n".join(done)
+    elif journal.running():
+        text = "another change is going on"
+    else:
+        text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
+    data = {"dry_run": settings.dry_run, "done": [] if settings.dry_run else list(done)}
+    return Result(command="mig recover", data=data, text=text, notes=notes)
+
+
+def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what was done, and what of earlier changes is not back yet.
+
+    Raises:
+        OperationFailed: something is not back; all of it is named.
+    """
+    from gpushare.mig.recover import not_restored, recover
+
+    left = journal.left()
+    if journal.running() or (left is None and not journal.not_restored()):
+        return (), ()
+    done: tuple[str, ...] = ()
+    if settings.dry_run:
+        done = () if left is None else (_foreseen(host, left),)
+    else:
+        need_root(host)
+        with journal.locked():
+            done = recover(host, journal, retry=True)
+    lost = not_restored(host, journal)
+    if lost and not done:
+        hints = dict.fromkeys(one.remedy for one in lost)
+        raise OperationFailed("; ".join(one.seen for one in lost), "; ".join(hints), code="not_restored")
+    return done, tuple(map(str, lost))
+
+
+def _foreseen(host: Host, left: JournalEntry) -> str:
+    from gpushare.mig.recover import is_complete
+
+    if is_complete(host, left):
+        return f"'{left.title}' was interrupted, and is complete; nothing would be undone"
+    return f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
+
+
+def _forgotten(host: Host, journal: Journal) -> tuple[str, ...]:
+    from gpushare.mig.recover import accept
+
+    if settings.dry_run:
+        return () if journal.running() else accept(host, journal, dry_run=True)
+    with journal.locked():
+        return accept(host, journal, dry_run=False)
+
 
 GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 Wishes = Annotated[
@@ -35,7 +350,7 @@ Evict = Annotated[
 Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Write the CDI specification of containers anew.")]
 
 
-def add(group: typer.Typer) -> None:
+def add_changes(group: typer.Typer) -> None:
     """Add the commands to ``gpushare mig``."""
     for function, help_text in (
         (create, "Add instances; nothing is destroyed."),
@@ -64,8 +379,8 @@ def create(
     NAME` and `mig env NAME` find it again, also after a reboot. A compute instance (1c.3g.40gb) without a name goes
     into an idle GPU instance that has room for it; beside somebody only where its place is said (1c.3g.40gb:4).
     """
-    from gpushare.cli.mig import wished
-    from gpushare.host.mig_names import check_name
+    from gpushare.cli.mig_files import wished
+    from gpushare.mig.names import check_name
     from gpushare.mig.plan import NoPlan
     from gpushare.mig.planner import plan_add
 
@@ -146,7 +461,7 @@ def apply(
             f"give its file: -f FILE -c {config[:60]}",
             code="no_file",
         )
-    from gpushare.cli.parted_file import absent_gpus, config_of
+    from gpushare.cli.mig_files import absent_gpus, config_of
 
     # Read once: stdin has no second time, and a file may change between the look and the lock.
     named = None if file is None else config_of(file, config)
@@ -217,15 +532,15 @@ def _change(
     journal: Journal,
     gpus: Sequence[Gpu],
     layouts: Sequence[Layout],
-    plan: Plan,
+    plan: MigPlan,
     title: str,
     *,
     evict: Sequence[tuple[int, int, int | None]] = (),
     modes: dict[int, bool] | None = None,
     name: str | None = None,
 ) -> MigChange:
-    from gpushare.actions.mig_bind import bind_step, name_steps, named
-    from gpushare.actions.mig_change import plan_change
+    from gpushare.mig.change import plan_change
+    from gpushare.mig.grant import bind_step, name_steps, named
 
     changes = [
         _gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
@@ -241,7 +556,7 @@ def _change(
 
 
 def _gpu_change(gpu: Gpu, layout: Layout, plan: Any, mode: bool | None) -> GpuChange:
-    from gpushare.actions.mig_change import GpuChange
+    from gpushare.mig.change import GpuChange
 
     # A pending mode is not the mode: it is set again, and read back.
     settled = gpu.mig_enabled == mode and gpu.mig_pending in {None, mode}
@@ -258,9 +573,9 @@ def _demanded(
         gpus, layouts = current(host, gpu)
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}
-    from gpushare.actions.mig_layouts import layouts_of
-    from gpushare.cli.common import gpus_of
-    from gpushare.cli.parted_file import demands_of
+    from gpushare.cli.mig_files import demands_of
+    from gpushare.cli.options import gpus_of
+    from gpushare.mig.layouts import layouts_of
     from gpushare.selection import select
 
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]
@@ -280,7 +595,7 @@ def _demanded(
 
 def _wishes(layouts: Sequence[Layout], demands: Mapping[int, Demand], *, from_file: bool) -> dict[int, Wish]:
     """Return the wishes that a GPU does not fulfil yet; a file counts MIG devices, and not how they lie in GPU instances."""
-    from gpushare.mig.difference import difference
+    from gpushare.mig.target import difference
 
     return {
         layout.gpu: demands[layout.gpu].wish
@@ -314,3 +629,145 @@ def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapp
 
 def _tells_gpu(word: str) -> bool:
     return "/" in word or not (word.isdigit() or ":" in word or word.lower() == "all")
+
+
+def add_name(group: typer.Typer) -> None:
+    """Add the command to ``gpushare mig``."""
+    group.command("name", cls=ChangingCommand, short_help="Name an instance, or forget a name.")(name)
+
+
+def name(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The new name.", show_default=False)] = None,
+    instance: Annotated[
+        str | None,
+        typer.Argument(metavar="INSTANCE", help="MIG UUID, GPU/GI[/CI], or PROFILE:START.", show_default=False),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    forget: Annotated[str | None, typer.Option("--forget", metavar="NAME", help="Forget this name.")] = None,
+) -> Any:
+    """Give an instance a name, or forget one. The instance itself does not change.
+
+    The name means GPU, profile and placement, not the UUID: that comes back with whatever is created there. One
+    instance has one name; it is kept over a reboot.
+    """
+    if (forget is None) == (name is None or instance is None):
+        raise BadUsage(
+            "give a name and an instance, or a name to forget",
+            "for example: gpushare mig name train 0/2; gpushare mig name --forget train",
+            code="no_name",
+        )
+    plan = _binding(name or "", instance or "", gpu) if forget is None else _forgetting(forget)
+    return carried_out("mig name", plan)
+
+
+def _binding(name: str, instance: str, gpu: str | None) -> Plan:
+    from gpushare.mig.grant import bind_step, name_taken
+    from gpushare.mig.names import NamedInstance, check_name, names_of
+    from gpushare.mig.target import find_targets
+    from gpushare.plan import Plan
+
+    check_name(name)
+    host = settings.connect()
+    _, layouts = current(host, gpu, named=True)
+    targets = find_targets(instance, layouts)
+    if len(targets) != 1:
+        raise BadUsage(
+            f"{quoted(instance)} is {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
+        )
+    layout = next(one for one in layouts if one.gpu == targets[0].gpu)
+    found = next(one for one in layout.instances if one.id == targets[0].instance)
+    if targets[0].compute is not None and len(found.compute) > 1:
+        raise BadUsage(
+            f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found.profile.name}:{found.start}; "
+            "a name means the GPU instance with all of them",
+            f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; one compute instance is taken with -g MIG-<uuid>",
+            gpu=str(layout.gpu),
+            code="part_of_instance",
+        )
+    one = NamedInstance(name=name, gpu_uuid=layout.uuid or "", profile=found.profile.name, start=found.start)
+    given = names_of(host)
+    if name in given and _place(given[name]) != _place(one):
+        raise name_taken(given[name], {layout.uuid: layout.gpu for layout in layouts})
+    steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
+    if steps and found.name is not None:
+        raise BadUsage(
+            f"{found.profile.name}:{found.start} on GPU {layout.gpu} is named '{found.name}' already",
+            f"one instance has one name; forget that one first: gpushare mig name --forget {found.name}",
+            code="name_taken",
+        )
+    return Plan(title=f"name {name}", steps=steps, undo=f"gpushare mig name --forget {name}")
+
+
+def _forgetting(name: str) -> Plan:
+    from gpushare.mig.grant import forget_step
+    from gpushare.mig.names import names_of
+    from gpushare.mig.target import need_name
+    from gpushare.plan import Plan
+
+    host = settings.connect()
+    found = names_of(host).get(name)
+    if found is None:
+        # Else it would only be said that there is none.
+        try:
+            need_name(name, "")
+        except BadUsage as error:
+            raise error.restated(hint="see the names: gpushare mig status") from None
+        raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
+    return Plan(title=f"forget {name}", steps=(forget_step(host, found),))
+
+
+def _place(one: NamedInstance) -> tuple[str, str, int]:
+    return one.gpu_uuid, one.profile, one.start
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]
+
+
+def add_grants(group: Typer) -> None:
+    """Add both commands to ``gpushare mig``."""
+    group.command("grant", cls=ChangingCommand, short_help="Let only named users use an instance.")(grant)
+    group.command("revoke", cls=ChangingCommand, short_help="Take a grant back.")(revoke)
+
+
+def grant(
+    name: Name,
+    user: Annotated[str, typer.Argument(metavar="USER", help="Who may use it: a name or an id.", show_default=False)],
+) -> Any:
+    """Let a user, and nobody else but root, use a MIG instance. Needs root.
+
+    Without a grant every local user may use every instance: MIG isolates memory and SMs, not users. A second grant
+    adds a user. The grant is kept with the name, and gpushare applies it again when it makes the instance anew.
+    """
+    from gpushare.mig.grant import plan_grant
+
+    return _carried("mig grant", lambda host: plan_grant(host, name, user))
+
+
+def revoke(
+    name: Name,
+    user: Annotated[
+        str | None, typer.Argument(metavar="[USER]", help="Only this one; else all.", show_default=False)
+    ] = None,
+) -> Any:
+    """Take a user's grant back, or all of them; then every local user may use the instance again. Needs root."""
+    from gpushare.mig.grant import plan_revoke
+
+    return _carried("mig revoke", lambda host: plan_revoke(host, name, user))
+
+
+def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
+    """Carry it out under the lock of all MIG changes, planned anew: another may just have granted the same instance."""
+    from gpushare.cli.options import carried_out
+    from gpushare.mig.journal import Journal
+
+    host = settings.connect()
+    journal = Journal(host)
+    if settings.dry_run or host.uid != 0:
+        # Who is not root is refused, but for what is only noted of an instance that is gone.
+        return carried_out(command, make(host))
+    if journal.left() is None:
+        # What is refused anyway changes nothing.
+        make(host)
+    with recovered(host, journal) as notes:
+        plan = make(host)
+        return carried_out(command, replace(plan, notes=(*notes, *plan.notes)))

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, Command, gpus_of, settings
-from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.cli.options import GPU_HELP, Command, gpus_of, settings
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported
+from gpushare.inputs import documents, shown_as, text_of
+from gpushare.mig.parted import (
+    Config,
+    Demand,
+    PciIds,
+    absent,
+    choose,
+    for_change,
+    idle_entries,
+    is_elsewhere,
+    parse_parted,
+    wishes_for,
+)
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.difference import Difference, MigDevice
-    from gpushare.mig.parted import Config, Demand
+    from gpushare.mig.target import Difference, MigDevice
+    from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
+
 
 GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 FileOption = Annotated[
@@ -23,7 +38,7 @@ FileOption = Annotated[
 ConfigOption = Annotated[str | None, typer.Option("-c", "--config", metavar="NAME", help="Which config of the file.")]
 
 
-def add(group: typer.Typer) -> None:
+def add_files(group: typer.Typer) -> None:
     """Add both commands to ``gpushare mig``."""
     group.command("check", cls=Command, short_help="Say whether the GPUs are as asked; exit 7 if not.")(check)
     group.command("export", cls=Command, short_help="Write what is there as a mig-parted file.")(export)
@@ -52,8 +67,6 @@ def check(
         )
     named: Config | None = None
     if file is not None:
-        from gpushare.cli.parted_file import config_of
-
         named = config_of(file, config)
     host = settings.connect()
     gpus = _gpus(host, gpu)
@@ -83,8 +96,8 @@ def export(
     GPUs with the same layout share an entry. mig-parted has no word for places: with --placement they stand in
     a second YAML document, and apply and check then keep to them.
     """
-    from gpushare.host.mig import MigReader
-    from gpushare.mig.parted_export import Exported, check_config_name, document, placements, yaml_text
+    from gpushare.mig.driver import MigReader
+    from gpushare.mig.parted import Exported, check_config_name, document, placements, yaml_text
     from gpushare.show.result import Result
 
     check_config_name(name)
@@ -133,7 +146,6 @@ def _gpus(host: Host, text: str | None) -> list[Gpu]:
 
 
 def _answering(gpus: list[Gpu]) -> list[Gpu]:
-    from gpushare.errors import GpuLost
 
     for one in gpus:
         if one.error is not None:
@@ -152,7 +164,6 @@ def _demands(
 
         wish = parse_wish(" ".join(words))
         return {gpu.index: Demand(mig_enabled=True, wish=wish) for gpu in gpus}, ()
-    from gpushare.cli.parted_file import absent_gpus, pci_ids
 
     notes = absent_gpus(named, host)
     ids = pci_ids(named, gpus, host)
@@ -162,7 +173,7 @@ def _demands(
 
 
 def _row(gpu: Gpu, demand: Demand | None, host: Host) -> dict[str, Any]:
-    from gpushare.mig.difference import Difference
+    from gpushare.mig.target import Difference
 
     problem, found = _compared(gpu, demand, host)
     found = found or Difference()
@@ -181,8 +192,8 @@ def _row(gpu: Gpu, demand: Demand | None, host: Host) -> dict[str, Any]:
 
 def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
     """Return what is wrong with a GPU as a whole, and with its MIG devices."""
-    from gpushare.host.mig import MigReader
-    from gpushare.mig.difference import difference
+    from gpushare.mig.driver import MigReader
+    from gpushare.mig.target import difference
 
     if gpu.error is not None:
         return gpu.error, None
@@ -227,3 +238,90 @@ def _words(device: Mapping[str, Any]) -> str:
     place = "" if device["start"] is None else f":{device['start']}"
     count = f"*{device['count']}" if device["count"] > 1 else ""
     return f"{device['profile']}{place}{count}" + ("" if device["mig_device"] else " (no compute instance)")
+
+
+_HINT: Final = "write one as you need it from what is there: gpushare mig export > mig.yaml"
+
+
+def config_of(path: str, name: str | None) -> Config:
+    """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name.
+
+    Raises:
+        BadUsage: no such file format, or several configurations and none is named.
+        NotFound: no such file or configuration.
+        NoPermission: the file cannot be read.
+    """
+    found = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
+    if len(found) > 2:
+        raise BadUsage(f"{path}: {len(found)} YAML documents", "give one mig-parted file", code="bad_file")
+    return choose(parse_parted(*found), name)
+
+
+def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Demand]:
+    """Return what a configuration wants of these GPUs, by index, for a change: GPUs without MIG are skipped.
+
+    GPUs that no entry is for are left out.
+
+    Raises:
+        BadUsage: a count too large, or placements that are not those of the same devices.
+        NotFound: no entry is for any of these GPUs.
+        NotSupported: MIG is turned on by index on a GPU that has none.
+    """
+    ids = pci_ids(config, gpus, host)
+    demands = for_change(wishes_for(config, gpus, ids), gpus)
+    if not demands:
+        here = range(host.nvml.count())
+        why = "; ".join((*absent(config, here), *idle_entries(config, gpus, ids, here))) or "none of them has MIG"
+        raise NotFound(
+            f"config '{config.name}' asks nothing of the chosen GPUs: {why}", "see: gpushare mig status", code="no_gpu"
+        )
+    return demands
+
+
+def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
+    """Return what to say of entries that name GPUs which this host has not.
+
+    Raises:
+        NotFound: no entry names one that it has.
+    """
+    here = range(host.nvml.count())
+    said = absent(config, here)
+    if said and all(is_elsewhere(entry, here) for entry in config.entries):
+        raise NotFound(
+            f"config '{config.name}' is for no GPU of this host: {'; '.join(said)}",
+            "see which are here: gpushare status",
+            code="no_gpu",
+        )
+    return said
+
+
+def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds]:
+    """Return the PCI ids of the GPUs, if the configuration looks at them; unknown for one that does not answer."""
+    found = {}
+    if any(entry.filters for entry in config.entries):
+        for gpu in gpus:
+            with contextlib.suppress(GpushareError):
+                found[gpu.index] = PciIds(*host.nvml.pci_ids(gpu.index))
+    return found
+
+
+def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
+    """Return what is wished, in words or by need.
+
+    Raises:
+        BadUsage: neither, both, or not understood.
+    """
+    from gpushare.mig.wish import Need, Request, parse_wish
+    from gpushare.units import parse_memory_limit
+
+    by_need = memory is not None or sm is not None
+    if bool(words) == by_need:
+        raise BadUsage(
+            "give a wish or a need, not both" if by_need else "give a wish, or a need",
+            "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30",
+            code="no_wish",
+        )
+    if words:
+        return parse_wish(" ".join(words))
+    need = Need(memory_bytes=None if memory is None else parse_memory_limit(memory), multiprocessors=sm)
+    return (Request(profile=need),)

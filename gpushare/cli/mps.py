@@ -1,19 +1,305 @@
-"""``gpushare mps``: the verbs that change daemons. Looking at them is in `mps_views`."""
+"""``gpushare mps``: MPS daemons, limits and clients; done by `gpushare/mps/`."""
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli import mps_views
-from gpushare.cli.common import GPU_HELP, ChangingCommand, Command, Group, confirm, gpus_of, settings
 from gpushare.cli.limits import Limits
-from gpushare.cli.mps_stopping import sentence, stop_one, stopping
-from gpushare.errors import BadUsage, GpushareError
+from gpushare.cli.options import GPU_HELP, ChangingCommand, Command, Group, confirm, gpus_of, note, settings
+from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, OperationFailed
+from gpushare.units import counted
 
 if TYPE_CHECKING:
-    from gpushare.actions.plan import Plan
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+    from gpushare.mps.daemons import FoundDaemon
+    from gpushare.plan import Plan
+    from gpushare.selection import Device
+
+
+GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
+
+
+def status(gpu: GpuOption = None) -> Any:
+    """Show every MPS daemon of the host, ours or not, with limits, servers and clients."""
+    from dataclasses import replace
+
+    from gpushare.cli.status import of_gpus
+    from gpushare.show.result import jsonable
+    from gpushare.show.status import status_result
+    from gpushare.snapshot import Observer
+
+    snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
+    # A daemon whose GPUs cannot be told is shown for any of them.
+    chosen = of_gpus(snapshot, gpu)
+    hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
+    result = status_result(replace(chosen, daemons=chosen.daemons + hidden))
+    tables = tuple(table for table in result.tables if table.name.startswith("mps"))
+    # A change names its GPU where there are several.
+    name = " -g 0" if len(snapshot.gpus) > 1 else ""
+    return replace(
+        result,
+        command="mps status",
+        data=jsonable({"mps_daemons": chosen.daemons + hidden}),
+        tables=tables,
+        text=None if tables else f"no MPS daemon runs on this host; start one: gpushare mps start{name}",
+        csv=None,
+    )
+
+
+def logs(
+    gpu: GpuOption = None,
+    lines: Annotated[int, typer.Option("--lines", metavar="N", help="The last N lines of each log.", min=1)] = 40,
+    server: Annotated[bool, typer.Option("--server", help="Only the server's log.")] = False,
+    control: Annotated[bool, typer.Option("--control", help="Only the control daemon's log.")] = False,
+) -> Any:
+    """Show the last lines of a daemon's control.log and server.log."""
+    from gpushare.mps.home import home_of
+    from gpushare.selection import select_one
+    from gpushare.show.result import Result
+
+    host = settings.connect()
+    device = select_one(gpu, gpus_of(host))
+    homes = [home_of(directory, device.uuid) for directory in (host.run_directory, *host.shared_run_directories)]
+    home = next((home for home in homes if (home.log / "control.log").exists()), None)
+    if home is None:
+        raise NotFound(
+            f"no MPS daemon of gpushare has written a log for {device.title}",
+            f"start one: gpushare mps start -g {device.selector}",
+            gpu=str(device.gpu.index),
+            code="no_log",
+        )
+    names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
+    found = {name: tail(home.log / name, lines) for name in names}
+    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(found[name]) for name in names)
+    return Result(command="mps logs", data={"log_directory": str(home.log), "lines": found}, text=text)
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """Return the last lines of a file; none when it does not exist.
+
+    Raises:
+        OperationFailed: it may not be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 300 * lines - 4096))
+            return file.read().decode(errors="replace").splitlines()[-lines:]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise OperationFailed(
+            f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {shlex.quote(str(path))}"
+        ) from None
+
+
+def env(
+    gpu: GpuOption = None,
+    threads: Annotated[
+        str | None, typer.Option("--threads", metavar="PCT", help="A thread percentage for the programs of this shell.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="A memory limit for each program of this shell.")
+    ] = None,
+    priority: Annotated[str | None, typer.Option("--priority", metavar="LEVEL", help="normal or low.")] = None,
+) -> Any:
+    """Print the export lines that make a shell's programs clients of the daemon: eval "$(gpushare mps env)".
+
+    A program that runs so is not watched: `gpushare run` also proves that it is attached.
+    """
+    from gpushare.cli.limits import priority_of
+    from gpushare.mps.daemons import own_daemon
+    from gpushare.mps.environment import client_environment
+    from gpushare.mps.limits import MpsLimits, check_memory
+    from gpushare.selection import select_one
+    from gpushare.show.result import Result
+    from gpushare.units import parse_memory_limit, parse_thread_percentage
+
+    limits = MpsLimits(
+        threads_percent=None if threads is None else parse_thread_percentage(threads),
+        memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
+        priority=priority_of(priority),
+    )
+    host = settings.connect()
+    device = select_one(gpu, gpus_of(host))
+    check_memory(device, limits.memory_limit_bytes)
+    home, _ = own_daemon(host, device)
+    environment = client_environment({}, device, home, limits)
+    text = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
+    return Result(command="mps env", data={"environment": environment}, text=text)
+
+
+def stopping(host: Host, gpu: str | None, pipe_directory: str | None) -> list[tuple[FoundDaemon, Device | None]]:
+    """Return the daemons that a `stop` means, with their devices.
+
+    Raises:
+        NotFound: there is none.
+        BadUsage: a daemon of somebody else without --yes, or both ways of naming one.
+    """
+    from gpushare.mps.daemons import find_daemons
+
+    if pipe_directory is not None and gpu is not None:
+        raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
+    gpus = gpus_of(host)
+    found = find_daemons(host, gpus, deep=False)
+    if pipe_directory is not None:
+        chosen = [_by_pipe(host, found, pipe_directory)]
+    else:
+        chosen = _by_gpu([item for item in found if item.daemon.ours], found, gpu, gpus)
+    return [(item, _device_of(item, gpus)) for item in chosen]
+
+
+def _by_gpu(
+    ours: Sequence[FoundDaemon], found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]
+) -> list[FoundDaemon]:
+    from gpushare.selection import select_for_change
+
+    if gpu is None and not ours:
+        raise _none_there(found, [])
+    if gpu is None and len(ours) == 1 and len(gpus) == 1:
+        # Also that of a MIG instance: there is nothing else that could be meant.
+        return [*ours]
+    try:
+        devices = select_for_change(gpu, gpus)
+    except GpuLost as error:
+        raise _lost(error, ours) from error
+    chosen = [item for device in devices for item in ours if _serves(item, device, all_of=gpu == "all")]
+    if not chosen:
+        raise _none_there(found, devices)
+    return chosen
+
+
+def _lost(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
+    """Return the error with the way that works: a lost GPU tells no UUID, its daemon still has its directory."""
+    ways = [
+        f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
+        for item in ours
+        if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
+    ]
+    hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(ways)}" if ways else error.hint
+    return GpuLost(error.message, hint, gpu=error.gpu, code=error.code)
+
+
+def _device_of(found: FoundDaemon, gpus: Sequence[Gpu]) -> Device | None:
+    """Return the GPU whose compute mode is to be restored."""
+    from gpushare.selection import Device
+
+    uuid = found.daemon.device_uuid
+    return next((Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None and gpu.uuid == uuid), None)
+
+
+def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
+    """A GPU in MIG mode stands for the daemons of its instances when all are meant, or it has one."""
+    if found.daemon.device_uuid == device.uuid:
+        return True
+    return all_of and device.mig is None and found.daemon.gpu_index == device.gpu.index
+
+
+def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotFound:
+    names = ", ".join(device.title for device in devices) or "this host"
+    foreign = next((item.daemon for item in found if not item.daemon.ours), None)
+    hint = "see what is there: gpushare mps status"
+    indexes = {device.gpu.index for device in devices if device.mig is None}
+    instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
+    if instances:
+        hint = f"its MIG instances have some: -g all, or -g {instances[0]}"
+    elif foreign is not None and foreign.pipe_directory is not None:
+        hint = f"the daemon {foreign.pid} is not gpushare's; stop it by: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
+    return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
+
+
+def _by_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
+    import os
+
+    wanted = os.path.abspath(pipe_directory)
+    item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
+    if item is None:
+        raise NotFound(
+            f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status", code="no_daemon"
+        )
+    if not item.daemon.ours and not settings.yes and not settings.dry_run:
+        raise BadUsage(
+            f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
+            f"stop it all the same: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
+            code="foreign_daemon",
+        )
+    return item
+
+
+def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
+    """Return the daemon of a pipe directory. Anybody can start a process that names it.
+
+    Of several, root's or our own is meant if it is the one that listens; else somebody has to look.
+    """
+    ours = next((item for item in same if item.daemon.ours), None)
+    if ours is not None or len(same) < 2:
+        return ours or next(iter(same), None)
+    listener = host.programs.listener(directory)
+    chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
+    if chosen is None or not chosen.trusted:
+        names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
+        who = "it is not known who listens" if listener is None else f"process {listener.pid} listens"
+        raise InUse(
+            f"{len(same)} processes name the pipe directory {directory}: {names}; {who} there",
+            f"look at them, and end the one that you mean: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
+            code="several_daemons",
+        )
+    return chosen
+
+
+def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: float, force: bool) -> dict[str, Any]:
+    """Stop one daemon and return what is said of it; with --dry-run only say it."""
+    from gpushare.mps.stop import stop as stop_daemon
+
+    row = {
+        "pid": found.daemon.pid,
+        "gpu": found.daemon.gpu_index,
+        "pipe_directory": found.daemon.pipe_directory,
+        "command": None
+        if found.daemon.pid is None
+        else f"echo quit | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(found.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
+        "waited_seconds": None,
+        "forced": None,
+        "compute_mode": None if found.record is None else found.record.previous_compute_mode,
+    }
+    if settings.dry_run:
+        return row
+    told: set[tuple[int, ...]] = set()
+
+    def waiting(left: list[int], more: float) -> None:
+        if tuple(left) not in told:
+            told.add(tuple(left))
+            note(f"waiting up to {more:.0f} s for {counted(len(left), 'client')}: {', '.join(map(str, left[:8]))}")
+
+    done = stop_daemon(host, found, device, drain_seconds=seconds, force=force, on_wait=waiting)
+    return {
+        **row,
+        "waited_seconds": round(done.waited_seconds, 3),
+        "forced": done.forced,
+        "compute_mode": None if done.compute_mode is None else done.compute_mode.title,
+    }
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """Return what became of a daemon, in one line."""
+    where = f" of GPU {row['gpu']}" if row["gpu"] is not None else f" at {row['pipe_directory']}"
+    if row["forced"] is None and row["pid"] is None:
+        return f"would clear away what a dead MPS daemon{where} left"
+    if row["forced"] is None:
+        return f"would stop the MPS daemon{where} (process {row['pid']}): {row['command']}"
+    if row["pid"] is None:
+        text = f"cleared away what a dead MPS daemon{where} left"
+    else:
+        text = f"MPS daemon{where} is gone (process {row['pid']}{', forced' if row['forced'] else ''})"
+    return text + (f"; compute mode {row['compute_mode']} restored" if row["compute_mode"] else "")
+
 
 group = typer.Typer(
     cls=Group,
@@ -22,7 +308,6 @@ group = typer.Typer(
     help="MPS: programs of one user run on the GPU at the same time, with thread and memory limits.",
 )
 
-Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 Threads = Annotated[
     str | None,
     typer.Option(
@@ -57,15 +342,15 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
     group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
     group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and prove that it is gone.")(stop)
-    group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(mps_views.status)
+    group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(status)
     group.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
     group.command("kill", cls=ChangingCommand, short_help="End one client, its neighbours unharmed.")(kill)
-    group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(mps_views.logs)
-    group.command("env", cls=Command, short_help="Print what a shell needs to join.")(mps_views.env)
+    group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(logs)
+    group.command("env", cls=Command, short_help="Print what a shell needs to join.")(env)
 
 
 def start(
-    gpu: Gpu = None,
+    gpu: GpuOption = None,
     threads: Threads = None,
     memory: Memory = None,
     priority: Level = None,
@@ -82,9 +367,9 @@ def start(
     The limits hold for each client process, not for a job: two processes under 4G can use 8G. A thread
     percentage caps the SMs that a client may use; it reserves nothing.
     """
-    from gpushare.actions.mps_start import plan_start
-    from gpushare.cli.changes import carried_out, one_plan
-    from gpushare.host.mps_home import home_of
+    from gpushare.cli.options import carried_out, one_plan
+    from gpushare.mps.home import home_of
+    from gpushare.mps.start import plan_start
     from gpushare.selection import select_for_change
 
     wanted = Limits(threads, memory, priority)
@@ -101,15 +386,15 @@ def start(
     return carried_out("mps start", plan(), homes=homes, again=plan)
 
 
-def set_limits(gpu: Gpu = None, threads: Threads = None, memory: NewMemory = None, priority: Level = None) -> Any:
+def set_limits(gpu: GpuOption = None, threads: Threads = None, memory: NewMemory = None, priority: Level = None) -> Any:
     """Change the limits of a running daemon, for clients that start from now on, and read each one back.
 
     A running client keeps what it started with: the driver accepts a new percentage for its server
     and changes nothing for it.
     """
-    from gpushare.actions.mps_device import own_daemon
-    from gpushare.actions.mps_limits import plan_set
-    from gpushare.cli.changes import carried_out, one_plan
+    from gpushare.cli.options import carried_out, one_plan
+    from gpushare.mps.daemons import own_daemon
+    from gpushare.mps.limits import plan_limits
     from gpushare.selection import select_for_change
 
     if threads is None and memory is None and priority is None:
@@ -120,14 +405,14 @@ def set_limits(gpu: Gpu = None, threads: Threads = None, memory: NewMemory = Non
     limits = wanted.for_devices(devices)
 
     def plan() -> Plan:
-        return one_plan([plan_set(host, device, limits[device.uuid]) for device in devices])
+        return one_plan([plan_limits(host, device, limits[device.uuid]) for device in devices])
 
     homes = [own_daemon(host, device, to_change=True)[0] for device in devices]
     return carried_out("mps set", plan(), homes=homes, again=plan)
 
 
 def stop(
-    gpu: Gpu = None,
+    gpu: GpuOption = None,
     pipe_directory: Pipe = None,
     drain: Annotated[
         str | None,
@@ -192,8 +477,8 @@ def kill(
     The documented order (terminate_client, then kill) broke a busy neighbour in 13 of 17 tries on our
     H200, a plain SIGKILL in 6 of 9; this order in none.
     """
-    from gpushare.actions import mps_kill
-    from gpushare.actions.safe_end import DRAIN_BOUND_SECONDS
+    from gpushare.mps import kill as mps_kill
+    from gpushare.mps.kill import DRAIN_BOUND_SECONDS
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds

@@ -1,4 +1,4 @@
-"""``gpushare observe``."""
+"""``gpushare observe``: record how GPUs are used; done by `gpushare/measure/`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, Command, note, settings
+from gpushare.cli.options import GPU_HELP, Command, note, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from gpushare.measure.tally import GpuUse, ProcessUse, Recording
+    from gpushare.measure.recording import GpuUse, ProcessUse, Recording
 
 
 def register(app: typer.Typer) -> None:
@@ -138,7 +138,7 @@ def _shown(read: str, given: tuple[str | None, ...]) -> Any:
 
 
 def _result(recording: Recording, path: Path) -> Any:
-    from gpushare.measure.underuse import underused
+    from gpushare.measure.recording import underused
     from gpushare.show.observe import observe_result
 
     header = recording.header

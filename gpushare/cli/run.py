@@ -1,25 +1,99 @@
-"""``gpushare run``."""
+"""``gpushare run``: a program in a share of a GPU; done by `gpushare/run/`."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import CONTEXT, ChangingCommand, gpus_of, note, settings
-from gpushare.cli.run_words import Farming, Roles, check_combination
-from gpushare.errors import BadUsage
+from gpushare.cli.options import CONTEXT, ChangingCommand, gpus_of, note, settings
+from gpushare.errors import BadUsage, GpushareError, NotFound, OperationFailed
+from gpushare.run.farm import Copy, FarmOptions, FarmReporter, FarmResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from gpushare.actions.mig_places import Place
-    from gpushare.actions.mps_limits import MpsLimits
-    from gpushare.actions.run import RunOptions
+    from gpushare.host.activity import ActivityRecorder
     from gpushare.host.host import Host
+    from gpushare.mig.places import Place
+    from gpushare.mps.limits import MpsLimits
+    from gpushare.run.program import RunOptions
+    from gpushare.run.roles import SparedProcess
     from gpushare.selection import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The options of a production or an opportunistic job, as typed."""
+
+    production: str | None
+    opportunistic: bool
+    beside: str | None
+    pause: bool
+    # Percent; None: not said.
+    duty: float | None = None
+
+    @property
+    def any(self) -> bool:
+        """Return whether a role was asked for."""
+        return self.production is not None or self.opportunistic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Farming:
+    """The options of a farm, as typed."""
+
+    copies: int | None
+    logs: str | None
+    restart: int
+    stall: str | None
+    bench: str | None
+
+
+def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict: bool) -> None:
+    """Raise unless the options go together.
+
+    Raises:
+        BadUsage: they do not.
+    """
+    if farming.copies is None and (farming.logs or farming.restart or farming.stall or farming.bench):
+        raise _wrong(
+            "--logs, --restart, --stall and --bench belong to --copies", "gpushare run --copies 4 --logs DIR -- CMD"
+        )
+    if not roles.opportunistic and (roles.beside is not None or roles.pause or roles.duty is not None):
+        raise _wrong(
+            "--for, --pause and --duty-cycle belong to --opportunistic",
+            "gpushare run --opportunistic --for NAME -- CMD",
+        )
+    if roles.pause and roles.duty is not None:
+        raise _wrong(
+            "--pause is none of the time and --duty-cycle a part of it: not both",
+            "gpushare run --opportunistic --duty-cycle 50 -- CMD",
+        )
+    if roles.production is not None and roles.opportunistic:
+        raise _wrong("a job is --production or --opportunistic, not both", "gpushare run --production NAME -- CMD")
+    if mig is not None and (roles.any or farming.copies is not None):
+        raise _wrong(
+            "--mig gives a program an instance for itself, without roles or copies", "gpushare run --mig 1g -- CMD"
+        )
+    if farming.copies is not None and (roles.any or strict):
+        raise _wrong(
+            "--copies goes without --production, --opportunistic and --strict", "gpushare run --copies 4 -- CMD"
+        )
+    if farming.copies is not None and not 1 <= farming.copies <= 1000:
+        raise BadUsage(f"--copies {farming.copies} is outside 1 to 1000", "give --copies 8", code="bad_copies")
+    if farming.restart < 0:
+        raise BadUsage(f"--restart {farming.restart} is below 0", "give --restart 1", code="bad_restart")
+
+
+def _wrong(what: str, example: str) -> BadUsage:
+    return BadUsage(what, f"for example: {example}", code="bad_combination")
 
 
 def register(app: typer.Typer) -> None:
@@ -122,8 +196,8 @@ def run(
     With --copies each copy has a cap of 200/N percent and a share of the free memory, unless limits are
     given; a copy whose memory would not fit waits. A failed copy leaves the others alone.
     """
-    from gpushare.actions.mps_limits import MpsLimits
     from gpushare.cli.limits import percentage, priority_of
+    from gpushare.mps.limits import MpsLimits
     from gpushare.selection import select_one
     from gpushare.units import parse_memory_limit, parse_seconds, parse_thread_percentage
 
@@ -132,9 +206,9 @@ def run(
         memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
         priority=priority_of(priority),
     )
-    from gpushare.actions.run import RunOptions
-    from gpushare.actions.run import run as run_program
-    from gpushare.actions.run_report import RunReport
+    from gpushare.run.program import RunOptions
+    from gpushare.run.program import run as run_program
+    from gpushare.run.report import RunReport
 
     seconds = {} if grace is None else {"grace_seconds": parse_seconds(grace)}
     options = RunOptions(limits=limits, strict=strict, **seconds)
@@ -154,7 +228,7 @@ def run(
         return in_instance(host, mig, gpu, command, options)
     gpus = gpus_of(host)
     if gpu is None and roles.beside is not None:
-        from gpushare.actions.roles import place_of_production
+        from gpushare.run.roles import place_of_production
 
         gpu = place_of_production(host, gpus, roles.beside)
     device = select_one(gpu, gpus)
@@ -171,27 +245,21 @@ def run(
 
 def run_copies(host: Host, device: Device, command: list[str], options: RunOptions, farming: Farming) -> Any:
     """Run a farm."""
-    from gpushare.cli.run_farm import run_copies as run_farm
-
-    return run_farm(host, device, command, options, farming)
+    return farm_result(host, device, command, options, farming)
 
 
 def run_role(host: Host, device: Device, command: list[str], options: RunOptions, roles: Roles) -> Any:
     """Run a production job, or an opportunistic one."""
-    from gpushare.cli.run_roles import run_role as run_in_role
-
-    return run_in_role(host, device, command, options, roles)
+    return role_result(host, device, command, options, roles)
 
 
 def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
     """Run a program in a MIG instance that is free, or the one that a name means."""
-    from gpushare.actions.mig_report import InstanceReport
-    from gpushare.actions.mps_limits import MpsLimits
-    from gpushare.actions.plain_share import dropped_variables
-    from gpushare.actions.run_environment import check_program
-    from gpushare.actions.run_mig import free_place, run_mig, take_place
-    from gpushare.actions.run_report import RunReport
-    from gpushare.actions.share import check_mps_share
+    from gpushare.mps.environment import check_program
+    from gpushare.mps.limits import MpsLimits
+    from gpushare.run.mig import free_place, run_mig, take_place
+    from gpushare.run.report import InstanceReport, RunReport
+    from gpushare.run.share import check_mps_share, dropped_variables
 
     check_program(command[0])
     mps = options.strict or options.limits != MpsLimits()
@@ -214,8 +282,8 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
 
 def planned_in(host: Host, place: Place, command: list[str]) -> Any:
     """Return what a run in an instance without MPS would do, as a plan."""
-    from gpushare.actions.plain_share import plain_environment
-    from gpushare.actions.plan import Step
+    from gpushare.plan import Step
+    from gpushare.run.share import plain_environment
     from gpushare.show.plan import plan_result
 
     environment = plain_environment({}, host, place.device)
@@ -233,13 +301,13 @@ def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
 
 def planned(host: Any, device: Device, command: list[str], limits: MpsLimits, when: str = "") -> Any:
     """Return what a run would do, as a plan; ``when`` says when the program is paused."""
-    from gpushare.actions.mps_device import check_device, own_daemon
-    from gpushare.actions.mps_limits import MpsLimits, check_memory
-    from gpushare.actions.mps_start import plan_start
-    from gpushare.actions.plan import Step
-    from gpushare.actions.run_environment import check_command, client_environment
     from gpushare.errors import NotFound
-    from gpushare.host.mps_home import home_of
+    from gpushare.mps.daemons import check_device, own_daemon
+    from gpushare.mps.environment import check_command, client_environment
+    from gpushare.mps.home import home_of
+    from gpushare.mps.limits import MpsLimits, check_memory
+    from gpushare.mps.start import plan_start
+    from gpushare.plan import Step
     from gpushare.show.plan import plan_result
 
     check_device(host, device)
@@ -255,3 +323,415 @@ def planned(host: Any, device: Device, command: list[str], limits: MpsLimits, wh
     what = f"run {command[0]} as a client of the MPS daemon of {device.title}{when}"
     steps.append(Step(what=what, command=line, do=lambda: None))
     return plan_result("run", steps, dry_run=True)
+
+
+def role_result(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    """Run a production job or an opportunistic one, and return the program's exit code."""
+    if roles.production is not None:
+        return _production(host, device, command, options, roles.production)
+    return _opportunistic(host, device, command, options, roles)
+
+
+def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
+    from gpushare.run.program import run_in
+    from gpushare.run.report import RunReport
+    from gpushare.run.roles import check_job_name, find_tuned, open_production_share, production_cap_note
+
+    check_job_name(name)
+    for text in production_cap_note(device, find_tuned(host, name), options.limits.threads_percent):
+        note(text)
+    if settings.dry_run:
+        return planned(host, device, list(command), options.limits)
+    share = open_production_share(host, device, command[0], options.limits, name)
+    cap = share.daemon_cap()
+    if cap is not None:
+        note(
+            f"the MPS daemon of {device.title} caps every client at {cap:g} %, this job too: gpushare mps stop, and run it again"
+        )
+    report = RunReport(device, sys.stderr, quiet=settings.quiet, limits=options.limits)
+    return run_in(host, share, command, options, report)
+
+
+def _opportunistic(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    from gpushare.run.roles import spared_process
+
+    process = spared_process(host, device, roles.beside)
+    outside = process is not None and not process.under_mps
+    duty = roles.duty if outside else _duty(host, device, options, roles)
+    timed = roles.pause or (duty is not None and duty < 100)
+    if process is not None and (timed or (outside and duty is None)):
+        return _paused(host, device, command, options, replace(roles, duty=duty), process)
+    if timed:
+        _demand_one(host, device)
+        raise _nobody(device, roles, duty)
+    if process is not None and outside:
+        note(f"{process.title} runs outside MPS: a cap cannot protect it, and this job runs all of the time beside it")
+    return _capped(host, device, command, options, roles)
+
+
+def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
+    """Return the duty cycle that was asked for, or else tuned: with the tuned cap and priority, not with others."""
+    from gpushare.run.roles import tuned_beside
+
+    if roles.duty is not None or roles.pause:
+        return roles.duty
+    tuned = tuned_beside(host, device, roles.beside)
+    if tuned is None or tuned.duty_percent is None:
+        return None
+    cap, low = options.limits.threads_percent, options.limits.priority
+    if cap in {None, tuned.threads_percent} and (low is None or bool(low) == tuned.low_priority):
+        return tuned.duty_percent
+    text = f"tuned for {tuned.duty_percent:g} % of the time with cap {tuned.threads_percent:g} %"
+    text += ", low priority" if tuned.low_priority else ""
+    note(f"{text}: with other limits it runs all of the time, unless you say --duty-cycle {tuned.duty_percent:g}")
+    return None
+
+
+def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
+    """Return the error where the production job does not run for which this one would be stopped."""
+    if roles.pause or roles.duty is not None:
+        return NotFound(
+            f"no production job runs on {device.title} that could be spared",
+            f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
+            code="no_production",
+        )
+    name = roles.beside or "production"
+    return NotFound(
+        f"'{name}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
+        f"start it: gpushare run --production {name} -g {device.selector} -- CMD; or for all of the time: --duty-cycle 100",
+        code="no_production",
+    )
+
+
+def _demand_one(host: Host, device: Device) -> None:
+    """Raise when several production jobs run: which of them is to be spared was not said."""
+    from gpushare.run.roles import living_productions
+
+    names = [one.name for one in living_productions(host, device)]
+    if len(names) > 1:
+        raise BadUsage(
+            f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
+            f"say which is to be spared: --for {names[0]}",
+            code="several_production",
+        )
+
+
+def _paused(
+    host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles, process: SparedProcess
+) -> Any:
+    from gpushare.mps.environment import check_program
+    from gpushare.run.pause import checkpoint_of
+    from gpushare.run.production import ProductionJob
+    from gpushare.run.program import run_in
+    from gpushare.run.report import RunReport
+    from gpushare.run.roles import DUTY_COSTS, NOT_PROTECTED, PausingShare
+    from gpushare.run.share import PlainShare, Share, open_mps_share
+
+    check_program(command[0])
+    limits = options.limits
+    checkpoint = None if process.under_mps else checkpoint_of(host)
+    how = "by the driver's lock" if checkpoint is not None else "by SIGSTOP"
+    if not roles.pause and roles.duty is None:
+        note(
+            f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job stands still while it works"
+        )
+    note(f"opportunistic beside {process.title}: paused {how} {_when(roles, 'it')}; its memory stays on the GPU")
+    recorder = None
+    if process.under_mps:
+        from gpushare.run.roles import spare
+
+        recorder = _recorder(host, device) if roles.duty is None else None
+        spared = spare(host, device, limits, roles.beside)
+        limits = spared.limits
+        for text in (*spared.notes, f"when it runs: {_words(limits)}"):
+            note(text)
+    elif limits != type(limits)():
+        note("outside MPS there are no limits: --threads, --memory and --priority are left out")
+    for text in (*([NOT_PROTECTED] if process.under_mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
+        note(text)
+    if settings.dry_run:
+        when = _when(roles, process.title)
+        if process.under_mps:
+            return planned(host, device, list(command), limits, f", paused {when}")
+        return _planned_pause(host, device, command, when)
+    inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
+    production = ProductionJob(
+        host, device, process.pid, process.started_at, process.name, always=roles.duty is not None
+    )
+    share = PausingShare(inner, host, production, checkpoint, recorder, roles.duty)
+    report: Any = RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
+    if not process.under_mps:
+        from gpushare.run.report import InstanceReport
+
+        report = InstanceReport(device, sys.stderr, quiet=settings.quiet)
+    return run_in(host, share, command, replace(options, limits=limits), report)
+
+
+def _when(roles: Roles, who: str) -> str:
+    """Return when an opportunistic job is paused, with ``who`` for the production job."""
+    return f"while {who} works" if roles.duty is None else f"for {100 - roles.duty:g} % of the time while {who} runs"
+
+
+def _recorder(host: Host, device: Device) -> ActivityRecorder | None:
+    """Return what shows production's work under MPS; None, and it is said, where only its CPU does."""
+    from gpushare.host.activity import ActivityRecorder
+
+    recorder = ActivityRecorder(host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id)
+    if recorder.gpm:
+        return recorder
+    note("under MPS this GPU shows only work that uses the CPU: a production job that waits without it pauses nobody")
+    return None
+
+
+def _planned_pause(host: Host, device: Device, command: Sequence[str], when: str) -> Any:
+    from gpushare.plan import Step
+    from gpushare.run.share import plain_environment
+    from gpushare.show.plan import plan_result
+
+    line = command_line(plain_environment({}, host, device), command)
+    what = f"run {command[0]} on {device.title}, paused {when}"
+    return plan_result("run", [Step(what=what, command=line, do=lambda: None)], dry_run=True)
+
+
+def _capped(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
+    from gpushare.run.program import run
+    from gpushare.run.report import RunReport
+    from gpushare.run.roles import NOT_PROTECTED, spare
+
+    spared = spare(host, device, options.limits, roles.beside)
+    limits = spared.limits
+    for text in spared.notes:
+        note(text)
+    if settings.dry_run:
+        return planned(host, device, list(command), limits)
+    beside = "" if spared.production is None else f" beside '{spared.production.name}'"
+    note(f"opportunistic{beside}: {_words(limits)}")
+    note(NOT_PROTECTED)
+    given = replace(options, limits=limits)
+    return run(host, device, command, given, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits))
+
+
+def _words(limits: MpsLimits) -> str:
+    """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
+    from gpushare.units import format_bytes, format_percent
+
+    words = ["no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"]
+    words += ["low priority"] if limits.priority else []
+    words += [] if limits.memory_limit_bytes is None else [f"memory limit {format_bytes(limits.memory_limit_bytes)}"]
+    return ", ".join(words)
+
+
+_LINE_SECONDS = 0.5
+
+
+def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOptions, farming: Farming) -> Any:
+    """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
+    from dataclasses import replace
+
+    from gpushare.run.farm import farm, share_of_memory
+    from gpushare.units import parse_seconds
+
+    copies, limits = farming.copies or 1, run.limits
+    stall_seconds = None if farming.stall is None else parse_seconds(farming.stall)
+    if stall_seconds == 0:
+        raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
+    at_once = _most_at_once(host, device, copies)
+    # Shares are of those that run at the same time.
+    together = copies if at_once is None else min(copies, at_once)
+    threads = limits.threads_percent
+    if threads is None:
+        threads = _threads(host, device, command, farming, together)
+    memory = limits.memory_limit_bytes
+    if memory is None:
+        memory = share_of_memory(host, device, together)
+    options = FarmOptions(
+        copies=copies,
+        limits=replace(limits, threads_percent=threads, memory_limit_bytes=memory),
+        restarts=farming.restart,
+        logs=None if farming.logs is None else Path(farming.logs),
+        grace_seconds=run.grace_seconds,
+        stall_seconds=stall_seconds,
+        at_once=at_once,
+    )
+    if settings.dry_run:
+        return _planned(host, device, command, options)
+    _say_first(host, device, options)
+    report = _Lines(copies)
+    try:
+        result = farm(host, device, command, options, report)
+    finally:
+        report.clear()
+    return _finished(result, options)
+
+
+def _threads(host: Host, device: Device, command: Sequence[str], farming: Farming, together: int) -> float | None:
+    """Return the cap of each copy: what `gpushare bench` found for this command here, else its share; None is no cap.
+
+    Raises:
+        NotFound: the file of --bench did not measure so many copies under MPS; or as `read_bench`.
+    """
+    from gpushare.measure.bench_data import best_caps, read_bench
+    from gpushare.run.farm import find_benched, share_of_threads
+
+    copies = farming.copies or 1
+    if farming.bench is None:
+        found = find_benched(host, device, command, copies)
+        if found is None:
+            return share_of_threads(together)
+        by = f"gpushare bench found the cap on {found.date}"
+        driver = host.nvml.driver_version()
+        note(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
+    else:
+        found = best_caps(read_bench(farming.bench)).get(copies)
+        if found is None:
+            raise NotFound(
+                f"{farming.bench} holds no measurement of {copies} copies under MPS",
+                f"measure it: gpushare bench --copies {copies} --ways mps,mps:200/n -- CMD",
+                code="not_measured",
+            )
+    if not found.best:
+        note(f"another way than MPS was faster for {copies} copies (gpushare bench); this is the best cap under MPS")
+    return found.threads_percent
+
+
+def _most_at_once(host: Host, device: Device, copies: int) -> int | None:
+    from gpushare.mps.control import max_clients, probe_version
+
+    if copies <= 16:
+        return None
+    return max_clients(probe_version(host.programs), host.nvml.compute_capability(device.gpu.index))
+
+
+def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
+    from gpushare.run.farm import check_room
+    from gpushare.units import format_bytes, format_copies, format_percent
+
+    threads = (
+        "no thread cap"
+        if options.limits.threads_percent is None
+        else f"cap {format_percent(options.limits.threads_percent)}"
+    )
+    memory = options.limits.memory_limit_bytes
+    limit = "no memory limit" if memory is None else f"memory limit {format_bytes(memory)}"
+    note(f"{format_copies(options.copies)} on {device.title}, each with {threads} and {limit}")
+    fitting = check_room(host, device, options)
+    bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
+    if bounds:
+        note(f"{min(bounds)} run at once; the others start as these end")
+
+
+class _Lines(FarmReporter):
+    """Prefixed lines of the copies on stdout (on stderr beside a JSON document), and one progress line on a terminal."""
+
+    def __init__(self, copies: int) -> None:
+        from gpushare.show.result import OutputFormat
+
+        documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
+        self._stream = sys.stderr if settings.output in documents else sys.stdout
+        self._width = len(str(copies - 1))
+        self._drawn = False
+        self._next = 0.0
+
+    def line(self, copy: int, text: str) -> None:
+        from gpushare.show.text import put, visible
+
+        self.clear()
+        put(self._stream, f"[{copy:{self._width}}] {visible(text)}\n")
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        if copy.failure is not None:
+            self.clear()
+            more = "; it is started again" if again else ""
+            note(f"copy {copy.number} failed: {copy.failure}{more}")
+
+    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
+        self.clear()
+        named = ", ".join(map(str, pids))
+        note(f"copy {copy.number} left process {named} behind, which was ended; it must stay in the foreground")
+
+    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+        if settings.quiet or not sys.stderr.isatty() or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LINE_SECONDS
+        counts = {
+            state: sum(copy.state == state for copy in copies) for state in ("running", "waiting", "done", "failed")
+        }
+        words = [f"{count} {state}" for state, count in counts.items() if count]
+        sys.stderr.write(f"\r\x1b[K{', '.join(words)}, {seconds:.0f} s")
+        sys.stderr.flush()
+        self._drawn = True
+
+    def clear(self) -> None:
+        """Take the progress line away."""
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._drawn = False
+
+
+def _finished(result: FarmResult, options: FarmOptions) -> Any:
+    from gpushare.show.plan import farm_result
+
+    errors: list[GpushareError] = [
+        OperationFailed(
+            f"copy {copy.number}: {copy.failure}",
+            copy.hint or f"see its output: {copy.log}"
+            if copy.hint or copy.log
+            else "keep its output: --logs DIR; start it again by itself: --restart 1",
+            code="copy_failed",
+        )
+        for copy in result.failed
+    ]
+    unproved = [str(copy.number) for copy in result.copies if copy.attached is False]
+    notes = []
+    if unproved:
+        notes.append(f"not seen in MPS, so that their limits held is not proved: copy {', '.join(unproved)}")
+    data = {
+        "seconds": round(result.seconds, 2),
+        "threads_percent": options.limits.threads_percent,
+        "memory_limit_bytes": options.limits.memory_limit_bytes,
+        "copies": [
+            {
+                "copy": copy.number,
+                "state": copy.state,
+                "exit_code": _as_of_run(copy.exit_code),
+                "seconds": round(copy.seconds, 2),
+                "tries": copy.tries,
+                "attached": copy.attached,
+                "failure": copy.failure,
+                "left_behind": list(copy.left_behind),
+                "log": copy.log,
+            }
+            for copy in result.copies
+        ],
+    }
+    code = 1 if result.failed else 0
+    return farm_result(data, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
+
+
+def _planned(host: Host, device: Device, command: Sequence[str], options: FarmOptions) -> Any:
+    from gpushare.mps.environment import client_environment
+    from gpushare.mps.home import home_of
+    from gpushare.plan import Step
+    from gpushare.run.farm import check_room, numbered
+    from gpushare.run.share import check_mps_share
+    from gpushare.show.plan import plan_result
+
+    check_mps_share(host, device, numbered(command, 0)[0], options.limits)
+    check_room(host, device, options)
+    home = home_of(host.run_directory, device.uuid)
+    steps = []
+    for number in range(options.copies):
+        environment = {**client_environment({}, device, home, options.limits), "GPUSHARE_COPY": str(number)}
+        line = command_line(environment, numbered(command, number))
+        steps.append(
+            Step(
+                what=f"run copy {number} as a client of the MPS daemon of {device.title}", command=line, do=lambda: None
+            )
+        )
+    return plan_result("run", steps, dry_run=True)
+
+
+def _as_of_run(status: int | None) -> int | None:
+    """Return the exit code of a copy as `gpushare run` and shells give it: 128 + N where signal N ended it."""
+    return 128 - status if status is not None and status < 0 else status

@@ -1,4 +1,4 @@
-"""``gpushare savings``."""
+"""``gpushare savings``: what sharing fewer GPUs would save; answered by `gpushare/advice/`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.common import Command
+from gpushare.cli.options import Command
 from gpushare.errors import BadUsage, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.advice.savings import Price, Savings, Work
-    from gpushare.measure.tally import GpuUse, Recording
+    from gpushare.measure.recording import GpuUse, Recording
 
 # Ten years; more is a typing error.
 _MOST_HOURS: Final = Decimal(87_840)

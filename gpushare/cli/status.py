@@ -1,4 +1,4 @@
-"""``gpushare status``."""
+"""``gpushare status``: GPUs, ways of sharing, processes; read by `gpushare/snapshot.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, Command, settings
+from gpushare.cli.options import GPU_HELP, Command, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def status(
     show 100 %. Under MPS the driver books the work of all clients on the server, so a client's SM % is
     unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are asked every 5 seconds.
     """
-    from gpushare.host.snapshot import Observer
     from gpushare.show.status import status_result
+    from gpushare.snapshot import Observer
 
     observer = Observer(settings.connect(), strangers=settings.verbose)
 

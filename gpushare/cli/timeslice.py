@@ -1,4 +1,4 @@
-"""``gpushare timeslice``."""
+"""``gpushare timeslice``: the time-slice level; done by `gpushare/timeslice/`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.common import GPU_HELP, ChangingCommand, Command, Group, gpus_of, settings
+from gpushare.cli.options import GPU_HELP, ChangingCommand, Command, Group, gpus_of, settings
 from gpushare.errors import GpushareError
 
 group = typer.Typer(
@@ -101,21 +101,21 @@ def set_level(
     The level and the mode are read back. Both are lost at a reboot. NVIDIA publishes no millisecond
     value; programs that run already may keep the old level: measure your own program.
     """
-    from gpushare.actions.timeslice import level_of, plan_set
-    from gpushare.cli.changes import carried_out
+    from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
+    from gpushare.timeslice.policy import level_of, plan_level
 
     wanted = level_of(level)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
-    return carried_out("timeslice set", plan_set(host, devices, wanted, beside_mps=beside_mps))
+    return carried_out("timeslice set", plan_level(host, devices, wanted, beside_mps=beside_mps))
 
 
 def reset(gpu: Gpu = None) -> Any:
     """Go back to level default, and to the compute mode that `timeslice set` found. Needs root."""
-    from gpushare.actions.timeslice import plan_reset
-    from gpushare.cli.changes import carried_out
+    from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
+    from gpushare.timeslice.policy import plan_reset
 
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpuLost, GpushareError, NotFound
-from gpushare.host.nvml_lists import read_utilization
+from gpushare.host.nvml import read_utilization
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.errors import OperationFailed
 from gpushare.host.host import make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
-from gpushare.host.kept_file import unwritable
+from gpushare.host.records import unwritable
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

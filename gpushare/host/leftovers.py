@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.host.kept_file import clear_leftovers
+from gpushare.host.records import clear_leftovers
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

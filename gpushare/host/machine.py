@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError
-from gpushare.host.proc_text import MOST_OF_ENVIRONMENT, entries_of, read_proc
+from gpushare.host.process import MOST_OF_ENVIRONMENT, entries_of, read_proc
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary file
 # NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.

@@ -7,14 +7,150 @@ or into an error of ours. Nothing starts NVML at import: `nvmlInit` runs at the 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
+from ctypes import byref, c_uint, c_ulonglong
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, NvmlMissing, OperationFailed
-from gpushare.host.nvml_errors import CANNOT_TELL, nvml_error
-from gpushare.host.nvml_lists import read_processes, read_samples
+from gpushare.errors import (
+    DriverNotLoaded,
+    GpuLost,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    NvmlMissing,
+    OperationFailed,
+    TimedOut,
+)
 from gpushare.model import ComputeMode, Gpu, GpuProcess, MigInstance
+
+# nvmlReturn_t (nvml.h). Literals, because they are needed before pynvml is imported.
+NOT_SUPPORTED: Final = 3
+NO_PERMISSION: Final = 4
+NOT_FOUND: Final = 6
+INSUFFICIENT_SIZE: Final = 7
+FUNCTION_NOT_FOUND: Final = 13
+NO_DATA: Final = 21
+ARGUMENT_VERSION_MISMATCH: Final = 25
+DEPRECATED: Final = 26
+# What the driver cannot tell is None, not an error.
+CANNOT_TELL: Final = frozenset(
+    {NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, NO_DATA, ARGUMENT_VERSION_MISMATCH, DEPRECATED}
+)
+
+
+def nvml_error(code: int, text: str, gpu: str | None = None) -> GpushareError:
+    """Return the error for an nvmlReturn_t; ``text`` is nvmlErrorString's."""
+    where = f"GPU {gpu}: " if gpu is not None else ""
+    doctor = "see what is wrong: gpushare doctor"
+    if code == NOT_SUPPORTED:
+        return NotSupported(f"{where}the driver does not support it ({text})", doctor, gpu=gpu)
+    if code == NO_PERMISSION:
+        return NoPermission(f"{where}the driver refuses: {text}", "run it as root: sudo gpushare ...", gpu=gpu)
+    if code in {NOT_FOUND, 28}:
+        return NotFound(f"{where}{text}", "see which GPUs are there: gpushare status", gpu=gpu)
+    if code == 9:
+        return DriverNotLoaded(
+            "the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia; then: gpushare doctor"
+        )
+    if code == 10:
+        return TimedOut(f"{where}the driver did not answer ({text})", doctor, gpu=gpu)
+    if code == 12:
+        return NvmlMissing(
+            "libnvidia-ml.so.1 is not on this machine",
+            "install the NVIDIA driver, or try a simulated host: gpushare --host sim:h200 status",
+        )
+    if code == 15:
+        return GpuLost(
+            f"{where}the GPU is lost: it fell off the bus",
+            "see: sudo dmesg | grep -i xid; a reboot may bring it back",
+            gpu=gpu,
+        )
+    if code == 18:
+        return OperationFailed(
+            "the NVIDIA library and the kernel driver have different versions",
+            "the driver was updated while it was loaded: reboot, or unload and load it again",
+            code="driver_mismatch",
+        )
+    if code == 19:
+        return InUse(f"{where}in use by another client", "see who: gpushare status", gpu=gpu)
+    return OperationFailed(f"{where}NVML answers {code}: {text}", doctor, gpu=gpu, code="nvml")
+
+
+_NO_INSTANCE: Final = 0xFFFFFFFF
+_NO_VALUE: Final = 0xFFFFFFFFFFFFFFFF
+# One C call instead of two: the size is asked for again only when a GPU holds more processes than this.
+_PROCESS_ROOM: Final = 64
+_SAMPLE_ROOM: Final = 256
+# Samples of the last two seconds: older ones speak of work that is over.
+_SAMPLE_WINDOW_US: Final = 2_000_000
+_MOST_ROOM: Final = 2**16
+
+
+def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | None, int | None, int | None]]:
+    """Return (PID, bytes, GPU instance, compute instance) of one process list, by its entry point's name.
+
+    Raises:
+        pynvml.NVMLError: as the driver answers.
+    """
+    function = nvml._nvmlGetFunctionPointer(name)
+    room = _PROCESS_ROOM
+    while True:
+        count, rows = c_uint(room), (nvml.c_nvmlProcessInfo_v2_t * room)()
+        code = function(handle, byref(count), rows)
+        if code != INSUFFICIENT_SIZE or room >= _MOST_ROOM:
+            nvml._nvmlCheckReturn(code)
+            break
+        room = max(2 * room, count.value + 16)
+    return [
+        (
+            row.pid,
+            None if row.usedGpuMemory == _NO_VALUE else row.usedGpuMemory,
+            None if row.gpuInstanceId == _NO_INSTANCE else row.gpuInstanceId,
+            None if row.computeInstanceId == _NO_INSTANCE else row.computeInstanceId,
+        )
+        for row in rows[: count.value]
+    ]
+
+
+def read_samples(nvml: Any, handle: Any) -> dict[int, int]:
+    """Return the newest SM % by PID of the last two seconds (nvmlDeviceGetProcessUtilization).
+
+    Raises:
+        pynvml.NVMLError: as the driver answers; NotFound when there is no sample.
+    """
+    since = max(0, int(time.time() * 1e6) - _SAMPLE_WINDOW_US)
+    newest: dict[int, tuple[int, int]] = {}
+    for pid, stamp, percent in read_utilization(nvml, handle, since):
+        if stamp >= newest.get(pid, (0, 0))[0]:
+            newest[pid] = (stamp, percent)
+    return {pid: percent for pid, (_, percent) in newest.items()}
+
+
+def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, int, int]]:
+    """Return (PID, time in microseconds, SM %) of every sample since then (nvmlDeviceGetProcessUtilization).
+
+    Processes that ended meanwhile are among them; idle ones are not.
+
+    Raises:
+        pynvml.NVMLError: as the driver answers; NotFound when there is no sample.
+    """
+    function = nvml._nvmlGetFunctionPointer("nvmlDeviceGetProcessUtilization")
+    since = c_ulonglong(since_us)
+    room = _SAMPLE_ROOM
+    while True:
+        count, rows = c_uint(room), (nvml.c_nvmlProcessUtilizationSample_t * room)()
+        code = function(handle, rows, byref(count), since)
+        if code != INSUFFICIENT_SIZE or room >= _MOST_ROOM:
+            nvml._nvmlCheckReturn(code)
+            break
+        room = max(2 * room, count.value + 16)
+    # Some drivers report nonsense above 100 % for a process that just ended.
+    return [(row.pid, row.timeStamp, row.smUtil) for row in rows[: count.value] if row.pid and row.smUtil <= 100]
+
 
 T = TypeVar("T")
 
@@ -339,3 +475,27 @@ def _text(value: Any) -> str | None:
 
 def _mig_handle(nvml: Any, handle: Any, slot: int) -> Any:
     return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+
+
+def multiprocessors(nvml: NvmlReader, index: int, compute_capability: tuple[int, int] | None) -> int | None:
+    """Return the SMs of a GPU (nvmlDeviceGetNumGpuCores by the cores of one SM), or None when unknown.
+
+    Not the largest MIG profile's: on an A100 that has 98 of the 108.
+
+    Raises:
+        GpushareError: the GPU does not answer.
+    """
+    per_sm = None if compute_capability is None else cores_per_multiprocessor(compute_capability)
+    if per_sm is None:
+        return None
+    handle = nvml.handle(index)
+    cores = nvml.ask(lambda bindings: bindings.nvmlDeviceGetNumGpuCores(handle), str(index))
+    return None if cores is None else int(cores) // per_sm
+
+
+def cores_per_multiprocessor(compute_capability: tuple[int, int]) -> int | None:
+    """Return the FP32 cores of one SM (CUDA Programming Guide, arithmetic throughput), or None before Pascal."""
+    if compute_capability < (6, 0):
+        return None
+    narrow = compute_capability in {(6, 0), (8, 0)} or compute_capability[0] == 7
+    return 64 if narrow else 128

@@ -5,20 +5,108 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
+import signal
 import signal as signals
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
-from gpushare.errors import NoPermission, NotFound
-from gpushare.host.container import container_of
-from gpushare.host.proc_text import MOST_OF_ENVIRONMENT, command_line_of, entries_of, read_proc
+from gpushare.errors import NoPermission, NotFound, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     import psutil
 
-    from gpushare.host.open_files import OpenFiles
+
+# The text of a process in 16 hierarchies; whoever may make cgroups nests them as deep as he likes.
+_MOST_CHARACTERS: Final = 64 << 10
+# systemd's scopes, and the same where containerd was given a cgroup without systemd.
+_SCOPE: Final = r"(?:docker|libpod|cri-containerd|crio|containerd|nerdctl)[-:]([0-9a-f]{12,64})(?=\.scope|$)"
+# A directory whose name is an id.
+_ID: Final = r"[0-9a-f]{32,64}"
+_JOB: Final = r"job_[0-9]{1,20}"
+
+
+def container_of(cgroup: str) -> str | None:
+    """Return the container that a ``/proc/PID/cgroup`` text names, short id or name, or None.
+
+    Knows Docker, Podman, containerd and CRI-O (with Kubernetes pods), LXC, and Slurm's ``job_N``;
+    cgroup v1 and v2. None means that the process is in none of them.
+    """
+    # Taken apart at the slashes: one regular expression for all of it is cubic in the length of a path.
+    for line in cgroup[:_MOST_CHARACTERS].split("\n"):
+        found = _named_in(line.split("/"))
+        if found is not None:
+            return found
+    return None
+
+
+def _named_in(names: list[str]) -> str | None:
+    """Return the container that the directories of one cgroup name, the outermost; what stands before them is first."""
+    last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=0)
+    last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=0)
+    for at, name in enumerate(names):
+        if at > 0:
+            # Docker, Kubernetes and others with cgroupfs, below any parent.
+            parent = name in {"docker", "lxc"} or (name.startswith("kubepods") and ":" not in name)
+            if parent and last_id > at:
+                return names[last_id][:12]
+            if len(name) == 64 and re.fullmatch(_ID, name):
+                return name[:12]
+            lxc = _lxc(name, names[at + 1] if at + 1 < len(names) else "")
+            if lxc:
+                return lxc
+            if "slurm" in name and last_job > at:
+                job = re.match(_JOB, names[last_job])
+                return job and job.group()
+        scope = re.search(_SCOPE, name)
+        if scope is not None:
+            return scope.group(1)[:12]
+    return None
+
+
+def _lxc(name: str, inside: str) -> str:
+    """Return the LXC container that a directory names, or the one inside it; empty: none."""
+    if name in {"lxc", "lxc.payload"}:
+        return inside
+    return name.removeprefix("lxc.payload.").removeprefix("lxc.") if name.startswith("lxc.") else ""
+
+
+# The kernel's own files: /proc/PID/stat, status, cgroup, limits.
+_MOST_BYTES: Final = 1 << 20
+_MOST_OF_COMMAND_LINE: Final = 128 << 10
+MOST_OF_ENVIRONMENT: Final = 1 << 20
+
+
+def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
+    """Return what a file of ``/proc`` holds; None: it cannot be read, or is longer than ``most``."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(most + 1)
+    except (OSError, MemoryError):
+        return None
+    return text if len(text) <= most else None
+
+
+def command_line_of(pid: int) -> Sequence[str] | None:
+    """Return the words of a process's command line; None: they cannot be read, or are longer than 128 KiB."""
+    text = read_proc(f"/proc/{pid}/cmdline", _MOST_OF_COMMAND_LINE)
+    if not text:
+        return None
+    words = text.removesuffix(b"\0").decode(errors="surrogateescape")
+    # A program that sets its title leaves one word with blanks.
+    separator = "\0" if text.endswith(b"\0") and "\0" in words else " " if " " in words else "\0"
+    return words.split(separator)
+
+
+def entries_of(environment: bytes) -> list[tuple[str, str]]:
+    """Return the variables of a ``/proc/PID/environ``, as they were when the program started."""
+    entries = (entry.partition("=") for entry in environment.decode(errors="replace").split("\0"))
+    return [(name, value) for name, equals, value in entries if equals]
+
 
 T = TypeVar("T")
 # Tells of a new process: its PID and its start time.
@@ -255,8 +343,6 @@ class LocalProcesses:
             NoPermission: it may not be executed.
             OperationFailed: it cannot be executed, or could not be announced; it does not run.
         """
-        from gpushare.host.child import started
-
         if announce is not None:
             # In the new process nothing is imported any more.
             _booted_at()
@@ -274,8 +360,6 @@ class LocalProcesses:
 
     def open_files(self, prefix: str) -> OpenFiles:
         """Return who has files open below a path (``/proc/PID/fd``): of other users' processes only root learns it."""
-        from gpushare.host.open_files import OpenFiles, open_files
-
         found = open_files(prefix)
         # The host's other processes are not in this namespace.
         return OpenFiles(by_pid=found.by_pid, complete=found.complete and self.namespace_is_host() is not False)
@@ -340,3 +424,192 @@ def _allowed(read: Callable[[], T]) -> T | None:
         return read()
     except (psutil.AccessDenied, psutil.ZombieProcess):
         return None
+
+
+# CPUCLOCK_SCHED of a process (linux/posix-timers.h): what clock_getcpuclockid of libc makes of a PID.
+_SCHED: Final = 2
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU time in seconds; ``exact`` or in steps of a tick (10 ms on most hosts)."""
+
+    seconds: float
+    exact: bool
+
+
+def cpu_time(pid: int) -> CpuTime | None:
+    """Return the CPU time of a process, all its threads together; None when it is gone, or cannot be read."""
+    try:
+        return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
+    except (OSError, OverflowError):
+        return _ticks(pid)
+
+
+def _ticks(pid: int) -> CpuTime | None:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return CpuTime((int(fields[11]) + int(fields[12])) / _TICKS, exact=False)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenFiles:
+    """Open files by PID. ``complete`` is False when there were processes that could not be looked into."""
+
+    by_pid: Mapping[int, tuple[str, ...]]
+    complete: bool
+
+    def holders_of(self, path: str) -> tuple[int, ...]:
+        """Return the PIDs that have a file open."""
+        return tuple(pid for pid, paths in self.by_pid.items() if path in paths)
+
+
+def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
+    """Return who has files open whose path starts with ``prefix`` (``fuser``, ``lsof``), by PID.
+
+    Only root sees the files of other users' processes. A file that was removed since counts under its old name.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    complete = True
+    try:
+        entries = [int(entry) for entry in os.listdir(proc) if entry.isdigit()]
+    except OSError:
+        return OpenFiles(by_pid={}, complete=False)
+    for pid in sorted(entries):
+        try:
+            paths = sorted({path for path in _files_of(f"{proc}/{pid}/fd") if path.startswith(prefix)})
+        except PermissionError:
+            complete = False
+        except OSError:
+            # It ended meanwhile.
+            continue
+        else:
+            if paths:
+                found[pid] = tuple(paths)
+    return OpenFiles(by_pid=found, complete=complete)
+
+
+def _files_of(directory: str) -> Iterator[str]:
+    for descriptor in os.listdir(directory):
+        try:
+            yield os.readlink(f"{directory}/{descriptor}").removesuffix(" (deleted)")
+        except PermissionError:
+            raise
+        except OSError:
+            # Closed meanwhile.
+            continue
+
+
+class Child:
+    """Waits for a child with waitpid(2), which unlike subprocess also tells that it was stopped."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self._stopped: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status as subprocess does (negative: killed by that signal), or None."""
+        while self._process.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            except ChildProcessError:
+                # Somebody else reaped it, and its status with it.
+                self._process.returncode = 0
+                break
+            if pid == 0:
+                break
+            if os.WIFSTOPPED(status):
+                self._stopped = os.WSTOPSIG(status)
+                continue
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+        return self._process.returncode
+
+    def stopped_by(self) -> int | None:
+        """Return the signal that has stopped it since the last call, or None."""
+        self.poll()
+        stopped, self._stopped = self._stopped, None
+        return stopped
+
+
+def started(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    streams: Streams | None = None,
+    announce: Callable[[int], None] | None = None,
+) -> Child:
+    """Start a program in its own process group. Signals that gpushare was told to ignore are ignored in it, too.
+
+    ``announce`` is called in the new process with its PID, before the program runs in it; if that fails, it does not.
+
+    Raises:
+        NotFound: there is no such program.
+        NoPermission: it may not be executed.
+        OperationFailed: it cannot be executed, or was not announced.
+    """
+
+    def before_it_runs() -> None:
+        # process_group= needs Python 3.11.
+        os.setpgrp()
+        if announce is not None:
+            announce(os.getpid())
+        # Python ignores these for itself alone. Only now: a pipe that nobody reads raises above, and does not kill.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+
+    given = {} if streams is None else streams._asdict()
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            preexec_fn=before_it_runs,  # noqa: PLW1509
+            restore_signals=False,
+            **given,
+        )
+    except subprocess.SubprocessError:
+        raise OperationFailed(
+            f"{quoted(argv[0], 200)} was not started: the guard that would end it if gpushare died is gone itself",
+            "start it again; what ended the guard may be seen in: journalctl -e",
+            code="guard_gone",
+        ) from None
+    except FileNotFoundError:
+        raise NotFound(
+            f"there is no program {quoted(argv[0], 200)}",
+            f"check the spelling: command -v {shlex.quote(argv[0])}",
+            code="command_not_found",
+        ) from None
+    except PermissionError:
+        raise NoPermission(
+            f"may not execute {quoted(argv[0], 200)}",
+            f"check its mode: ls -l {shlex.quote(argv[0])}",
+            code="command_not_executable",
+        ) from None
+    except OSError as error:
+        raise OperationFailed(
+            f"cannot execute {quoted(argv[0], 200)}: {error.strerror}", "give a program that this machine can run"
+        ) from None
+    return Child(process)
+
+
+def known(processes: Processes, pids: Iterable[int] | Mapping[int, float]) -> dict[int, float]:
+    """Return when each process started, by PID, without those that are gone; what is known already stays as it is."""
+    if isinstance(pids, Mapping):
+        return dict(pids)
+    infos = {pid: processes.describe(pid) for pid in pids}
+    return {pid: one.started_at for pid, one in infos.items() if one is not None and one.started_at is not None}
+
+
+def signal_known(processes: Processes, pid: int, started_at: float, number: int) -> bool:
+    """Send a signal to the process that started then; return whether it was still there.
+
+    Raises:
+        NoPermission: it belongs to another user.
+    """
+    try:
+        processes.send_to(pid, started_at, number)
+    except NotFound:
+        return False
+    return True

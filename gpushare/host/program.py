@@ -7,16 +7,15 @@ import os
 import shlex
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
-
-if TYPE_CHECKING:
-    from gpushare.host.listener import Listener
 
 
 @dataclass(frozen=True)
@@ -234,8 +233,6 @@ class LocalPrograms:
 
     def listener(self, pipe_directory: str) -> Listener | None:
         """Return who listens at ``control`` in it, as the kernel knows (SO_PEERCRED)."""
-        from gpushare.host.listener import listener
-
         return listener(pipe_directory)
 
     def start(
@@ -283,3 +280,46 @@ class LocalPrograms:
     ) -> Completed:
         """Run a program to its end; see `Programs.run`."""
         return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
+
+
+def group_members(group: int) -> list[int]:
+    """Return the PIDs of a process group, without its leader and without the dead that nobody has waited for."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != group:
+            # One that ends meanwhile is none.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                if int(fields[2]) == group and fields[0] not in "ZX":
+                    found.append(int(name))
+    return sorted(found)
+
+
+_SECONDS: Final = 1.0
+# struct ucred of Linux: pid, uid, gid.
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class Listener(NamedTuple):
+    """A process and its user, as they were when it began to listen."""
+
+    pid: int
+    uid: int
+
+
+def listener(pipe_directory: str) -> Listener | None:
+    """Return who listens at the control socket of an MPS daemon; None: nobody, or it cannot be told.
+
+    A daemon that is stopped or hangs is told too: it need not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.settimeout(_SECONDS)
+        try:
+            end.connect(os.path.join(pipe_directory, "control"))
+            said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except (OSError, ValueError):
+            return None
+    pid, uid, _ = _CREDENTIALS.unpack(said)
+    # 0: it is in another PID namespace.
+    return Listener(pid, uid) if pid > 0 else None

@@ -11,19 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.actions.left_behind import end_left_behind, still_there
-from gpushare.actions.run_end import GRACE_SECONDS, end_programs
 from gpushare.host.process import Streams
-from gpushare.host.process_group import group_members
-from gpushare.measure.bounded import bounded
-from gpushare.measure.metric import Metric, Printed, hopeless
+from gpushare.host.program import group_members
+from gpushare.measure.metric import Metric, Printed, bounded, hopeless
+from gpushare.run.end import GRACE_SECONDS, end_left_behind, end_programs, still_there
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
-    from gpushare.actions.safe_end import Meter
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.measure.usage import UsageMeter
+    from gpushare.mps.kill import Meter
 
 _POLL_SECONDS: Final = 0.05
 # While copies start, and of programs that take no longer, a look more often tells times more exactly.

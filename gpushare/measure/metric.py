@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import signal
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpushare.errors import BadUsage
+from gpushare.errors import BadUsage, TimedOut
 from gpushare.measure.statistics import percentile
 from gpushare.units import quoted
 
@@ -182,3 +185,37 @@ class Printed:
     def latency(self, percent: int) -> float | None:
         """Return the 50th or 99th percentile of the latencies, in the unit in which they are printed."""
         return percentile(self.latencies, percent) if self.latencies else self.percentiles.get(percent)
+
+
+SECONDS: Final = 5.0
+
+
+@contextlib.contextmanager
+def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
+    """Let matching take so long at most; Python's `re` looks at signals while it works, and at nothing else.
+
+    Only the main thread has signals: in another one there is no bound.
+
+    Raises:
+        TimedOut: it took longer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimedOut(
+            f"--metric or --latency took longer than {seconds:g} s for what the program prints: {pattern or ''}".rstrip(
+                ": "
+            ),
+            "give a simpler one, without a repeat inside a repeat: --metric 'rate=([0-9.]+)'",
+            code="slow_metric",
+        )
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -10,13 +10,21 @@ from typing import Any, Final
 from gpushare.errors import GpushareError, NotFound, OperationFailed
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
-from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.host.process import SAME_START_SECONDS
-from gpushare.host.snapshot import BLIND
-from gpushare.measure.recording import RecordingFile
-from gpushare.measure.samples import GpuSample, Header, ProcessSample, RecordedGpu, RecordedProcess, Sample
-from gpushare.measure.tally import Recording, Tally
+from gpushare.measure.recording import (
+    GpuSample,
+    Header,
+    ProcessSample,
+    RecordedGpu,
+    RecordedProcess,
+    Recording,
+    RecordingFile,
+    Sample,
+    Tally,
+)
 from gpushare.model import Gpu, GpuProcess
+from gpushare.mps.control import SERVER_PROGRAM
+from gpushare.snapshot import BLIND
 
 # Of so many processes that are gone it is remembered who they were, in case that they come back.
 _REMEMBERED: Final = 1000

@@ -1,6 +1,6 @@
 """A recording of GPU and per-process use: written so that a crash leaves it readable, read, and told as workloads.
 
-`gpushare.measure.samples` says what stands in the file, `gpushare.measure.tally` how it is summed up.
+`gpushare.measure.recording` says what stands in the file, `gpushare.measure.recording` how it is summed up.
 """
 
 from __future__ import annotations
@@ -8,16 +8,394 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
-from gpushare.host.mps_control import SERVER_PROGRAM
-from gpushare.measure import samples
-from gpushare.measure.samples import Header, RecordedProcess, Sample
-from gpushare.measure.tally import ProcessUse, Recording, Tally
+from gpushare.measure.statistics import Distribution, Histogram
+from gpushare.mps.control import SERVER_PROGRAM
+from gpushare.units import MIB, format_bytes
+
+SCHEMA: Final = 1
+MARK: Final = "gpushare_recording"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSample:
+    """One GPU at one moment. ``sm_percent`` (GPM) is over the time since the sample before."""
+
+    index: int
+    utilization_percent: float | None = None
+    sm_percent: float | None = None
+    memory_used_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSample:
+    """One process on one GPU at one moment; ``id`` is that of its `RecordedProcess`."""
+
+    id: int
+    utilization_percent: float | None = None
+    sm_percent: float | None = None
+    memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One look: seconds since the start, GPUs, and who was on them."""
+
+    at: float
+    gpus: tuple[GpuSample, ...]
+    processes: tuple[ProcessSample, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedGpu:
+    """One GPU of the header."""
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    memory_total_bytes: int | None = None
+    mig_enabled: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedProcess:
+    """One process on one GPU. The same PID with another start time is another process."""
+
+    id: int
+    gpu: int
+    pid: int
+    started_at: float | None = None
+    name: str | None = None
+    user: str | None = None
+    container: str | None = None
+    mps: bool = False
+    graphics: bool = False
+    mig: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a recording begins with."""
+
+    host: str
+    started_at: float
+    interval_seconds: float
+    gpus: tuple[RecordedGpu, ...]
+    driver: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def header_line(header: Header) -> str:
+    """Return the first line of the file."""
+    return _line({MARK: SCHEMA, **asdict(header)})
+
+
+def process_line(process: RecordedProcess) -> str:
+    """Return the line of a process."""
+    return _line({"process": asdict(process)})
+
+
+def sample_line(sample: Sample) -> str:
+    """Return the line of a sample."""
+    gpus = [
+        [gpu.index, gpu.error]
+        if gpu.error is not None
+        else [gpu.index, gpu.utilization_percent, gpu.sm_percent, gpu.memory_used_bytes]
+        for gpu in sample.gpus
+    ]
+    processes = [[one.id, one.utilization_percent, one.sm_percent, one.memory_used_bytes] for one in sample.processes]
+    return _line({"t": sample.at, "gpus": gpus, "processes": processes})
+
+
+def end_line(at: float, reason: str, missed: int) -> str:
+    """Return the last line of the file."""
+    return _line({"end": {"t": at, "reason": reason, "missed": missed}})
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    # ASCII: a name may hold half of a character.
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def header_of(raw: Mapping[str, Any]) -> Header:
+    """Return the header of a file's first line; KeyError, TypeError or ValueError where it is none."""
+    return Header(
+        host=str(raw["host"]),
+        driver=None if raw.get("driver") is None else str(raw["driver"]),
+        started_at=float(raw["started_at"]),
+        interval_seconds=float(raw["interval_seconds"]),
+        gpus=tuple(RecordedGpu(**{**_known(RecordedGpu, gpu), "index": int(gpu["index"])}) for gpu in raw["gpus"]),
+        warnings=tuple(map(str, raw.get("warnings") or ())),
+    )
+
+
+def process_of(raw: Mapping[str, Any]) -> RecordedProcess:
+    """Return the process of a line; KeyError, TypeError or ValueError where it is none."""
+    known = _known(RecordedProcess, raw)
+    return RecordedProcess(**{**known, **{name: int(raw[name]) for name in ("id", "gpu", "pid")}})
+
+
+def _known(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    # A later gpushare may say more of the same schema.
+    return {name: raw[name] for name in kind.__dataclass_fields__ if name in raw}
+
+
+def sample_of(raw: Mapping[str, Any]) -> Sample:
+    """Return the sample of a line; KeyError, TypeError or ValueError where it is none."""
+    return Sample(
+        at=float(raw["t"]),
+        gpus=tuple(_gpu_sample(*row) for row in raw["gpus"]),
+        processes=tuple(ProcessSample(id=int(row[0]), **_values(*row[1:])) for row in raw["processes"]),
+    )
+
+
+def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
+    if isinstance(first, str):
+        return GpuSample(index=int(index), error=first)
+    return GpuSample(index=int(index), **_values(first, *rest))
+
+
+def _values(utilization: Any, sm: Any, memory: Any) -> dict[str, Any]:
+    return {
+        "utilization_percent": _number(utilization),
+        "sm_percent": _number(sm),
+        "memory_used_bytes": None if memory is None else int(memory),
+    }
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+# A sample counts as busy from here on: some kernel ran (utilisation is whole percent; GPM is finer).
+BUSY_UTILIZATION_PERCENT: Final = 1.0
+BUSY_SM_PERCENT: Final = 0.1
+# Beside processes that took so much of a GPU, no work seen of another one is no proof that it had none: the driver
+# books each of its periods on one process (H200, driver 580: two busy ones show 0 and 99 in turn).
+CROWDED_PERCENT: Final = 80.0
+# A process that works is seen sooner or later: so many looks without any work tell that it has none.
+IDLE_SAMPLES: Final = 30
+# Of days of recording, so many ended processes are summed up; the least used ones are dropped and counted.
+MOST_PROCESSES: Final = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """How one GPU was used. ``activity`` is SM activity (GPM) where there is one, else utilisation.
+
+    ``samples`` are those in which it answered, ``unanswered`` the others. ``busy_share`` is of the samples that
+    tell: some kernel ran in them.
+    """
+
+    gpu: RecordedGpu
+    samples: int
+    unanswered: int
+    utilization: Distribution | None
+    sm: Distribution | None
+    busy_share: float | None
+    memory_peak_bytes: int | None
+    memory_mean_bytes: int | None
+    error: str | None = None
+
+    @property
+    def activity(self) -> Distribution | None:
+        """Return SM activity, else utilisation, which says only that a kernel ran."""
+        return self.sm or self.utilization
+
+    @property
+    def source(self) -> str | None:
+        """Return where `activity` is from: ``gpm`` or ``utilization``."""
+        return "gpm" if self.sm else "utilization" if self.utilization else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessUse:
+    """How one process used one GPU; ``seen_from`` and ``seen_to`` are seconds after the start.
+
+    ``contended_share`` is of the samples in which another process worked on the same GPU: then utilisation is the
+    share that it got, and it may want more.
+    """
+
+    process: RecordedProcess
+    samples: int
+    seen_from: float
+    seen_to: float
+    utilization: Distribution | None
+    sm: Distribution | None
+    busy_share: float | None
+    memory_peak_bytes: int | None
+    contended_share: float = 0.0
+
+    @property
+    def activity(self) -> Distribution | None:
+        """Return SM activity, else utilisation. SM activity is known of a process that was alone on its device."""
+        return self.sm or self.utilization
+
+    @property
+    def source(self) -> str | None:
+        """Return where `activity` is from: ``gpm`` or ``utilization``."""
+        return "gpm" if self.sm else "utilization" if self.utilization else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A recording, summed up. ``reason`` is finished, interrupted, failed, or None where the file has no end."""
+
+    header: Header
+    seconds: float
+    samples: int
+    gpus: tuple[GpuUse, ...]
+    processes: tuple[ProcessUse, ...]
+    missed: int = 0
+    reason: str | None = None
+    damaged_lines: int = 0
+    dropped_processes: int = 0
+
+
+@dataclass
+class _Use:
+    utilization: Histogram = field(default_factory=Histogram)
+    sm: Histogram = field(default_factory=Histogram)
+    samples: int = 0
+    busy: int = 0
+    known: int = 0
+    telling: int = 0
+    contended: int = 0
+    peak: int | None = None
+    memory_sum: int = 0
+    memory_samples: int = 0
+    seen_from: float = 0.0
+    seen_to: float = 0.0
+    unanswered: int = 0
+    error: str | None = None
+
+    def add(self, at: float, sample: GpuSample | ProcessSample, others: float = 0.0) -> None:
+        if not self.samples:
+            self.seen_from = at
+        self.samples += 1
+        self.seen_to = at
+        utilization, sm, memory = sample.utilization_percent, sample.sm_percent, sample.memory_used_bytes
+        self.utilization.add(utilization)
+        self.sm.add(sm)
+        self.contended += others >= BUSY_UTILIZATION_PERCENT
+        if utilization is not None or sm is not None:
+            busy = (utilization or 0.0) >= BUSY_UTILIZATION_PERCENT or (sm or 0.0) >= BUSY_SM_PERCENT
+            self.known += 1
+            self.telling += busy or others < CROWDED_PERCENT
+            self.busy += busy
+        if memory is not None:
+            self.peak = max(self.peak or 0, memory)
+            self.memory_sum += memory
+            self.memory_samples += 1
+
+    @property
+    def busy_share(self) -> float | None:
+        if self.known and 2 * self.telling >= self.known:
+            return round(self.busy / self.telling, 4)
+        return 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
+
+    @property
+    def memory_mean(self) -> int | None:
+        return self.memory_sum // self.memory_samples if self.memory_samples else None
+
+
+class Tally:
+    """Sums samples up as they come, in memory that does not grow with time."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.samples = 0
+        self.seconds = 0.0
+        self.dropped = 0
+        self._gpus = {gpu.index: _Use() for gpu in header.gpus}
+        self._processes: dict[int, tuple[RecordedProcess, _Use]] = {}
+
+    def meet(self, process: RecordedProcess) -> None:
+        """Take note of a process, before its first sample."""
+        self._processes.setdefault(process.id, (process, _Use()))
+
+    def add(self, sample: Sample) -> None:
+        """Add one sample."""
+        self.samples += 1
+        self.seconds = max(self.seconds, sample.at)
+        for gpu in sample.gpus:
+            use = self._gpus.get(gpu.index)
+            if use is None:
+                continue
+            if gpu.error is not None:
+                use.unanswered, use.error = use.unanswered + 1, gpu.error
+            else:
+                use.add(sample.at, gpu)
+        rows = [(one, *self._processes[one.id]) for one in sample.processes if one.id in self._processes]
+        worked: dict[int, float] = {}
+        for one, process, _ in rows:
+            worked[process.gpu] = worked.get(process.gpu, 0.0) + (one.utilization_percent or 0.0)
+        for one, process, used in rows:
+            used.add(sample.at, one, worked[process.gpu] - (one.utilization_percent or 0.0))
+        if len(self._processes) > MOST_PROCESSES + MOST_PROCESSES // 10:
+            self._drop({one.id for one in sample.processes})
+
+    def _drop(self, present: set[int]) -> None:
+        ended = [(use.samples, key) for key, (_, use) in self._processes.items() if key not in present]
+        for _, key in sorted(ended)[: len(self._processes) - MOST_PROCESSES]:
+            del self._processes[key]
+            self.dropped += 1
+
+    def recording(self, *, missed: int = 0, reason: str | None = None, damaged_lines: int = 0) -> Recording:
+        """Return what was added so far."""
+        return Recording(
+            header=self.header,
+            seconds=self.seconds,
+            samples=self.samples,
+            gpus=tuple(_gpu_use(gpu, self._gpus[gpu.index]) for gpu in self.header.gpus),
+            processes=tuple(_process_use(process, use) for process, use in self._processes.values() if use.samples),
+            missed=missed,
+            reason=reason,
+            damaged_lines=damaged_lines,
+            dropped_processes=self.dropped,
+        )
+
+
+def _gpu_use(gpu: RecordedGpu, use: _Use) -> GpuUse:
+    return GpuUse(
+        gpu=gpu,
+        samples=use.samples,
+        unanswered=use.unanswered,
+        utilization=use.utilization.distribution(),
+        sm=use.sm.distribution(),
+        busy_share=use.busy_share,
+        memory_peak_bytes=use.peak,
+        memory_mean_bytes=use.memory_mean,
+        error=use.error,
+    )
+
+
+def _process_use(process: RecordedProcess, use: _Use) -> ProcessUse:
+    return ProcessUse(
+        process=process,
+        samples=use.samples,
+        seen_from=use.seen_from,
+        seen_to=use.seen_to,
+        utilization=use.utilization.distribution(),
+        sm=use.sm.distribution(),
+        busy_share=use.busy_share,
+        memory_peak_bytes=use.peak,
+        contended_share=round(use.contended / use.samples, 4) if use.samples else 0.0,
+    )
+
 
 # Busy in fewer samples than this is interactive; in more than that, and without peaks, steady; else bursty.
 INTERACTIVE_BELOW: Final = 0.2
@@ -48,7 +426,7 @@ class RecordingFile:
             ) from None
         except OSError as error:
             raise _unwritable(path, error) from None
-        self._write(samples.header_line(header))
+        self._write(header_line(header))
 
     def __enter__(self) -> RecordingFile:
         return self
@@ -58,15 +436,15 @@ class RecordingFile:
 
     def process(self, process: RecordedProcess) -> None:
         """Write a process; OperationFailed where it cannot be written."""
-        self._write(samples.process_line(process))
+        self._write(process_line(process))
 
     def sample(self, sample: Sample) -> None:
         """Write a sample; OperationFailed where it cannot be written."""
-        self._write(samples.sample_line(sample))
+        self._write(sample_line(sample))
 
     def end(self, at: float, reason: str, missed: int) -> None:
         """Write the end; OperationFailed where it cannot be written."""
-        self._write(samples.end_line(at, reason, missed))
+        self._write(end_line(at, reason, missed))
 
     def close(self) -> None:
         """Close the file."""
@@ -130,9 +508,9 @@ def _read(path: Path, file: Any) -> Recording:
         try:
             raw = json.loads(line)
             if "t" in raw:
-                tally.add(samples.sample_of(raw))
+                tally.add(sample_of(raw))
             elif "process" in raw:
-                tally.meet(samples.process_of(raw["process"]))
+                tally.meet(process_of(raw["process"]))
             elif "end" in raw:
                 missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
@@ -148,16 +526,16 @@ def _header(path: Path, line: str) -> Header:
         raise OperationFailed(f"{path} is empty", _MAKE_ONE, code="empty_recording")
     try:
         raw = json.loads(line)
-        schema = raw[samples.MARK]
-        if isinstance(schema, int) and schema > samples.SCHEMA:
+        schema = raw[MARK]
+        if isinstance(schema, int) and schema > SCHEMA:
             raise NotSupported(
-                f"{path} is a recording of schema {schema}; this gpushare reads up to {samples.SCHEMA}",
+                f"{path} is a recording of schema {schema}; this gpushare reads up to {SCHEMA}",
                 "read it with the gpushare that wrote it, or a newer one",
                 code="newer_recording",
             )
-        if schema != samples.SCHEMA:
+        if schema != SCHEMA:
             raise ValueError(schema)
-        return samples.header_of(raw)
+        return header_of(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         raise OperationFailed(f"{path} is not a recording of gpushare", _MAKE_ONE, code="not_a_recording") from None
 
@@ -225,3 +603,99 @@ def pattern_of(use: ProcessUse) -> str | None:
         return "interactive"
     even = use.contended_share > CONTENDED_FROM or use.activity.p95 <= 2 * use.activity.mean + 5
     return "steady" if use.busy_share >= STEADY_FROM and even else "bursty"
+
+
+# Work in fewer samples than this is no work: a monitoring program opens a context now and then.
+NO_WORK_SHARE: Final = 0.01
+# A bare CUDA context holds up to about 500 MiB; less than this is nobody's data.
+HELD_BYTES: Final = 256 * MIB
+# Below this mean a GPU is a candidate to share; its 95th percentile tells whether it has peaks.
+LOW_MEAN_PERCENT: Final = 30.0
+LOW_P95_PERCENT: Final = 50.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Underuse:
+    """One finding. ``kind`` is empty, held_idle, low, peaks or idle_process; ``why`` is for people."""
+
+    gpu: int
+    kind: str
+    why: str
+    pids: tuple[int, ...] = ()
+
+
+def underused(recording: Recording) -> tuple[Underuse, ...]:
+    """Return what is underused, by GPU.
+
+    empty: nobody was on it. held_idle: memory is held, and no kernel ran in 99 % of the samples. low: the mean is
+    below 30 % and the 95th percentile below 50 %. peaks: the mean is below 30 %, the 95th percentile is not.
+    idle_process: a process that holds memory without work beside others that work.
+    """
+    found: list[Underuse] = []
+    for use in recording.gpus:
+        mine = [one for one in recording.processes if one.process.gpu == use.gpu.index]
+        whole = _of_gpu(use, mine)
+        found += [whole] if whole else []
+        if whole is None or whole.kind in {"low", "peaks"}:
+            found += _idle_processes(use.gpu.index, mine)
+    return tuple(found)
+
+
+def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
+    activity, index = use.activity, use.gpu.index
+    if activity is None or use.busy_share is None:
+        return None
+    holders = [one for one in processes if (one.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(one)]
+    if use.busy_share < NO_WORK_SHARE:
+        if holders:
+            # Their memory may have been held one after another: the GPU's own peak bounds the sum.
+            memory = sum(one.memory_peak_bytes or 0 for one in holders)
+            held = format_bytes(min(memory, use.memory_peak_bytes or memory))
+            return Underuse(
+                gpu=index,
+                kind="held_idle",
+                why=f"memory is held with no work: {_many(len(holders), 'process', 'processes')}, {held}",
+                pids=tuple(one.process.pid for one in holders),
+            )
+        why = "idle: nobody was on it" if not processes else "idle: no kernel ran"
+        return Underuse(gpu=index, kind="empty", why=why, pids=tuple(one.process.pid for one in processes))
+    if activity.mean >= LOW_MEAN_PERCENT:
+        return None
+    pids = tuple(one.process.pid for one in processes if _is_program(one))
+    what = "SM activity" if use.sm else "utilisation"
+    figures = f"{what} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
+    if activity.p95 >= LOW_P95_PERCENT:
+        return Underuse(
+            gpu=index,
+            kind="peaks",
+            why=f"low mean with peaks: {figures}; a candidate to share where work can wait for the peaks",
+            pids=pids,
+        )
+    hidden = ""
+    if use.sm and use.utilization and use.utilization.mean >= LOW_MEAN_PERCENT:
+        hidden = f"; utilisation ({use.utilization.mean:g} %) hides it: it says only that a kernel ran"
+    return Underuse(gpu=index, kind="low", why=f"low all the time: {figures}; a candidate to share{hidden}", pids=pids)
+
+
+def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
+    return [
+        Underuse(
+            gpu=index,
+            kind="idle_process",
+            why=f"PID {one.process.pid} ({one.process.name or 'unknown'}) held {format_bytes(one.memory_peak_bytes)} with no work",
+            pids=(one.process.pid,),
+        )
+        for one in processes
+        if (one.memory_peak_bytes or 0) >= HELD_BYTES
+        and _is_program(one)
+        and one.busy_share is not None
+        and one.busy_share < NO_WORK_SHARE
+    ]
+
+
+def _is_program(one: ProcessUse) -> bool:
+    return one.process.name != SERVER_PROGRAM
+
+
+def _many(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"

@@ -9,35 +9,135 @@ process do not.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.run_environment import check_program
-from gpushare.actions.several import Several
-from gpushare.actions.share import open_mps_share
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
-from gpushare.measure.controller import (
+from gpushare.measure.pair import Pair, TuneOptions, Window, neighbours, p99, p99_factor_interval, p99_interval, rates
+from gpushare.measure.search import (
     DRAM_FULL_PERCENT,
     SPARED,
+    Goal,
+    Outcome,
     Search,
+    Setting,
+    Trial,
     memory_warning,
     next_setting,
     outcome,
 )
-from gpushare.measure.enough import sure
-from gpushare.measure.pair import Pair, TuneOptions
-from gpushare.measure.progress import Window, neighbours, p99, p99_factor_interval, p99_interval, rates
 from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio, widened
-from gpushare.measure.trials import Setting, Trial
-from gpushare.measure.tune_report import TrialReport, TuneReporter, TuneResult
 from gpushare.model import Priority
+from gpushare.mps.environment import check_program
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.several import Several
+from gpushare.run.share import open_mps_share
 
 if TYPE_CHECKING:
-    from gpushare.actions.share import Share
     from gpushare.host.host import Host
+    from gpushare.run.share import Share
     from gpushare.selection import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialReport:
+    """One trial as it was measured: rates in the jobs' own units, shares of production alone with their interval."""
+
+    trial: Trial
+    kept: Ratio
+    rounds: int
+    alone_rate: float
+    together_rate: float
+    alone_p99: float | None
+    together_p99: float | None
+    # Of its rate alone; None: that is not known.
+    opportunistic_share: float | None = None
+    # Between what the factor of the p99 lies, 95 times in 100 for each of the two; None: too few latencies.
+    p99_interval: tuple[float, float] | None = None
+    # Production's rate in each window, in the order of time: alone (the first before the other started), and together.
+    alone_rates: tuple[float | None, ...] = ()
+    together_rates: tuple[float | None, ...] = ()
+    # What a cap on production alone leaves of its rate; it is in what is kept.
+    cap_factor: float = 1.0
+    # The standard error of what is kept, as far as more windows lessen it: without that of the factor.
+    windows_error: float | None = None
+    window_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What was found, every trial, and what both jobs are alone. Rates per second; percent of the DRAM's bandwidth."""
+
+    outcome: Outcome
+    trials: tuple[TrialReport, ...]
+    production_alone: float | None
+    # The standard deviation of its windows alone, as a share of their mean.
+    production_spread: float | None
+    production_p99: float | None
+    opportunistic_alone: float | None
+    production_memory_bytes: int | None
+    opportunistic_memory_bytes: int | None
+    warning: str | None
+    seconds: float
+    # What ended it before the answer stood: Ctrl-C, or a job that ended. The trials before it are kept.
+    stopped: KeyboardInterrupt | GpushareError | None = None
+    # Why caps on production, for which nobody had asked, were not tried to the end.
+    given_up: GpushareError | None = None
+    # Who else was on the GPU: PID and name.
+    others: Mapping[int, str] = field(default_factory=dict)
+
+
+class TuneReporter:
+    """What tune says while it goes on; the command line prints it."""
+
+    def doing(self, what: str) -> None:
+        """Something begins."""
+
+    def measured(self, report: TrialReport) -> None:
+        """A trial was measured."""
+
+
+# Two p99s of a few hundred requests differ by this much on their own.
+_P99_SURE: Final = 0.08
+# So small an error needs no more windows; nor one of so large a part of what production may lose.
+_PRECISE: Final = 0.005
+_PRECISE_SHARE: Final = 1 / 6
+_FINEST: Final = 0.001
+# An interval that is looked at after every window has to be wider, to hold as often as it says (simulated).
+_LOOKED_AT_OFTEN: Final = 1.4
+
+
+def sure(report: TrialReport, goal: Goal) -> bool:
+    """Return whether more windows would hardly change the verdict, or tell hardly more than these.
+
+    One of rate and p99 that surely fails is enough; that the goal is met, both have to say.
+    """
+    return _fails(report, goal) or (_rate_is_known(report, goal) and _tail_is_known(report, goal))
+
+
+def _fails(report: TrialReport, goal: Goal) -> bool:
+    high = widened(report.kept, _LOOKED_AT_OFTEN).high
+    slow = high is not None and high < goal.keep
+    late = goal.p99_factor is not None and report.p99_interval is not None and report.p99_interval[0] > goal.p99_factor
+    return slow or late
+
+
+def _rate_is_known(report: TrialReport, goal: Goal) -> bool:
+    precise = max(_FINEST, min(_PRECISE, _PRECISE_SHARE * (1 - goal.keep)))
+    if report.windows_error is not None and report.windows_error <= precise:
+        return True
+    low = widened(report.kept, _LOOKED_AT_OFTEN).low
+    return low is not None and low >= goal.keep
+
+
+def _tail_is_known(report: TrialReport, goal: Goal) -> bool:
+    if goal.p99_factor is None or report.trial.p99 is None:
+        return True
+    if report.p99_interval is not None:
+        return report.p99_interval[1] <= goal.p99_factor
+    return abs(report.trial.p99 / goal.p99_factor - 1) > _P99_SURE
+
 
 _GRACE_SECONDS: Final = 5.0
 # The queue of a program that is paused has drained already; this is only to be sure.

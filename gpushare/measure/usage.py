@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError
-from gpushare.host.mps_control import is_server
+from gpushare.mps.control import is_server
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

@@ -11,24 +11,150 @@ document only, and so still takes the file. As a key of the first document (what
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gpushare.errors import BadUsage, NotFound, NotSupported
-from gpushare.mig.parted_fields import (
-    counts_of,
-    entry_keys,
-    filters_of,
-    indexes_of,
-    kind_of,
-    refused,
-    switch_of,
-    text_key,
-)
-from gpushare.mig.wish import Request, Wish, merged, parse_wish
+from gpushare.mig.profile import Layout
+from gpushare.mig.target import present
+from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
 from gpushare.model import Gpu
+
+REQUIRED: Final = ("devices", "mig-enabled")
+KEYS: Final = (*REQUIRED, "mig-devices", "device-filter")
+_ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*(?:,[a-z][a-z0-9]*(?:\.[a-z0-9]+)*)*"
+# The size in memory is part of the name there: 3g alone is refused.
+_PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-](?P<attributes>{_ATTRIBUTES}))?", re.ASCII)
+
+
+def refused(message: str, hint: str, near: object = None, *, code: str = "bad_file") -> BadUsage:
+    """Return the error of a file, with the line of ``near`` where a parser noted it."""
+    line = getattr(near, "line", None)
+    return BadUsage(message if line is None else f"{message} (line {line})", hint, code=code)
+
+
+def kind_of(value: object) -> str:
+    """Return what a value of a YAML file is, for messages; never its content, which may be endless."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else "of another kind"
+
+
+def text_key(key: object, what: str, near: object) -> str:
+    """Return a key as text: a number is one too.
+
+    Raises:
+        BadUsage: it is neither.
+    """
+    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
+        shown = kind_of(key) if key != "" else "empty"
+        raise refused(f"{what} is {shown}", "put it in quotes", near)
+    return str(key)
+
+
+def entry_keys(raw: object, where: str) -> Mapping[object, object]:
+    """Return an entry, if it is a mapping of known keys with the required ones.
+
+    Raises:
+        BadUsage: it is not.
+    """
+    if not isinstance(raw, Mapping):
+        raise refused(f"{where} is {kind_of(raw)}", "write: - devices: all, mig-enabled: false", raw)
+    unknown = [key for key in raw if key not in KEYS]
+    if unknown:
+        raise refused(f"{where}: unknown key '{str(unknown[0])[:40]}'", f"the keys are: {', '.join(KEYS)}", raw)
+    missing = [key for key in REQUIRED if key not in raw]
+    if missing:
+        raise refused(f"{where}: '{missing[0]}' is missing", f"every entry has {' and '.join(REQUIRED)}", raw)
+    return raw
+
+
+def switch_of(raw: object, where: str, near: object) -> bool:
+    """Return ``mig-enabled``.
+
+    Raises:
+        BadUsage: it is no boolean.
+    """
+    if not isinstance(raw, bool):
+        raise refused(f"{where}: 'mig-enabled' is {kind_of(raw)}", "write true or false, without quotes", near)
+    return raw
+
+
+def indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
+    """Return ``devices``: None for ``all``, else the indexes.
+
+    Raises:
+        BadUsage: neither ``all`` nor a list of indexes.
+    """
+    if raw == "all":
+        return None
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        raise refused(
+            f"{where}: 'devices' is one number", f"mig-parted takes only a list: devices: [{str(raw)[:9]}]", near
+        )
+    if isinstance(raw, str):
+        raise refused(f"{where}: 'devices' is '{raw[:40]}'", "write all, or a list of indexes: [0, 1]", near)
+    if not isinstance(raw, list):
+        raise refused(f"{where}: 'devices' is {kind_of(raw)}", "write all, or a list of indexes: [0, 1]", near)
+    for one in raw:
+        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+            shown = f"'{one[:40]}'" if isinstance(one, str) else kind_of(one)
+            shown = "below 0" if isinstance(one, int) and not isinstance(one, bool) else shown
+            raise refused(f"{where}: an index in 'devices' is {shown}", "give numbers from 0: [0, 1]", near)
+    return tuple(raw)
+
+
+def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
+    """Return ``device-filter`` as written; empty stands for any GPU.
+
+    Raises:
+        BadUsage: neither a text nor a list of texts.
+    """
+    if raw is None or raw == "":
+        return ()
+    words = raw if isinstance(raw, list) else [raw]
+    for word in words:
+        if not isinstance(word, str):
+            hint = 'put it in quotes: "0x20B510DE" (bare, YAML reads a number)'
+            raise refused(f"{where}: 'device-filter' is {kind_of(word)}, not a text", hint, near)
+    return tuple(words)
+
+
+def counts_of(raw: object, where: str, near: object) -> tuple[tuple[str, int], ...] | None:
+    """Return ``mig-devices`` in its order, or None when it is absent.
+
+    Raises:
+        BadUsage: no mapping, no profile, no count, or all counts 0.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise refused(f"{where}: 'mig-devices' is {kind_of(raw)}", 'write: {"1g.10gb": 7}', near)
+    for profile, count in raw.items():
+        match = _PROFILE.fullmatch(profile) if isinstance(profile, str) else None
+        attributes = (match["attributes"] or "").split(",") if match else []
+        if match is None or len(set(attributes)) != len(attributes):
+            hint = "write it as the driver does: 1g.10gb, 1g.10gb+me, 1c.3g.40gb"
+            raise refused(f"{where}: '{str(profile)[:40]}' is not a MIG profile", hint, raw)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            shown = str(count)[:20] if isinstance(count, int) and not isinstance(count, bool) else kind_of(count)
+            raise refused(f"{where}: the count of '{profile}' is {shown}", "give a number from 0", raw)
+    if raw and not any(raw.values()):
+        raise refused(f"{where}: all counts of 'mig-devices' are 0", "for none write: mig-devices: {}", raw)
+    return tuple((str(profile), int(count)) for profile, count in raw.items())
+
 
 VERSION: Final = "v1"
 PLACEMENTS: Final = "gpushare-placements"
@@ -326,3 +452,117 @@ def _numbers(text: str) -> list[int] | None:
     if len(parts) > 2 or not all(re.fullmatch(r"0[xX][0-9a-fA-F]{1,8}|\d{1,10}", part, re.ASCII) for part in parts):
         return None
     return [int(part, 16) if part[:2] in {"0x", "0X"} else int(part) for part in parts]
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}", re.ASCII)
+_BARE: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]*", re.ASCII)
+# What a YAML 1.1 parser takes for something else than text.
+_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """One GPU as it is: ``layout`` is None where MIG is off or absent."""
+
+    index: int
+    layout: Layout | None
+    # The PCI id of the device above that of the vendor; None is unknown.
+    device_id: int | None = None
+
+
+def check_config_name(name: str) -> str:
+    """Return a name that a configuration can have.
+
+    Raises:
+        BadUsage: it cannot.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise BadUsage(
+            f"'{name[:60]}' is no name for a configuration",
+            "take up to 63 letters, digits and . _ + -, for example: train-night",
+            code="bad_name",
+        )
+    return name
+
+
+def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[str, Any]:
+    """Return the v1 document of these GPUs: equal ones in one entry, ``devices: all`` where it is true.
+
+    On a host of several models each entry has its ``device-filter``. A GPU instance without a compute instance
+    cannot be said in this format, and is left out.
+    """
+    groups: dict[tuple[bool, tuple[tuple[str, int], ...]], list[Exported]] = {}
+    for gpu in gpus:
+        groups.setdefault((gpu.layout is not None, tuple(_counts(gpu.layout).items())), []).append(gpu)
+    ids = {gpu.device_id for gpu in gpus}
+    entries = []
+    for (enabled, counts), members in groups.items():
+        entry: dict[str, Any] = {}
+        mine = {one.device_id for one in members}
+        alike = [gpu for gpu in gpus if gpu.device_id in mine]
+        filtered = len(ids) > 1 and None not in ids
+        if filtered:
+            entry["device-filter"] = [f"0x{one:08X}" for one in sorted(one for one in mine if one is not None)]
+        everyone = len(members) == (len(alike) if filtered else len(gpus))
+        entry["devices"] = "all" if whole_host and everyone else [one.index for one in members]
+        entry["mig-enabled"] = enabled
+        if enabled:
+            entry["mig-devices"] = dict(counts)
+        entries.append(entry)
+    return {"version": VERSION, "mig-configs": {name: entries}}
+
+
+def placements(name: str, gpus: Sequence[Exported]) -> dict[str, Any]:
+    """Return the exact places of each GPU with MIG on, by its index: ``{config: {"0": ["3g.40gb:4"]}}``."""
+    return {
+        PLACEMENTS: {
+            name: {str(gpu.index): _placement_words(gpu.layout) for gpu in gpus if gpu.layout is not None},
+        }
+    }
+
+
+def yaml_text(config: Mapping[str, Any], places: Mapping[str, Any] | None = None) -> str:
+    """Return the file: the v1 document, and the placements as a second one, which mig-parted does not read."""
+    lines = [f"version: {config['version']}", "mig-configs:"]
+    for name, entries in config["mig-configs"].items():
+        lines.append(f"  {_scalar(name)}:")
+        for entry in entries:
+            lines += _entry_lines(entry)
+    if places is not None:
+        lines += ["---", "# For gpushare: exact places. mig-parted reads the first document only.", f"{PLACEMENTS}:"]
+        for name, gpus in places[PLACEMENTS].items():
+            lines.append(f"  {_scalar(name)}:" if gpus else f"  {_scalar(name)}: {{}}")
+            lines += [f"    {json.dumps(gpu)}: {json.dumps(words)}" for gpu, words in gpus.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _entry_lines(entry: Mapping[str, Any]) -> list[str]:
+    rows = []
+    if "device-filter" in entry:
+        rows.append(f"device-filter: {json.dumps(entry['device-filter'])}")
+    devices = entry["devices"]
+    rows.append(f"devices: {devices if devices == 'all' else json.dumps(devices)}")
+    rows.append(f"mig-enabled: {json.dumps(entry['mig-enabled'])}")
+    if "mig-devices" in entry:
+        counts = entry["mig-devices"]
+        rows.append("mig-devices:" if counts else "mig-devices: {}")
+        rows += [f"  {json.dumps(profile)}: {count}" for profile, count in counts.items()]
+    return [f"  {'- ' if number == 0 else '  '}{row}" for number, row in enumerate(rows)]
+
+
+def _scalar(text: str) -> str:
+    plain = _BARE.fullmatch(text) is not None and text.lower() not in _WORDS
+    return text if plain else json.dumps(text)
+
+
+def _counts(layout: Layout | None) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for device, number in () if layout is None else sorted(present(layout).items()):
+        if device.slices:
+            found[device.name] += number
+    return dict(found)
+
+
+def _placement_words(layout: Layout) -> list[str]:
+    made = [one for one in layout.instances if one.compute]
+    return [word for request in wish_of(made) for word in str(request).split()]

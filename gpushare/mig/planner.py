@@ -10,20 +10,346 @@ not known who is in it counts as busy.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from gpushare.errors import GpushareError, NotFound, NotSupported
 from gpushare.mig.assign import Codes, Group, assign, codes_for
-from gpushare.mig.board import Board, Kind, board_of
-from gpushare.mig.exact import exact_change
-from gpushare.mig.outcome import addition, may_end, plan_of, removal, untouched, whole
-from gpushare.mig.plan import NoPlan, Plan
-from gpushare.mig.profile import Layout
-from gpushare.mig.refusal import blocked, never
-from gpushare.mig.site import Site, Way, ways
-from gpushare.mig.wish import Wish, merged, resolve
+from gpushare.mig.board import Arrangement, Board, Kind, board_of, change_compute, members_of, new_compute, occupied
+from gpushare.mig.plan import Cost, Created, Destroyed, GpuPlan, MigPlan, NoPlan, Why
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.site import Option, Site, Way, cost_of, ways, weigh
+from gpushare.mig.wish import Request, Wish, merged, resolve
+from gpushare.model import GpuProcess, Holder
+
+
+def untouched(layout: Layout) -> GpuPlan:
+    """Return the plan that leaves a GPU as it is."""
+    return GpuPlan(gpu=layout.gpu, uuid=layout.uuid, kept=layout.instances)
+
+
+def gpu_plan(
+    layout: Layout, kept: Sequence[GpuInstance], destroyed: Sequence[Destroyed], created: Sequence[Created]
+) -> GpuPlan:
+    """Return what happens on one GPU, in the order of the steps: by place what goes, the largest first what comes."""
+    return GpuPlan(
+        gpu=layout.gpu,
+        uuid=layout.uuid,
+        kept=tuple(kept),
+        destroyed=tuple(sorted(destroyed, key=lambda one: one.instance.start)),
+        created=tuple(sorted(created, key=lambda one: (-one.placement.size, one.placement.start))),
+    )
+
+
+def whole(instance: GpuInstance) -> Destroyed:
+    """Return a GPU instance that goes with all in it."""
+    return Destroyed(instance=instance, compute=instance.compute, whole=True)
+
+
+def creation(
+    profile: Profile,
+    start: int,
+    compute: Sequence[int],
+    into: GpuInstance | None = None,
+    beside: Sequence[ComputeInstance] = (),
+) -> Created:
+    """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it.
+
+    ``into``: it exists, and they come beside those that stay inside.
+    """
+    placement = next(one for one in profile.placements or () if one.start == start)
+    parts = new_compute(profile, compute or (profile.slices,), beside) or ()
+    return Created(profile=profile, placement=Placement(*placement), compute=parts, into=into)
+
+
+def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
+    """Return what an option of the search means on its GPU; ``compute`` is what each kind has inside."""
+    gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
+    filled = {one.start: number for number, one in enumerate(site.instances) if option.removal.filled >> number & 1}
+    destroyed = [whole(one) for number, one in enumerate(site.instances) if number in gone]
+    created = []
+    for kind, profile, start in option.arrangement.places:
+        number = filled.get(start)
+        if number is None:
+            created.append(creation(site.board.profiles[profile], start, compute[kind]))
+            continue
+        into, parts = site.instances[number], site.fills[number, kind]
+        kept = [one for one in into.compute if one not in parts]
+        created.append(creation(into.profile, start, compute[kind], into, kept))
+        if parts:
+            destroyed.append(Destroyed(instance=into, compute=parts, whole=False))
+    return gpu_plan(
+        site.layout, [one for number, one in enumerate(site.instances) if number not in gone], destroyed, created
+    )
+
+
+def removal(
+    layout: Layout, targets: Collection[tuple[int, int | None]], evict: Collection[tuple[int, int | None]]
+) -> tuple[GpuPlan, bool]:
+    """Return the plan that destroys these (GPU instance id, compute instance id or None for all), and if it is blocked.
+
+    It is blocked when somebody is in one of them that ``evict`` (the same pairs) does not name.
+    """
+    destroyed, kept, blocked = [], [], False
+    for one in layout.instances:
+        parts = tuple(c for c in one.compute if (one.id, c.id) in targets)
+        all_of_it = (one.id, None) in targets or (bool(parts) and len(parts) == len(one.compute))
+        if not all_of_it:
+            kept.append(one)
+        if all_of_it or parts:
+            gone = whole(one) if all_of_it else Destroyed(instance=one, compute=parts, whole=False)
+            destroyed.append(gone)
+            blocked = blocked or (gone.busy and not may_end(gone, evict))
+    return gpu_plan(layout, kept, destroyed, []), blocked
+
+
+def may_end(gone: Destroyed, named: Collection[tuple[int, int | None]]) -> bool:
+    """Return whether all who are in what goes are named (GPU instance id, compute instance id or None for all)."""
+    one = gone.instance
+    if (one.id, None) in named:
+        return True
+    held = one.holders is None or bool(one.holders)
+    return not held and all((one.id, part.id) in named for part in gone.compute if part.busy)
+
+
+def lost_after(layout: Layout, plan: GpuPlan) -> int:
+    """Return `fragmentation.capacity_lost` of a GPU when its plan is done."""
+    board, mask, members = board_of(layout), 0, []
+    there = [(one.profile, one.placement) for one in plan.kept]
+    there += [(one.profile, one.placement) for one in plan.created if one.into is None]
+    for profile, placement in there:
+        mask |= placement.mask
+        if profile.name in board.number:
+            members.append(board.number[profile.name])
+    return board.lost(mask, tuple(sorted(members)))
+
+
+def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
+    """Return the plan of a host, with its cost."""
+    costs = [cost_of(gone) for plan in plans for gone in plan.destroyed]
+    for layout, plan in zip(layouts, plans, strict=True):
+        created = sum((one.into is None) + len(one.compute) for one in plan.created)
+        costs.append(Cost(created=created, capacity_lost=lost_after(layout, plan)))
+    return MigPlan(
+        gpus=tuple(plans), cost=Cost(*(sum(field) for field in zip(*costs, strict=True))) if costs else Cost()
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """One way to the layout: what stays, what goes, what comes."""
+
+    kept: list[GpuInstance]
+    destroyed: list[Destroyed]
+    created: list[Created]
+
+    @property
+    def weight(self) -> int:
+        """Return what it costs, without the room that is left."""
+        made = sum((one.into is None) + len(one.compute) for one in self.created)
+        return weigh(Cost(created=made)) + sum(weigh(cost_of(one)) for one in self.destroyed)
+
+
+def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
+    """Return the cheapest plan after which the GPU has exactly the wish, or None.
+
+    Busy instances go only when ``evict`` holds the id of their GPU instance.
+
+    Raises:
+        BadUsage, NotSupported: as `resolve`.
+    """
+    board = board_of(layout)
+    counted: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
+    for request in wish:
+        kind = Kind(board.number[resolve(request, layout.profiles).name], request.start)
+        counted[kind, request.compute] += request.count
+    wanted = sorted(counted, key=lambda one: (-board.sizes[one[0].profile], one[0].profile, one[0].start or 0, one[1]))
+    kinds = tuple(kind for kind, _ in wanted)
+    compute = [parts or (board.slices[kind.profile],) for kind, parts in wanted]
+    best: list[tuple[Change, Arrangement]] = []
+    least = 0
+    for arrangement in board.complete(kinds, tuple(counted[one] for one in wanted)):
+        change = _change(layout, arrangement, compute, evict)
+        if change is None:
+            continue
+        weight = change.weight
+        if not best or weight < least:
+            best, least = [(change, arrangement)], weight
+        elif weight == least:
+            best.append((change, arrangement))
+    plans = [
+        (gpu_plan(layout, change.kept, change.destroyed, change.created), arrangement) for change, arrangement in best
+    ]
+    # Of equals the one with the most room, then with instances at the high end.
+    ranked = min(
+        plans, key=lambda pair: (lost_after(layout, pair[0]), [-start for _, _, start in pair[1].places]), default=None
+    )
+    return None if ranked is None else ranked[0]
+
+
+def _change(
+    layout: Layout, arrangement: Arrangement, compute: list[tuple[int, ...]], evict: frozenset[int]
+) -> Change | None:
+    profiles = board_of(layout).profiles
+    missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
+    change = Change([], [], [])
+    for one in layout.instances:
+        kind = missing.pop((one.profile.name, one.start), None)
+        if kind is not None and _keep(change, one, compute[kind], may_evict=one.id in evict):
+            continue
+        if kind is not None or (one.busy and one.id not in evict):
+            return None
+        change.destroyed.append(whole(one))
+    for (name, start), kind in missing.items():
+        profile = next(profile for profile in profiles if profile.name == name)
+        change.created.append(creation(profile, start, compute[kind]))
+    return change
+
+
+def _keep(change: Change, one: GpuInstance, wanted: tuple[int, ...], *, may_evict: bool) -> bool:
+    """Keep a GPU instance in its place with these compute instances inside; False when that may not be done."""
+    inside = change_compute(one, wanted, may_destroy=True, may_evict=may_evict)
+    if inside is None:
+        return False
+    change.kept.append(one)
+    if inside.destroyed:
+        change.destroyed.append(Destroyed(instance=one, compute=inside.destroyed, whole=False))
+    if inside.created:
+        change.created.append(Created(profile=one.profile, placement=one.placement, compute=inside.created, into=one))
+    return True
+
+
+# More is not read; all of them are in `NoPlan.would_go`.
+_LISTED: Final = 4
+
+
+def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
+    """Return that these GPUs cannot hold the wish even when they are empty, and how many of one kind they can."""
+    where = f"GPU {layouts[0].gpu}" if len(layouts) == 1 else f"these {len(layouts)} GPUs"
+    words = " ".join(str(request) for request in wish)
+    most = {request: most_of(layouts, request) for request in wish}
+    for request, number in most.items():
+        if number < request.count:
+            most_there = f"at most {number} of {request.one}" if number else f"not even one {request.one}"
+            return NoPlan(
+                why=Why.NEVER,
+                message=f"{words} never fits on {where}: {most_there}, also when nothing else is there",
+                hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
+                most=number if len(wish) == 1 else None,
+            )
+    reason = _reason(layouts[0], wish) if len(layouts) == 1 else ""
+    return NoPlan(
+        why=Why.NEVER,
+        message=f"{words} never fits together on {where}, also when nothing else is there{reason}",
+        hint="ask for fewer or smaller instances; see what fits together: gpushare mig profiles",
+    )
+
+
+def _reason(layout: Layout, wish: Wish) -> str:
+    """Return which rule of the driver forbids a wish on an empty GPU, where one can be named."""
+    asked = [profile for one in wish for profile in [resolve(one, layout.profiles)] * one.count]
+    memory, compute = sum(one.size or 0 for one in asked), sum(one.slices for one in asked)
+    if sum(one.media for one in asked) > 1:
+        return ": one with +me per GPU is the limit"
+    if any(one.all_media for one in asked) and not all(one.all_media or one.no_media for one in asked):
+        return ": beside +me.all there may only be -me"
+    if memory > layout.axis:
+        return f": they take {memory} memory slices of {layout.axis}"
+    if compute > layout.compute_slices:
+        return f": they take {compute} compute slices of {layout.compute_slices}"
+    return ""
+
+
+def most_of(layouts: Sequence[Layout], request: Request) -> int:
+    """Return how many of one request these GPUs hold when they are empty."""
+    total = 0
+    for layout in layouts:
+        board = board_of(layout)
+        try:
+            kind = Kind(board.number[resolve(request, layout.profiles).name], request.start)
+        except GpushareError:
+            continue
+        total += max(one.counts[0] for one in board.arrangements((kind,), (request.count,)))
+    return total
+
+
+def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
+    """Return that something is in the way that may not go; ``instead`` is the cheapest plan if it might."""
+    gone = [(gpu.gpu, one) for gpu in instead.gpus for one in gpu.destroyed]
+    busy = [(gpu, one) for gpu, one in gone if one.busy]
+    named = [_named(gpu, one) for gpu, one in (busy or gone)]
+    listing = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
+    words = " ".join(str(request) for request in wish)
+    what = f"{words} does not fit" if wish else "busy instances are in the way"
+    if busy and only_adds:
+        hint = f"end what runs there, then make room: gpushare mig destroy {_words(gone)}"
+    elif busy:
+        hint = f"end what runs there, or let its programs be ended: {_words(_busy_only(busy), '--evict ')}"
+    elif only_adds:
+        idle = "it is idle" if len(gone) == 1 else "they are idle"
+        hint = f"{idle}: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy, with the same words"
+    else:
+        hint = "see who is where: gpushare mig status"
+    return NoPlan(why=Why.BLOCKED, message=f"{what}: this would have to go: {listing}", hint=hint, instead=instead)
+
+
+def eviction(found: NoPlan) -> tuple[str, str] | None:
+    """Return what names all that would have to go, and the ``--evict`` of what is busy of it; None: nothing is."""
+    busy = [(gpu, one) for gpu, one in found.would_go if one.busy]
+    return (_words(found.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
+
+
+def _busy_only(gone: Sequence[tuple[int, Destroyed]]) -> list[tuple[int, Destroyed]]:
+    """Return what has to be named to be evicted: of the parts of a GPU instance those that somebody is in."""
+    found = []
+    for gpu, one in gone:
+        held = one.instance.holders is None or bool(one.instance.holders)
+        parts = one.compute if held else tuple(part for part in one.compute if part.busy)
+        found.append((gpu, replace(one, compute=parts)))
+    return found
+
+
+def _words(gone: Sequence[tuple[int, Destroyed]], option: str = "") -> str:
+    """Return what names these on a command line; so many that nobody types them are ``INSTANCE...``."""
+    words = [option + word for gpu, one in gone for word in _ids(gpu, one)]
+    return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
+
+
+def _ids(gpu: int, gone: Destroyed) -> list[str]:
+    whole = f"{gpu}/{gone.instance.id}"
+    return [whole] if gone.whole else [f"{whole}/{part.id}" for part in gone.compute]
+
+
+def _named(gpu: int, gone: Destroyed) -> str:
+    one = gone.instance
+    name = "" if one.name is None else f" '{one.name}'"
+    ids = ", ".join(str(compute.id) for compute in gone.compute)
+    part = "" if gone.whole else f", compute instance{'s' if len(gone.compute) > 1 else ''} {ids}"
+    return f"{one.profile.name}:{one.start}{name} (GPU {gpu}, GPU instance {one.id}{part}; {who_is_in(gone)})"
+
+
+def who_is_in(gone: Destroyed) -> str:
+    """Return who is in what would have to go."""
+    parts = [gone.instance.holders, *(one.holders for one in gone.compute)]
+    if any(part is None for part in parts):
+        return "busy, by whom is unknown"
+    there = [one for part in parts for one in part or ()]
+    return f"busy: {who(there)}" if there else "idle"
+
+
+def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
+    """Return who is in an instance: ``4194306 python3 (alice)``; who is not in CUDA with what it holds."""
+    if holders is None:
+        return "unknown"
+    found: dict[str, list[str]] = {}
+    for one in holders:
+        name = " ".join(filter(None, [str(one.pid), one.name, one.user and f"({one.user})"]))
+        held = found.setdefault(name, [])
+        if isinstance(one, Holder) and one.what not in held:
+            held.append(one.what)
+    return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in found.items()) or "idle"
 
 
 class Target(NamedTuple):
@@ -41,7 +367,7 @@ def plan_add(
     may_destroy: bool = False,
     evict: Iterable[Target] = (),
     beside: bool = True,
-) -> Plan | NoPlan:
+) -> MigPlan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
     Without ``may_destroy`` it only adds: on free places, and compute instances into GPU instances that have room, are
@@ -62,7 +388,9 @@ def plan_add(
     return never(layouts, wish) if instead is None else blocked(wish, instead, only_adds=not may_destroy)
 
 
-def plan_exact(layouts: Sequence[Layout], wishes: Mapping[int, Wish], *, evict: Iterable[Target] = ()) -> Plan | NoPlan:
+def plan_exact(
+    layouts: Sequence[Layout], wishes: Mapping[int, Wish], *, evict: Iterable[Target] = ()
+) -> MigPlan | NoPlan:
     """Return the cheapest plan after which each GPU (by index) has exactly its wish; other GPUs stay as they are.
 
     An empty wish clears a GPU. What is there and is wished stays, also where its place is not the best.
@@ -93,7 +421,7 @@ def plan_exact(layouts: Sequence[Layout], wishes: Mapping[int, Wish], *, evict: 
 
 def plan_destroy(
     layouts: Sequence[Layout], targets: Iterable[Target], *, evict: Iterable[Target] = ()
-) -> Plan | NoPlan:
+) -> MigPlan | NoPlan:
     """Return the plan that destroys these; a GPU instance goes with the last of its compute instances.
 
     Raises:
@@ -171,7 +499,7 @@ def _add(
     may_destroy: bool,
     evict: frozenset[Target],
     beside: bool,
-) -> Plan | None:
+) -> MigPlan | None:
     codes = _codes(wish, offers)
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
@@ -243,3 +571,91 @@ def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> No
                 gpu=str(target.gpu),
                 code="instance_not_found",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeProfile:
+    """What is left for one profile: how many more fit by themselves, and where one may start now."""
+
+    profile: Profile
+    count: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostSlices:
+    """Slices that are free, but that no set of further instances can use."""
+
+    compute: int
+    memory: int
+
+
+def free_profiles(layout: Layout) -> tuple[FreeProfile, ...]:
+    """Return what is left for each profile: the Free column of ``nvidia-smi mig -lgip``, and the free placements.
+
+    Each profile is counted alone: two that fit by themselves need not fit together.
+    """
+    board = board_of(layout)
+    mask, counts = occupied(layout), board.free(occupied(layout), members_of(layout))
+    return tuple(
+        FreeProfile(
+            profile=profile,
+            count=counts[number],
+            starts=tuple(sorted(start for start, place in board.places[number] if counts[number] and not mask & place)),
+        )
+        for number, profile in enumerate(board.profiles)
+    )
+
+
+def lost_slices(layout: Layout) -> LostSlices:
+    """Return the free slices that nothing can use: two 3g on a GPU of seven slices lose one compute slice."""
+    board = board_of(layout)
+    mask, members = occupied(layout), members_of(layout)
+    compute, memory = _reachable(board, mask, members)
+    used = sum(one.profile.slices for one in layout.instances)
+    return LostSlices(
+        compute=max(0, board.compute_slices - used - compute), memory=board.axis - mask.bit_count() - memory
+    )
+
+
+def _reachable(board: Board, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
+    """Return the most compute slices, and the most memory slices, that further instances can take."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    used = sum(board.slices[n] for n in members)
+    most = (board.compute_slices - used, board.axis - mask.bit_count())
+    compute = memory = 0
+    waiting = [(mask, members)]
+    while waiting and (compute, memory) != most:
+        state = waiting.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        taken, present = state
+        compute = max(compute, sum(board.slices[n] for n in present) - used)
+        memory = max(memory, (taken & ~mask).bit_count())
+        for number, room in enumerate(board.rooms(present)):
+            if room:
+                grown = tuple(sorted((*present, number)))
+                waiting += [(taken | place, grown) for _, place in board.places[number] if not taken & place]
+    return compute, memory
+
+
+def capacity_lost(layout: Layout) -> int:
+    """Return what the instances cost: requests that an empty GPU serves and this one does not, in memory slices.
+
+    Over all profiles, the number of instances that fit an empty GPU less those that still fit, times the memory
+    slices of one. Additive over GPUs, so plans across a host compare by its sum.
+    """
+    return board_of(layout).lost(occupied(layout), members_of(layout))
+
+
+def fragmentation(layout: Layout) -> int:
+    """Return how much of `capacity_lost` is due to the places alone; 0 when no packing of the same instances is better.
+
+    The difference to the best packing of the same instances on an empty GPU, in memory slices.
+    """
+    board, members = board_of(layout), members_of(layout)
+    kinds = tuple(Kind(number) for number in sorted(set(members)))
+    counts = tuple(members.count(kind.profile) for kind in kinds)
+    here = capacity_lost(layout)
+    return here - min((board.lost(one.mask, members) for one in board.complete(kinds, counts)), default=here)

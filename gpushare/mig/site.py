@@ -13,8 +13,7 @@ from itertools import combinations
 from operator import or_
 from typing import Final, NamedTuple
 
-from gpushare.mig.board import Arrangement, Board, board_of, occupied
-from gpushare.mig.compute import make_room
+from gpushare.mig.board import Arrangement, Board, board_of, make_room, occupied
 from gpushare.mig.plan import Cost, Destroyed
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 

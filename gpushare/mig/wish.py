@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.errors import BadUsage, NotSupported
-from gpushare.mig.compute import new_compute
+from gpushare.mig.board import new_compute
 from gpushare.mig.profile import GpuInstance, Profile
 from gpushare.units import format_bytes, quoted
 

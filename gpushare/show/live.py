@@ -87,14 +87,13 @@ def _as_documents(
 
 def _one_document(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
     if form is OutputFormat.JSON:
-        from gpushare.show.machine import json_text
-        from gpushare.show.render import speaks_unicode
+        from gpushare.show.render import json_text, speaks_unicode
 
         return json_text(result, compact=True, ascii_only=not speaks_unicode(stream))
     if form is OutputFormat.YAML:
         return "---\n" + document_text(result, form, stream)
     if form is OutputFormat.TABLE:
-        from gpushare.show.table import table_text
+        from gpushare.show.render import table_text
 
         terminal = stream.isatty()
         return table_text(result, width=width_of(stream, terminal=terminal), is_terminal=terminal)
@@ -123,7 +122,7 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     """
     from rich.text import Text
 
-    from gpushare.show.table import result_lines
+    from gpushare.show.render import result_lines
 
     width, height = console.size
     messages = [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.mig.fragmentation import fragmentation, free_profiles, lost_slices
-from gpushare.mig.plan import GpuPlan, Plan
+from gpushare.mig.plan import GpuPlan, MigPlan
+from gpushare.mig.planner import fragmentation, free_profiles, lost_slices, who
 from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
-from gpushare.mig.refusal import who
 from gpushare.model import Gpu
 from gpushare.show.result import Column, Table
 from gpushare.units import format_bytes
@@ -189,7 +188,7 @@ def _sms(profile: Profile) -> str:
     return "-" if profile.multiprocessors is None else str(profile.multiprocessors)
 
 
-def plan_text(plan: Plan, layouts: Mapping[int, Layout]) -> str:
+def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
     """Return before and after of each GPU that changes."""
     lines = []
     for gpu in plan.gpus:

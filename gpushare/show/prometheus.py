@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gpushare.mig.fragmentation import fragmentation, free_profiles, lost_slices
+from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
 from gpushare.model import Gpu, MpsDaemon, Snapshot, mechanism
 
 if TYPE_CHECKING:

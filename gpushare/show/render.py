@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import os
-from typing import IO, Final
+import re
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError
-from gpushare.show.result import OutputFormat, Result
-from gpushare.show.text import one_line, paragraphs, put
+from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
+from gpushare.show.text import in_json, one_line, paragraphs, put, visible, well_formed
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
 
 # A table that nobody's window cuts (``-o table | less -S``) keeps every column.
 UNLIMITED: Final = 10_000
@@ -34,8 +43,6 @@ def write(
     terminal = stdout.isatty() if is_terminal is None else is_terminal
     form = resolve(output, terminal=terminal)
     if form is OutputFormat.TABLE:
-        from gpushare.show.table import table_text
-
         text = table_text(result, width=width or width_of(stdout, terminal=terminal), is_terminal=terminal)
     else:
         text = document_text(result, form, stdout)
@@ -64,18 +71,16 @@ def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header
         # Prose alone must not pay for tabulate.
         if not result.tables:
             return paragraphs(result.text).rstrip("\n") + "\n" if result.text else ""
-        from gpushare.show.plain import plain_text
 
         return plain_text(result)
-    from gpushare.show import machine
 
     ascii_only = not speaks_unicode(stream)
     if form is OutputFormat.JSON:
-        return machine.json_text(result, ascii_only=ascii_only)
+        return json_text(result, ascii_only=ascii_only)
     if form is OutputFormat.YAML:
-        return machine.yaml_text(result, ascii_only=ascii_only)
-    table = machine.csv_table(result)
-    return "" if table is None or result.status == "error" else machine.csv_text(table, header=header)
+        return yaml_text(result, ascii_only=ascii_only)
+    table = csv_table(result)
+    return "" if table is None or result.status == "error" else csv_text(table, header=header)
 
 
 def speaks_unicode(stream: IO[str]) -> bool:
@@ -113,3 +118,274 @@ def _paint(word: str, colour: str, stream: IO[str]) -> str:
     """Colour one word by hand: an error must not wait for Rich to be imported."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in {"", "dumb"} or not stream.isatty()
     return word if plain else f"{_ESCAPES[colour]}{word}\x1b[0m"
+
+
+def plain_text(result: Result) -> str:
+    """Return the text and the tables of a result, a blank line between them.
+
+    A title is a comment, ``# GPUs``, and so is what an empty table says; the header line stays even
+    without rows. ``grep -v '^#'`` leaves headers and records.
+    """
+    blocks = [paragraphs(result.text).rstrip("\n")] if result.text else []
+    blocks += [_block(table) for table in result.tables]
+    return "".join(f"{block}\n" for block in "\n\n".join(blocks).split("\n")) if blocks else ""
+
+
+def _block(table: Table) -> str:
+    from tabulate import tabulate
+
+    lines = [f"# {table.title}"] if table.title else []
+    if not table.rows and table.empty:
+        lines.append(f"# {table.empty}")
+    rows = [[cell(column, row.get(column.key)) for column in table.columns] for row in table.rows]
+    titles = [column.title for column in table.columns]
+    if not rows:
+        return "\n".join([*lines, "  ".join(titles)])
+    align = ["right" if column.right else "left" for column in table.columns]
+    # As a row of its own the header is aligned like its column; tabulate would widen it.
+    text = tabulate([titles, *rows], tablefmt="plain", disable_numparse=True, colalign=align)
+    return "\n".join([*lines, *(line.rstrip() for line in text.split("\n"))])
+
+
+def cell(column: Column, value: object) -> str:
+    """Return one value as the one line that a person reads."""
+    return visible(column.format(value))
+
+
+# What a spreadsheet takes for the beginning of a formula, in both widths, and the blanks that it drops before one.
+_FORMULA: Final = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+_NUMBER: Final = r"[-+]?\d{1,300}(?:\.\d{1,300})?|-"
+
+
+def document(result: Result) -> dict[str, Any]:
+    """Return the envelope with only what JSON can carry: no NaN, no lone surrogate."""
+    clean: dict[str, Any] = _clean(result.envelope())
+    return clean
+
+
+def json_text(result: Result, *, compact: bool = False, ascii_only: bool = False) -> str:
+    """Return the result as one JSON document, on one line if ``compact`` (JSON Lines)."""
+    if compact:
+        text = json.dumps(document(result), ensure_ascii=ascii_only, separators=(",", ":"))
+    else:
+        text = json.dumps(document(result), ensure_ascii=ascii_only, indent=2)
+    return in_json(text) + "\n"
+
+
+def yaml_text(result: Result, *, ascii_only: bool = False) -> str:
+    """Return the same envelope as YAML, its keys in the same order."""
+    import yaml
+
+    text: str = yaml.safe_dump(document(result), sort_keys=False, allow_unicode=not ascii_only, width=math.inf)
+    return text
+
+
+def csv_table(result: Result) -> Table | None:
+    """Return the rectangular table of a result, or None if it has none."""
+    return result.csv or (result.tables[0] if result.tables else None)
+
+
+def csv_text(table: Table, *, header: bool = True) -> str:
+    """Return a table as RFC 4180 CSV: a header of keys, plain values, nothing for unknown.
+
+    A text can neither drive the terminal nor be a formula: users choose the names of their processes.
+    """
+    import csv
+    import io
+
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\r\n")
+    keys = [column.key for column in table.columns]
+    if header:
+        writer.writerow(keys)
+    writer.writerows([_field(row.get(key)) for key in keys] for row in table.rows)
+    return buffer.getvalue()
+
+
+def _field(value: Any) -> str | int | float:
+    value = _clean(jsonable(value))
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return value
+    if not isinstance(value, str):
+        return in_json(json.dumps(value, ensure_ascii=False))
+    formula = value.startswith(_FORMULA) and re.fullmatch(_NUMBER, value, re.ASCII) is None
+    return f"'{visible(value)}" if formula else visible(value)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {well_formed(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+GAP: Final = 2
+# Text that has to give way when nothing is left to drop keeps this much.
+LAST_RESORT: Final = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a table are shown, how wide (character cells), and which were dropped for width."""
+
+    columns: tuple[Column, ...]
+    widths: tuple[int, ...]
+    hidden: tuple[Column, ...]
+
+    @property
+    def total(self) -> int:
+        """Return the width of a line."""
+        return sum(self.widths) + GAP * max(len(self.widths) - 1, 0)
+
+
+def layout(table: Table, width: int) -> Layout:
+    """Return the layout of a table in a width.
+
+    Columns go by rank, the highest first and of equals the rightmost; one always stays. Ids (``whole``) and numbers
+    are never cut: when the columns of rank 0 do not fit, text is cut to LAST_RESORT, and then the
+    lines are longer than the width.
+    """
+    shown = [column for column in table.columns if not (column.optional and _nothing_in(table, column))]
+    natural = {column.key: _natural(table, column) for column in shown}
+    least = {column.key: _least(column, natural[column.key]) for column in shown}
+    hidden: list[Column] = []
+    while _line(shown, least) > width:
+        rank = max((column.rank for column in shown), default=0)
+        if rank == 0 or len(shown) == 1:
+            break
+        last = max(place for place, column in enumerate(shown) if column.rank == rank)
+        hidden.append(shown.pop(last))
+    if _line(shown, least) > width:
+        for column in shown:
+            if not (column.whole or column.right):
+                least[column.key] = min(natural[column.key], LAST_RESORT)
+    widths = _grow(shown, least, natural, width - _line(shown, least))
+    order = {column.key: place for place, column in enumerate(table.columns)}
+    hidden.sort(key=lambda column: order[column.key])
+    return Layout(tuple(shown), tuple(widths), tuple(hidden))
+
+
+def _nothing_in(table: Table, column: Column) -> bool:
+    return all(row.get(column.key) is None for row in table.rows)
+
+
+def _natural(table: Table, column: Column) -> int:
+    from rich.cells import cell_len
+
+    return max([cell_len(column.title), *(cell_len(cell(column, row.get(column.key))) for row in table.rows)])
+
+
+def _least(column: Column, natural: int) -> int:
+    if column.whole or column.right or column.least is None:
+        return natural
+    return min(natural, max(column.least, len(column.title)))
+
+
+def _line(columns: list[Column], widths: dict[str, int]) -> int:
+    return sum(widths[column.key] for column in columns) + GAP * max(len(columns) - 1, 0)
+
+
+def _grow(columns: list[Column], least: dict[str, int], natural: dict[str, int], spare: int) -> list[int]:
+    """Share the spare cells evenly among the columns that were cut."""
+    widths = [least[column.key] for column in columns]
+    while spare > 0:
+        cut = [place for place, column in enumerate(columns) if widths[place] < natural[column.key]]
+        if not cut:
+            break
+        for place in cut[:spare]:
+            widths[place] += 1
+        spare -= min(len(cut), spare)
+    return widths
+
+
+def table_lines(table: Table, width: int) -> tuple[list[Text], tuple[Column, ...]]:
+    """Return the lines of one table, and the columns that were dropped for width."""
+    from rich.text import Text
+
+    title = [Text(table.title, style="bold")] if table.title else []
+    if table.draw is not None:
+        return title + table.draw(width), ()
+    if table.lines is not None:
+        return title + [Text(visible(text), style=style or "") for text, style in table.lines], ()
+    if not table.rows:
+        return ([Text(table.empty, style="dim")] if table.empty else []), ()
+    plan = layout(table, width)
+    head = _row([Text(column.title, style="dim") for column in plan.columns], plan)
+    lines = [*title, head, Text("─" * plan.total, style="dim")]
+    above: dict[str, str] = {}
+    for row in table.rows:
+        cells = []
+        for column in plan.columns:
+            value = row.get(column.key)
+            text = cell(column, value)
+            style = column.style(value) if column.style else None
+            repeats = column.group and above.get(column.key) == text
+            above[column.key] = text
+            cells.append(Text("" if repeats else text, style=style or ("dim" if text == "-" else "")))
+        lines.append(_row(cells, plan))
+    return lines, plan.hidden
+
+
+def _row(cells: list[Text], plan: Layout) -> Text:
+    from rich.text import Text
+
+    for text, column, width in zip(cells, plan.columns, plan.widths, strict=True):
+        text.truncate(width, overflow="ellipsis")
+        text.align("right" if column.right else "left", width)
+    line = Text(" " * GAP).join(cells)
+    line.rstrip()
+    return line
+
+
+def result_lines(result: Result, width: int) -> list[Text]:
+    """Return all lines of a result: its text, its tables, and in one line what the width hides."""
+    from rich.text import Text
+
+    blocks: list[list[Text]] = []
+    if result.text:
+        blocks.append([Text(line) for line in paragraphs(result.text).rstrip("\n").split("\n")])
+    dropped: list[str] = []
+    for table in result.tables:
+        lines, hidden = table_lines(table, width)
+        if lines:
+            blocks.append(lines)
+        if hidden:
+            names = ", ".join(column.title for column in hidden)
+            dropped.append(f"{names} ({table.title})" if table.title and len(result.tables) > 1 else names)
+    if dropped:
+        blocks.append(_wrapped(f"not shown at this width: {'; '.join(dropped)}", width))
+    return [line for place, block in enumerate(blocks) for line in ([Text("")] if place else []) + block]
+
+
+def _wrapped(text: str, width: int) -> list[Text]:
+    import textwrap
+
+    from rich.text import Text
+
+    return [Text(line, style="dim") for line in textwrap.wrap(text, max(width, 20))]
+
+
+def table_text(result: Result, *, width: int, is_terminal: bool) -> str:
+    """Return a result as the characters for a terminal of this width; colour only ``is_terminal``.
+
+    Rich honours ``NO_COLOR`` and ``TERM=dumb``.
+    """
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=is_terminal, highlight=False, legacy_windows=False
+    )
+    with console.capture() as captured:
+        for line in result_lines(result, width):
+            # Lines are laid out; the console must neither wrap nor crop what a whole id made longer.
+            console.print(line, soft_wrap=True)
+    return captured.get()

@@ -3,13 +3,307 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
-from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, Snapshot, mechanism
-from gpushare.show.result import Column, Result, Table, jsonable
-from gpushare.show.status_tables import command_of, is_lost, people_tables
+from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, MigInstance, MpsDaemon, Priority, Snapshot, mechanism
+from gpushare.show.result import Column, Result, Table, jsonable, plain_value
+from gpushare.units import GIB, MIB, format_bytes, format_percent
+
+Row = Mapping[str, Any]
+
+_MINUTE: Final = 60
+_HOUR: Final = 3600
+_DAY: Final = 86400
+_HEXADECIMAL: Final = frozenset("0123456789abcdef")
+_ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "red", "unknown": "yellow"}
+
+
+def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
+    """Return the tables that have something to say; GPUs and processes always are among them."""
+    tables = [_gpus(snapshot)]
+    if any(gpu.mig_instances for gpu in snapshot.gpus):
+        tables.append(_mig_instances(snapshot))
+    if snapshot.daemons:
+        tables.append(_mps_daemons(snapshot))
+    if any(daemon.clients for daemon in snapshot.daemons):
+        tables.append(_mps_clients(snapshot))
+    return (*tables, _processes(snapshot))
+
+
+def _alarm(value: Any) -> str | None:
+    return _ALARMS.get(value) if isinstance(value, str) else None
+
+
+def _idle(value: Any) -> str | None:
+    return "dim" if value == 0 else None
+
+
+def used_of_total(value: tuple[int | None, int | None] | None) -> str:
+    """Return memory as ``23.4 / 79.6 GiB``: one unit, the total's, so that the eye compares digits."""
+    if value is None or value == (None, None):
+        return "-"
+    used, total = value
+    if total is None:
+        return f"{format_bytes(used)} / -"
+    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    # A process's few hundred MiB must not read as nothing.
+    small = used is not None and 0 < used < unit // 20
+    shown = "-" if used is None else "<0.1" if small else f"{used / unit:.1f}"
+    return f"{shown} / {total / unit:.1f} {name}"
+
+
+def age(seconds: float | None) -> str:
+    """Return how long ago in its largest unit: ``42s``, ``3m``, ``5h``, ``2d``; ``-`` when unknown."""
+    if seconds is None:
+        return "-"
+    whole = max(int(seconds), 0)
+    for size, letter in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "m")):
+        if whole >= size:
+            return f"{whole // size}{letter}"
+    return f"{whole}s"
+
+
+def command_of(process: GpuProcess) -> str | None:
+    """Return the command line as a shell would take it, or the program's name."""
+    if not process.command_line:
+        return process.name
+    import shlex
+
+    return shlex.join(process.command_line)
+
+
+def is_lost(reason: str) -> bool:
+    """Return whether the text of an NVML error says that the GPU is gone (NVML_ERROR_GPU_IS_LOST)."""
+    return "lost" in reason.lower() or "fallen off the bus" in reason.lower()
+
+
+def container_name(value: Any) -> str:
+    """Return a container's name, or of a full id the 12 digits that ``docker ps`` shows and takes."""
+    text = plain_value(value)
+    return text[:12] if len(text) == 64 and set(text) <= _HEXADECIMAL else text
+
+
+def _model_name(value: Any) -> str:
+    return plain_value(value).removeprefix("NVIDIA ")
+
+
+def _gpu_column(**more: Any) -> Column:
+    return Column(key="gpu", title="GPU", right=True, **more)
+
+
+def _memory(key: str, title: str, rank: int = 0) -> Column:
+    return Column(key=key, title=title, right=True, rank=rank, format=format_bytes)
+
+
+def _percent(key: str, title: str, rank: int = 0) -> Column:
+    return Column(key=key, title=title, right=True, rank=rank, format=format_percent, style=_idle)
+
+
+def _gpus(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(),
+        Column(key="name", title="name", rank=2, format=_model_name),
+        Column(key="mechanism", title="sharing", style=_alarm),
+        Column(key="memory", title="memory", right=True, format=used_of_total),
+        _percent("utilization_percent", "util", rank=1),
+        Column(key="processes", title="procs", right=True, rank=3, style=_idle),
+        Column(key="time_slice", title="time-slice", rank=4),
+        Column(key="compute_mode", title="compute mode", rank=5),
+        Column(key="mig", title="MIG", rank=6),
+        Column(key="pci_bus_id", title="PCI bus id", rank=7, whole=True),
+        Column(key="uuid", title="UUID", rank=8, whole=True),
+    )
+    rows = tuple(_gpu_row(gpu, snapshot) for gpu in snapshot.gpus)
+    return Table(name="gpus", title="GPUs", columns=columns, rows=rows, empty="no GPU is visible")
+
+
+def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
+    inforce = mechanism(gpu, snapshot.daemons)
+    if gpu.error is not None:
+        state: Any = "lost" if is_lost(gpu.error) else "error"
+    else:
+        state = "unknown" if inforce is None else inforce.value
+    return {
+        "gpu": gpu.index,
+        "name": gpu.name,
+        "mechanism": state,
+        "memory": (gpu.memory_used_bytes, gpu.memory_total_bytes),
+        "utilization_percent": gpu.utilization_percent,
+        "processes": None if gpu.processes is None else len(gpu.processes),
+        "time_slice": gpu.time_slice,
+        "compute_mode": gpu.compute_mode,
+        "mig": _mig_mode(gpu),
+        "pci_bus_id": gpu.pci_bus_id,
+        "uuid": gpu.uuid,
+    }
+
+
+def _mig_mode(gpu: Gpu) -> str | None:
+    if gpu.mig_capable is False:
+        return "no"
+    if gpu.mig_enabled is None:
+        return None
+    now = "on" if gpu.mig_enabled else "off"
+    if gpu.mig_pending is None or gpu.mig_pending == gpu.mig_enabled:
+        return now
+    return f"{now} → {'on' if gpu.mig_pending else 'off'} at reset"
+
+
+def _mig_instances(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(group=True),
+        Column(key="gpu_instance_id", title="GI", right=True),
+        Column(key="compute_instance_id", title="CI", right=True),
+        Column(key="profile", title="profile"),
+        Column(key="multiprocessors", title="SMs", right=True, rank=2),
+        Column(key="memory", title="memory", right=True, rank=1, format=used_of_total),
+        Column(key="processes", title="procs", right=True, rank=3, style=_idle),
+        Column(key="uuid", title="UUID", rank=4, whole=True),
+    )
+    rows = tuple(_mig_row(gpu, instance) for gpu in snapshot.gpus for instance in gpu.mig_instances)
+    return Table(name="mig_instances", title="MIG instances", columns=columns, rows=rows)
+
+
+def _mig_row(gpu: Gpu, instance: MigInstance) -> Row:
+    here = (instance.gpu_instance_id, instance.compute_instance_id)
+    return {
+        "gpu": gpu.index,
+        "gpu_instance_id": instance.gpu_instance_id,
+        "compute_instance_id": instance.compute_instance_id,
+        "profile": instance.profile,
+        "multiprocessors": instance.multiprocessors,
+        "memory": (instance.memory_used_bytes, instance.memory_total_bytes),
+        "processes": None if gpu.processes is None else sum(_on(process, here) for process in gpu.processes),
+        "uuid": instance.uuid,
+    }
+
+
+def _on(process: GpuProcess, instance: tuple[int | None, int | None]) -> bool:
+    """Return whether a process is on a MIG device; where NVML tells no CI, its GI decides."""
+    if process.compute_instance_id is None:
+        return process.gpu_instance_id == instance[0]
+    return (process.gpu_instance_id, process.compute_instance_id) == instance
+
+
+def _mps_daemons(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(),
+        Column(key="pid", title="pid", right=True),
+        Column(key="user", title="user", rank=4),
+        Column(key="started_by", title="started by", rank=5),
+        Column(key="status", title="server", style=_alarm),
+        Column(key="clients", title="clients", right=True, rank=1),
+        _percent("threads_percent", "threads", rank=2),
+        _memory("memory_limit_bytes", "memory limit", rank=3),
+        Column(key="priority", title="priority", rank=6),
+        Column(key="pipe_directory", title="pipe directory", rank=7, whole=True),
+        Column(key="device_uuid", title="device", rank=8, whole=True),
+    )
+    rows = tuple(_daemon_row(daemon) for daemon in snapshot.daemons)
+    return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=rows)
+
+
+def _daemon_row(daemon: MpsDaemon) -> Row:
+    origin = "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others"
+    statuses = sorted({server.status or "-" for server in daemon.servers})
+    clients = f"{len(daemon.clients)} / {plain_value(daemon.max_clients)}"
+    return {
+        "gpu": daemon.gpu_index,
+        "pid": daemon.pid,
+        "user": daemon.user,
+        "started_by": origin,
+        "status": "no answer" if daemon.error else "not asked" if daemon.unasked else ", ".join(statuses) or "none yet",
+        "clients": None if daemon.error or daemon.unasked else clients,
+        "threads_percent": daemon.threads_percent,
+        "memory_limit_bytes": daemon.memory_limit_bytes,
+        "priority": daemon.priority,
+        "pipe_directory": daemon.pipe_directory,
+        "device_uuid": daemon.device_uuid,
+    }
+
+
+def _low(value: Any) -> str | None:
+    return "dim" if value is Priority.LOW else None
+
+
+def _mps_clients(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(group=True),
+        Column(key="pid", title="pid", right=True),
+        Column(key="user", title="user", rank=1),
+        Column(key="name", title="program", rank=2, least=12),
+        _percent("threads_percent", "threads"),
+        _memory("memory_limit_bytes", "memory limit"),
+        Column(key="priority", title="priority", rank=3, style=_low),
+        Column(key="server_pid", title="server pid", right=True, rank=4),
+    )
+    rows = tuple(
+        {
+            "gpu": daemon.gpu_index,
+            "pid": client.pid,
+            "user": client.user if client.user is not None else server.user,
+            "name": client.name,
+            "threads_percent": client.threads_percent,
+            "memory_limit_bytes": client.memory_limit_bytes,
+            "priority": client.priority,
+            "server_pid": client.server_pid if client.server_pid is not None else server.pid,
+        }
+        for daemon in snapshot.daemons
+        for server in daemon.servers
+        for client in server.clients
+    )
+    return Table(name="mps_clients", title="MPS clients", columns=columns, rows=rows)
+
+
+def _processes(snapshot: Snapshot) -> Table:
+    columns = (
+        _gpu_column(group=True),
+        Column(key="gpu_instance_id", title="GI", right=True, rank=4, optional=True),
+        Column(key="pid", title="pid", right=True),
+        Column(key="type", title="type", rank=6),
+        Column(key="user", title="user"),
+        _percent("sm_percent", "SM", rank=2),
+        _memory("memory_used_bytes", "memory"),
+        Column(key="age", title="age", right=True, rank=3, format=age),
+        Column(key="container", title="container", rank=5, whole=True, optional=True, format=container_name),
+        Column(key="command", title="command", rank=1, least=16),
+    )
+    rows = tuple(_process_rows(snapshot))
+    return Table(name="processes", title="processes", columns=columns, rows=rows, empty=_nobody(snapshot.gpus))
+
+
+def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
+    for gpu in snapshot.gpus:
+        for process in sorted(gpu.processes or (), key=_by_instance_then_memory):
+            known = process.started_at is not None and snapshot.taken_at is not None
+            yield {
+                "gpu": gpu.index,
+                "gpu_instance_id": process.gpu_instance_id,
+                "pid": process.pid,
+                "type": process.type or None,
+                "user": process.user,
+                "sm_percent": process.sm_percent,
+                "memory_used_bytes": process.memory_used_bytes,
+                "age": (snapshot.taken_at or 0.0) - (process.started_at or 0.0) if known else None,
+                "container": process.container,
+                "command": command_of(process),
+            }
+
+
+def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
+    instance = -1 if process.gpu_instance_id is None else process.gpu_instance_id
+    return (instance, -(process.memory_used_bytes or 0), process.pid)
+
+
+def _nobody(gpus: tuple[Gpu, ...]) -> str:
+    if all(gpu.processes is None for gpu in gpus):
+        return "who is on the GPUs is unknown"
+    if any(gpu.processes is None for gpu in gpus):
+        return "nobody is on the GPUs that answer"
+    return "nobody is on the GPU" if len(gpus) == 1 else "nobody is on the GPUs"
+
 
 CSV_GPU: Final = (
     *("gpu_index", "gpu_uuid", "gpu_name", "pci_bus_id", "mechanism", "compute_mode", "time_slice"),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpushare.sim.capabilities import SimulatedCapabilities
     from gpushare.sim.library import SimulatedLibrary
-    from gpushare.sim.machine import SimulatedMachine
+    from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
     from gpushare.sim.state import StateFile
@@ -38,13 +37,11 @@ def open_simulated(spec: str) -> SimulatedHost:
         BadUsage: not a simulated host's name, or an unknown GPU model.
         NoPermission: its state cannot be written.
     """
-    from gpushare.sim.capabilities import SimulatedCapabilities
     from gpushare.sim.library import SimulatedLibrary
-    from gpushare.sim.machine import SimulatedMachine
+    from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
-    from gpushare.sim.spec import initial_state, parse_spec
-    from gpushare.sim.state import StateFile
+    from gpushare.sim.state import StateFile, initial_state, parse_spec
 
     canonical = parse_spec(spec).text
     state_file = StateFile(canonical)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from gpushare.sim.liveness import on_gpu
-from gpushare.sim.models import GiProfile
+from gpushare.gpu_models import GiProfile
 from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now, on_gpu
 from gpushare.units import MIB
 
 MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
@@ -183,9 +182,9 @@ def device_multiprocessors(target: Target, instance: SimulatedMigInstance) -> in
     profile = target.model.profile(instance.profile)
     if profile is None or instance.compute_profile is None:
         return profile_multiprocessors(target, instance.profile)
-    from gpushare.sim import mig_compute
+    from gpushare.sim import mig
 
-    return compute_multiprocessors(target, profile, len(mig_compute.span(profile, instance)))
+    return compute_multiprocessors(target, profile, len(mig.span(profile, instance)))
 
 
 def device_name(target: Target, instance: SimulatedMigInstance) -> str:
@@ -193,9 +192,9 @@ def device_name(target: Target, instance: SimulatedMigInstance) -> str:
     profile = target.model.profile(instance.profile)
     if profile is None:
         return instance.profile
-    from gpushare.sim import mig_compute
+    from gpushare.sim import mig
 
-    return mig_compute.device_name(profile, instance)
+    return mig.device_name(profile, instance)
 
 
 def process_names(state: SimulatedHostState) -> dict[int, str]:

@@ -9,21 +9,22 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotFound, OperationFailed
-from gpushare.sim import clients, faults, liveness
+from gpushare.gpu_models import find_model
+from gpushare.sim import clients, faults
+from gpushare.sim import state as liveness
+from gpushare.sim.current import changing, current
 from gpushare.sim.faults import user_id
-from gpushare.sim.mig_layout import place
-from gpushare.sim.models import find_model
-from gpushare.sim.open_files import holder_files, holding
-from gpushare.sim.processes import signal_process, user_name
-from gpushare.sim.settled import changing, current
-from gpushare.sim.spec import initial_state, parse_spec
+from gpushare.sim.mig import place
+from gpushare.sim.processes import holder_files, holding, signal_process, user_name
 from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedHostState,
     SimulatedMigInstance,
     SimulatedProcess,
     StateFile,
+    initial_state,
     now,
+    parse_spec,
     state_root,
 )
 from gpushare.units import GIB
@@ -55,7 +56,7 @@ class ResetResult:
 def list_hosts() -> list[UsedHost]:
     """Return every simulated host of this user that was used, by name."""
     from gpushare.errors import GpushareError
-    from gpushare.host.kept_file import read_trusted
+    from gpushare.host.records import read_trusted
 
     found = []
     for path in sorted(state_root().glob("*/state.json")):

@@ -10,13 +10,18 @@ import os
 import signal as signals
 from collections.abc import Mapping
 
-from gpushare.sim import mps_limits, mps_servers
-from gpushare.sim.capabilities import use
-from gpushare.sim.devices import Device, daemon_devices, host_devices, split, visible
-from gpushare.sim.liveness import lives, on_gpu
-from gpushare.sim.mps_logs import CONTROL, DEFAULT_DIRECTORY, LogLine
-from gpushare.sim.mps_servers import server_line
-from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, now
+from gpushare.sim import mps_servers
+from gpushare.sim.devices import Device, daemon_devices, host_devices, split, use, visible
+from gpushare.sim.mps_servers import CONTROL, DEFAULT_DIRECTORY, LogLine, server_line
+from gpushare.sim.state import (
+    SimulatedDaemon,
+    SimulatedHostState,
+    SimulatedProcess,
+    SimulatedServer,
+    lives,
+    now,
+    on_gpu,
+)
 
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 DEFAULT_LOG_DIRECTORY = DEFAULT_DIRECTORY
@@ -162,7 +167,7 @@ def _attach_client(
         log.append(LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text))
         for other in list(daemon.servers):
             log += _drop(state, daemon, other)
-        server, lines = mps_servers.start(state, daemon, process.uid)
+        server, lines = mps_servers.start_server(state, daemon, process.uid)
         log += lines
     else:
         text += "Server already exists"
@@ -204,16 +209,16 @@ def _memory_limit(
     devices: list[Device],
     environment: Mapping[str, str],
 ) -> int | None:
-    own = mps_limits.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    if mps_limits.names_invisible(own, devices):
+    own = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    if mps_servers.names_invisible(own, devices):
         return None
     given = {key: value for key, value in own.items() if value is not None}
     both = (
-        mps_limits.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
-        mps_limits.limit_of(given, devices, devices[0]),
+        mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
+        mps_servers.limit_of(given, devices, devices[0]),
     )
     limits = [limit for limit in both if limit is not None]
-    return min(limits) * mps_limits.MIB if limits else None
+    return min(limits) * mps_servers.MIB if limits else None
 
 
 def _own_threads(environment: Mapping[str, str]) -> float | None:

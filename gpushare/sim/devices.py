@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpushare.sim.state import SimulatedDaemon, SimulatedGpu, SimulatedHostState, SimulatedMigInstance
+from gpushare.host.capabilities import Place
+from gpushare.sim.state import (
+    SimulatedDaemon,
+    SimulatedGpu,
+    SimulatedHostState,
+    SimulatedMigInstance,
+    SimulatedNode,
+)
 
 
 @dataclass(frozen=True)
@@ -73,3 +80,65 @@ def split(value: str | None) -> list[str]:
 def daemon_devices(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Device]:
     """Return what an MPS daemon offers to its clients, in its own numbering."""
     return visible(host_devices(state), daemon.visible)
+
+
+# Minors of open-gpu-kernel-modules: 1 and 2 are mig/config and mig/monitor.
+_FIRST, _PER_GPU, _PER_GPU_INSTANCE = 3, 135, 9
+
+
+def capability_minor(gpu: int, place: Place) -> int:
+    """Return the N of ``/dev/nvidia-caps/nvidia-capN`` (``/proc/driver/nvidia-caps/mig-minors``)."""
+    first = _FIRST + _PER_GPU * gpu + _PER_GPU_INSTANCE * place[0]
+    return first if place[1] is None else first + 1 + place[1]
+
+
+def node_of(gpu: int, place: Place) -> str:
+    """Return the device node of an instance."""
+    return f"/dev/nvidia-caps/nvidia-cap{capability_minor(gpu, place)}"
+
+
+def use(device: Device, uid: int) -> bool:
+    """Let nvidia-modprobe see to the nodes of a device, as CUDA does first; return whether a user may open them."""
+    if device.mig is None:
+        return True
+    instance = device.mig
+    allowed = True
+    for key in (
+        place_key((instance.gpu_instance_id, None)),
+        place_key((instance.gpu_instance_id, instance.compute_instance_id)),
+    ):
+        node = device.gpu.nodes.get(key)
+        if node is not None and node.modify:
+            del device.gpu.nodes[key]
+        elif node is not None:
+            allowed = allowed and _may_read(node, uid)
+    return allowed
+
+
+def forget_gone(gpu: SimulatedGpu) -> None:
+    """Drop what was set at the nodes of instances that are gone: a new one at their place starts anew."""
+    if gpu.nodes:
+        there = {place_key(place) for place in places_of(gpu)}
+        gpu.nodes = {key: node for key, node in gpu.nodes.items() if key in there}
+
+
+def _may_read(node: SimulatedNode, uid: int) -> bool:
+    if uid in {0, *node.users}:
+        return True
+    return bool(node.mode & (0o400 if uid == node.owner else 0o004))
+
+
+def places_of(gpu: SimulatedGpu) -> Iterator[Place]:
+    """Yield the GPU instances of a GPU and their compute instances."""
+    from gpushare.sim.mig import gpu_instances
+
+    for instance in gpu_instances(gpu) if gpu.mig_mode else ():
+        yield instance.gpu_instance_id, None
+        for one in gpu.mig:
+            if one.gpu_instance_id == instance.gpu_instance_id:
+                yield one.gpu_instance_id, one.compute_instance_id
+
+
+def place_key(place: Place) -> str:
+    """Return the key of an instance in `SimulatedGpu.nodes`."""
+    return str(place[0]) if place[1] is None else f"{place[0]}/{place[1]}"

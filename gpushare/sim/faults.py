@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpushare.errors import BadUsage, NotFound
-from gpushare.sim.programs import MPS_CONTROL, SMI, TOOLKIT
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState
+from gpushare.sim.programs import SMI, TOOLKIT
+from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
 
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {

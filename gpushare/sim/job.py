@@ -25,13 +25,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from gpushare.gpu_models import model_of
 from gpushare.sim import activity
-from gpushare.sim.liveness import on_gpu
-from gpushare.sim.models import model_of
+from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, Kind, Target
 from gpushare.sim.processes import SIM_HOST
-from gpushare.sim.settled import changing, current
-from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile, now
+from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
 from gpushare.units import parse_memory_limit
 
 if TYPE_CHECKING:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpushare.sim import activity, mig_compute, mig_layout
-from gpushare.sim.models import GiProfile
+from gpushare.gpu_models import GiProfile, GpuModel
+from gpushare.sim import activity, mig
+from gpushare.sim.activity import Resident
+from gpushare.sim.devices import forget_gone
+from gpushare.sim.mig import gpu_instance_id, gpu_instances, mig_uuid, occupied
 from gpushare.sim.nvml_abi import (
     Code,
     Handle,
@@ -22,10 +27,12 @@ from gpushare.sim.nvml_abi import (
     put_handle,
     target_of,
 )
-from gpushare.sim.state import SimulatedGpuInstance, SimulatedMigInstance
+from gpushare.sim.processes import holding
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
+
 
 # Driver 580 answers INVALID_ARGUMENT from here on (H200).
 _PROFILE_COUNT: Final = 17
@@ -107,7 +114,7 @@ def _attributes(_library: SimulatedLibrary, target: Target, attributes: Any) -> 
     values = {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
     values["multiprocessorCount"] = activity.device_multiprocessors(target, target.instance)
     values["gpuInstanceSliceCount"] = profile.slices
-    values["computeInstanceSliceCount"] = len(mig_compute.span(profile, target.instance))
+    values["computeInstanceSliceCount"] = len(mig.span(profile, target.instance))
     values["memorySizeMB"] = activity.profile_memory_mib(target, profile.name)
     put_fields(target_of(attributes), values)
 
@@ -191,7 +198,7 @@ def put_placements(placements: Any, count: Any, entries: list[tuple[int, int]]) 
 @entry_point("nvmlDeviceGetGpuInstanceRemainingCapacity", on=On.GPU)
 def _capacity(_library: SimulatedLibrary, target: Target, identity: Any, count: Any) -> None:
     profile = _profile_by_id(target, number(identity))
-    put(count, mig_layout.remaining_capacity(profile, mig_layout.occupied(target.gpu, target.model)))
+    put(count, mig.remaining_capacity(profile, mig.occupied(target.gpu, target.model)))
 
 
 @entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
@@ -199,7 +206,7 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     name = _profile_by_id(target, number(identity)).name
-    found = [one for one in mig_layout.gpu_instances(target.gpu) if one.profile == name]
+    found = [one for one in mig.gpu_instances(target.gpu) if one.profile == name]
     put_handles(instances, count, [handle_of(Kind.GPU_INSTANCE, target, one) for one in found])
 
 
@@ -218,7 +225,7 @@ def put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
 def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    for one in mig_layout.gpu_instances(target.gpu):
+    for one in mig.gpu_instances(target.gpu):
         if one.gpu_instance_id == number(identity):
             return put_handle(instance, handle_of(Kind.GPU_INSTANCE, target, one))
     raise Refused(Code.NOT_FOUND)
@@ -231,3 +238,351 @@ def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) ->
     device = Handle(Kind.GPU, target.handle.index)
     put_fields(struct, {"device": device, "id": instance.gpu_instance_id, "profileId": profile.id})
     put_fields(struct.placement, {"start": instance.start, "size": profile.size})
+
+
+_Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
+
+
+def set_mode(gpu: SimulatedGpu, model: GpuModel, mode: int, residents: Sequence[Resident]) -> Code:
+    """Switch MIG mode and return the activationStatus of nvmlDeviceSetMigMode; not SUCCESS: only pending.
+
+    Nothing ends: existing instances keep MIG on (IN_USE), and where the driver must reset the GPU for it, so
+    does any process. Later GPUs switch beside running jobs.
+    """
+    gpu.mig_pending = mode
+    if mode == gpu.mig_mode:
+        return Code.SUCCESS
+    if gpu_instances(gpu) or (model.reset_for_mode_change and residents):
+        return Code.IN_USE
+    if gpu.reset_required:
+        return Code.RESET_REQUIRED
+    gpu.mig_mode = mode
+    # With MIG on there is only DEFAULT.
+    gpu.compute_mode = 0 if mode else gpu.compute_mode
+    return Code.SUCCESS
+
+
+def create_gpu_instance(
+    gpu: SimulatedGpu,
+    model: GpuModel,
+    profile_id: int,
+    placement: tuple[int, int] | None,
+    residents: Sequence[Resident],
+) -> int:
+    """Create a GPU instance at ``placement`` (start, size), or where the driver likes, and return its id.
+
+    Raises:
+        Refused: NOT_SUPPORTED, MIG is off; INVALID_ARGUMENT, no such profile, or it cannot lie there; IN_USE, it
+            would be the first and somebody is on the GPU; INSUFFICIENT_RESOURCES, no room, or the place is taken.
+    """
+    if gpu.mig_mode != 1:
+        raise Refused(Code.NOT_SUPPORTED)
+    profile = model.profile_by_id(profile_id)
+    if profile is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    if profile.size is None or profile.starts is None or model.axis is None:
+        # Where it lies is not published, so it cannot be simulated.
+        raise Refused(Code.NOT_SUPPORTED)
+    if placement is not None and (placement[0] not in profile.starts or placement[1] != profile.size):
+        raise Refused(Code.INVALID_ARGUMENT)
+    present = occupied(gpu, model)
+    if not present and any(one.memory_bytes or not one.holder for one in residents):
+        # Hopper and later: MIG came on beside them; the check is made here. An open node without memory does not count.
+        raise Refused(Code.IN_USE)
+    free = mig.free_starts(profile, present) if mig.may_join(profile, present) else []
+    if not free or (placement is not None and placement[0] not in free):
+        raise Refused(Code.INSUFFICIENT_RESOURCES)
+    start = automatic_start(model, profile, gpu) if placement is None else placement[0]
+    identity = gpu_instance_id(model.axis, start, profile.size)
+    gpu.bare.append(SimulatedGpuInstance(profile.name, start, identity))
+    gpu.bare.sort(key=lambda one: one.gpu_instance_id)
+    return identity
+
+
+def automatic_start(model: GpuModel, profile: GiProfile, gpu: SimulatedGpu) -> int:
+    """Return where the driver puts a GPU instance by itself; there must be room.
+
+    Not first fit: into the fullest half, then its fullest quarter. That gives every order that was seen: seven 1g of
+    an H100 at 6, 4, 5, 0, 1, 2, 3; on an A100 the first 3g at 4, a 2g at 4 and then 1g at 6, 0, 1, 2, 3.
+    """
+    axis, present = model.axis or 0, occupied(gpu, model)
+    # Of eight memory slices the last has no compute slice: for the driver its half is the smaller one.
+    last = (model.compute_slices or axis) if axis - (model.compute_slices or axis) == 1 else axis
+    free = set(range(last)) - {memory_slice for one in present for memory_slice in one.span}
+    return _best_fit(mig.free_starts(profile, present), profile.size or 1, axis, free)
+
+
+def _best_fit(starts: Sequence[int], size: int, axis: int, free: Collection[int]) -> int:
+    levels = []
+    while axis % 2 == 0 and axis // 2 >= size:
+        axis //= 2
+        levels.append(axis)
+
+    def room(start: int) -> tuple[list[int], int]:
+        return [sum(one // level == start // level for one in free) for level in levels], start
+
+    return min(starts, key=room)
+
+
+def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequence[Resident]) -> None:
+    """Destroy a GPU instance.
+
+    Raises:
+        Refused: IN_USE, it holds a compute instance or somebody is in it; INVALID_ARGUMENT, it is gone.
+    """
+    used = any(one.gpu_instance_id == gpu_instance for one in gpu.mig)
+    if used or any(one.gpu_instance_id == gpu_instance for one in residents):
+        raise Refused(Code.IN_USE)
+    gpu.bare.remove(_found(gpu.bare, lambda one: one.gpu_instance_id == gpu_instance))
+
+
+def create_compute_instance(
+    gpu: SimulatedGpu, model: GpuModel, gpu_instance: int, number: int, placement: tuple[int, int] | None
+) -> int:
+    """Create a compute instance at ``placement`` (start, size), or where the driver likes, and return its id.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, the GPU instance is gone, no such profile, or it cannot lie there; NOT_SUPPORTED,
+            not in this GPU instance; INSUFFICIENT_RESOURCES, no room, or the place is taken.
+    """
+    owner = _found(gpu_instances(gpu), lambda one: one.gpu_instance_id == gpu_instance)
+    profile = model.profile(owner.profile)
+    if profile is None or not 0 <= number < mig.PROFILE_COUNT:
+        raise Refused(Code.INVALID_ARGUMENT)
+    if number not in mig.offered(profile):
+        raise Refused(Code.NOT_SUPPORTED)
+    size = mig.slices_of(number)
+    if placement is not None and (placement[0] not in mig.starts(profile, number) or placement[1] != size):
+        raise Refused(Code.INVALID_ARGUMENT)
+    present = [one for one in gpu.mig if one.gpu_instance_id == gpu_instance]
+    free = mig.free_compute_starts(profile, number, present)
+    if not free or (placement is not None and placement[0] not in free):
+        raise Refused(Code.INSUFFICIENT_RESOURCES)
+    start = _automatic_compute_start(model, profile, number, present) if placement is None else placement[0]
+    taken = {one.compute_instance_id for one in present}
+    # Ids start at 0 in every GPU instance, and are reused.
+    identity = next(one for one in range(len(taken) + 1) if one not in taken)
+    created = SimulatedMigInstance(
+        profile=profile.name,
+        start=owner.start,
+        gpu_instance_id=gpu_instance,
+        compute_instance_id=identity,
+        uuid=mig_uuid(gpu.uuid, gpu_instance, identity),
+        compute_profile=None if number == mig.whole(profile) else number,
+        compute_start=start,
+    )
+    gpu.mig = sorted([*gpu.mig, created], key=lambda one: (one.gpu_instance_id, one.compute_instance_id))
+    gpu.bare = [one for one in gpu.bare if one.gpu_instance_id != gpu_instance]
+    return identity
+
+
+def _automatic_compute_start(
+    model: GpuModel, profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]
+) -> int:
+    starts = mig.free_compute_starts(profile, number, present)
+    if model.arch == "ampere":
+        # Two 1c of a 3g lay at 0 and 1 (A100 80GB).
+        return min(starts)
+    # The only 1c of a 3g lay at 2 (H100, driver 580): the smaller half first, as GPU instances do.
+    free = set(range(profile.slices)) - {taken for one in present for taken in mig.span(profile, one)}
+    return _best_fit(starts, mig.slices_of(number), 1 << (profile.slices - 1).bit_length(), free)
+
+
+def destroy_compute_instance(
+    gpu: SimulatedGpu, gpu_instance: int, compute_instance: int, residents: Sequence[Resident]
+) -> None:
+    """Destroy a compute instance; its GPU instance stays.
+
+    Raises:
+        Refused: IN_USE, somebody is in it; INVALID_ARGUMENT, it is gone.
+    """
+    place = (gpu_instance, compute_instance)
+    if any((one.gpu_instance_id, one.compute_instance_id) == place for one in residents):
+        raise Refused(Code.IN_USE)
+    gone = _found(gpu.mig, lambda one: (one.gpu_instance_id, one.compute_instance_id) == place)
+    gpu.mig.remove(gone)
+    if all(one.gpu_instance_id != gpu_instance for one in gpu.mig):
+        gpu.bare.append(SimulatedGpuInstance(gone.profile, gone.start, gpu_instance))
+        gpu.bare.sort(key=lambda one: one.gpu_instance_id)
+
+
+def _found(instances: Sequence[_Instance], wanted: Callable[[_Instance], bool]) -> _Instance:
+    for one in instances:
+        if wanted(one):
+            return one
+    # Somebody else destroyed it after the handle was resolved.
+    raise Refused(Code.INVALID_ARGUMENT)
+
+
+_MODES: Final = {0, 1}
+
+
+@entry_point("nvmlDeviceSetMigMode", on=On.GPU)
+def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_status: Any) -> None:
+    if target.gpu.mig_mode is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    if number(mode) not in _MODES or activation_status is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    with _changed(library, target) as (gpu, residents):
+        # Success of the call is not success of the change.
+        put(activation_status, set_mode(gpu, target.model, number(mode), residents))
+
+
+@entry_point("nvmlDeviceCreateGpuInstance", on=On.GPU)
+def _create(library: SimulatedLibrary, target: Target, profile_id: Any, instance: Any) -> None:
+    _create_gpu_instance(library, target, number(profile_id), None, instance)
+
+
+@entry_point("nvmlDeviceCreateGpuInstanceWithPlacement", on=On.GPU)
+def _create_at(library: SimulatedLibrary, target: Target, profile_id: Any, placement: Any, instance: Any) -> None:
+    _create_gpu_instance(library, target, number(profile_id), _placement(placement), instance)
+
+
+def _create_gpu_instance(
+    library: SimulatedLibrary, target: Target, profile_id: int, placement: tuple[int, int] | None, instance: Any
+) -> None:
+    with _changed(library, target) as (gpu, residents):
+        identity = create_gpu_instance(gpu, target.model, profile_id, placement, residents)
+        put_handle(instance, Handle(Kind.GPU_INSTANCE, target.handle.index, identity))
+
+
+@entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
+def _destroy(library: SimulatedLibrary, target: Target) -> None:
+    with _changed(library, target) as (gpu, residents):
+        destroy_gpu_instance(gpu, target.handle.gpu_instance, residents)
+
+
+@entry_point("nvmlGpuInstanceCreateComputeInstance", on=On.GPU_INSTANCE)
+def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, instance: Any) -> None:
+    _create_compute_instance(library, target, number(profile_id), None, instance)
+
+
+@entry_point("nvmlGpuInstanceCreateComputeInstanceWithPlacement", on=On.GPU_INSTANCE)
+def _create_compute_at(
+    library: SimulatedLibrary, target: Target, profile_id: Any, placement: Any, instance: Any
+) -> None:
+    _create_compute_instance(library, target, number(profile_id), _placement(placement), instance)
+
+
+def _create_compute_instance(
+    library: SimulatedLibrary, target: Target, profile: int, placement: tuple[int, int] | None, instance: Any
+) -> None:
+    index, owner = target.handle.index, target.handle.gpu_instance
+    with _changed(library, target) as (gpu, _):
+        identity = create_compute_instance(gpu, target.model, owner, profile, placement)
+        put_handle(instance, Handle(Kind.COMPUTE_INSTANCE, index, owner, identity))
+
+
+@entry_point("nvmlComputeInstanceDestroy", on=On.COMPUTE_INSTANCE)
+def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
+    place = (target.handle.gpu_instance, target.handle.compute_instance)
+    with _changed(library, target) as (gpu, residents):
+        destroy_compute_instance(gpu, *place, residents)
+
+
+@contextmanager
+def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
+    """Yield the GPU under the lock, and who is on it, or holds it open, at that moment."""
+    with library.changed_host() as state:
+        gpu = state.gpus[target.handle.index]
+        here = activity.residents(state, Target(target.handle, gpu, target.model))
+        yield gpu, [*here, *holding(state, target.handle.index)]
+        forget_gone(gpu)
+
+
+def _placement(argument: Any) -> tuple[int, int]:
+    """Return start and size of a placement argument, which C takes as a pointer.
+
+    The bindings pass on what they get. The real library takes a structure without ``byref`` for an address, and the
+    process crashes; here it is INVALID_ARGUMENT, as NULL is.
+    """
+    if hasattr(argument, "_obj"):
+        struct = argument._obj
+    elif isinstance(argument, ctypes._Pointer) and bool(argument):
+        struct = argument.contents
+    elif hasattr(argument, "_length_") and len(argument):
+        struct = argument[0]
+    else:
+        raise Refused(Code.INVALID_ARGUMENT)
+    return int(struct.start), int(struct.size)
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstanceProfileInfo", on=On.GPU_INSTANCE)
+def _compute_profile(_library: SimulatedLibrary, target: Target, profile: Any, engine: Any, info: Any) -> None:
+    _put_compute_profile(target, number(profile), number(engine), target_of(info))
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstanceProfileInfoV", on=On.GPU_INSTANCE)
+def _compute_profile_v(_library: SimulatedLibrary, target: Target, profile: Any, engine: Any, info: Any) -> None:
+    check_version(target_of(info))
+    _put_compute_profile(target, number(profile), number(engine), target_of(info))
+
+
+def _put_compute_profile(target: Target, wanted: int, engine: int, info: Any) -> None:
+    if not 0 <= wanted < mig.PROFILE_COUNT or engine != 0:
+        raise Refused(Code.INVALID_ARGUMENT)
+    profile = profile_of(target)
+    instances = mig.offered(profile).get(wanted)
+    if instances is None:
+        raise Refused(Code.NOT_SUPPORTED)
+    slices = mig.slices_of(wanted)
+    whole = slices == profile.slices
+    values: dict[str, Any] = {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
+    values |= {"id": wanted, "sliceCount": slices, "instanceCount": instances}
+    values["multiprocessorCount"] = activity.compute_multiprocessors(target, profile, slices)
+    values["name"] = (f"MIG {profile.name}" if whole else f"MIG {slices}c.{profile.name}").encode()
+    put_fields(info, values)
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", on=On.GPU_INSTANCE)
+def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: Any, count: Any) -> None:
+    profile = _offering(target, number(identity))
+    put(count, mig.remaining_compute_capacity(profile, number(identity), _mine(target)))
+
+
+def _offering(target: Target, wanted: int) -> GiProfile:
+    """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
+    profile = profile_of(target)
+    if wanted not in mig.offered(profile):
+        raise Refused(Code.NOT_SUPPORTED)
+    return profile
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstancePossiblePlacements", on=On.GPU_INSTANCE)
+def _compute_placements(_library: SimulatedLibrary, target: Target, identity: Any, placements: Any, count: Any) -> None:
+    profile, size = _offering(target, number(identity)), mig.slices_of(number(identity))
+    put_placements(placements, count, [(start, size) for start in mig.starts(profile, number(identity))])
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
+def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
+    profile = _offering(target, number(identity))
+    mine = [one for one in _mine(target) if mig.number_of(profile, one) == number(identity)]
+    put_handles(instances, count, [handle_of(Kind.COMPUTE_INSTANCE, target, one) for one in mine])
+
+
+def _mine(target: Target) -> list[SimulatedMigInstance]:
+    return [one for one in target.gpu.mig if one.gpu_instance_id == target.handle.gpu_instance]
+
+
+@entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
+def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
+    for one in _mine(target):
+        if one.compute_instance_id == number(identity):
+            return put_handle(instance, handle_of(Kind.COMPUTE_INSTANCE, target, one))
+    raise Refused(Code.NOT_FOUND)
+
+
+@entry_point("nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo", on=On.COMPUTE_INSTANCE)
+def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
+    profile, instance = profile_of(target), require_instance(target)
+    struct = target_of(info)
+    values = {
+        "device": Handle(Kind.GPU, target.handle.index),
+        "gpuInstance": handle_of(Kind.GPU_INSTANCE, target, instance),
+        "id": instance.compute_instance_id,
+        "profileId": mig.number_of(profile, instance),
+    }
+    put_fields(struct, values)
+    span = mig.span(profile, instance)
+    put_fields(struct.placement, {"start": span.start, "size": len(span)})

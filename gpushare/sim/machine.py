@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from gpushare.sim.settled import current
-from gpushare.sim.state import StateFile
+from gpushare.errors import NoPermission, NotFound
+from gpushare.host.capabilities import Capability, NodeAccess, Place
+from gpushare.sim.current import changing, current
+from gpushare.sim.devices import (
+    capability_minor,
+    place_key,
+    places_of,
+)
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedNode, StateFile
 
 if TYPE_CHECKING:
     from gpushare.host.machine import Space, Xid
@@ -47,3 +54,82 @@ class SimulatedMachine:
         if state.uid != 0:
             return None
         return tuple(Xid(number, gpu.pci_bus_id[4:-2]) for gpu in state.gpus for number in gpu.xids)
+
+
+_DIRECTORY: Final = "/proc/driver/nvidia/capabilities"
+
+
+class SimulatedCapabilities:
+    """Stands in for `LocalCapabilities`."""
+
+    def __init__(self, state_file: StateFile) -> None:
+        self._state_file = state_file
+
+    def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
+        """Return the capabilities of a GPU's instances."""
+        state = current(self._state_file)
+        if not 0 <= minor < len(state.gpus) or not state.driver_loaded:
+            return {}
+        return {place: _capability(state, minor, place) for place in places_of(state.gpus[minor])}
+
+    def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
+        """Return one of them, or None when there is no such instance."""
+        return self.of_gpu(minor).get((gpu_instance, compute_instance))
+
+    def access(self, capability: Capability) -> NodeAccess | None:
+        """Return who may open its node, or None when its instance is gone."""
+        state = current(self._state_file)
+        found = _find(state, capability)
+        if found is None:
+            return None
+        node = found[0].nodes.get(found[1]) or SimulatedNode()
+        return NodeAccess(owner=node.owner, mode=node.mode, users=tuple(node.users))
+
+    def set_modify(self, capability: Capability, *, modify: bool) -> None:
+        """Let nvidia-modprobe change its node, or not.
+
+        Raises:
+            NoPermission: not root.
+            NotFound: its instance is gone.
+        """
+        with changing(self._state_file) as (state, _):
+            _changed(state, capability, capability.path).modify = modify
+
+    def set_access(self, capability: Capability, access: NodeAccess) -> None:
+        """Decide who may open its node.
+
+        Raises:
+            NoPermission, NotFound: as `set_modify`.
+        """
+        with changing(self._state_file) as (state, _):
+            node = _changed(state, capability, capability.node)
+            node.owner, node.mode, node.users = access.owner, access.mode, list(access.users)
+
+
+def _capability(state: SimulatedHostState, gpu: int, place: Place) -> Capability:
+    node = state.gpus[gpu].nodes.get(place_key(place))
+    inner = "" if place[1] is None else f"/ci{place[1]}"
+    return Capability(
+        path=f"{_DIRECTORY}/gpu{gpu}/mig/gi{place[0]}{inner}/access",
+        minor=capability_minor(gpu, place),
+        modify=node is None or node.modify,
+    )
+
+
+def _find(state: SimulatedHostState, capability: Capability) -> tuple[SimulatedGpu, str] | None:
+    for index, gpu in enumerate(state.gpus):
+        for place in places_of(gpu):
+            if capability_minor(index, place) == capability.minor:
+                return gpu, place_key(place)
+    return None
+
+
+def _changed(state: SimulatedHostState, capability: Capability, path: str) -> SimulatedNode:
+    if state.uid != 0:
+        raise NoPermission(f"may not change {path}: Permission denied", "run it as root: sudo gpushare ...")
+    found = _find(state, capability)
+    if found is None:
+        raise NotFound(
+            f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"
+        )
+    return found[0].nodes.setdefault(found[1], SimulatedNode())

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpushare.host.program import Completed, timed_out
-from gpushare.sim import clients, mps_changes, mps_daemon, mps_queries, mps_texts
-from gpushare.sim.mps_logs import CONTROL, LogLine
-from gpushare.sim.mps_logs import render as render_line
-from gpushare.sim.mps_request import Reply, Request, refused
-from gpushare.sim.mps_servers import binary_version, driver_major
-from gpushare.sim.settled import changing, current
+from gpushare.sim import clients, mps_commands, mps_daemon
+from gpushare.sim.current import changing, current
+from gpushare.sim.mps_commands import Reply, Request, refused
+from gpushare.sim.mps_servers import CONTROL, LogLine, binary_version, driver_major
+from gpushare.sim.mps_servers import render as render_line
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, StateFile
 
 _POLL_SECONDS = 0.01
@@ -31,31 +30,31 @@ _OPTIONS = {
 _Command = Callable[[Request], "Reply | None"]
 
 _COMMANDS: dict[str, _Command] = {
-    "get_server_list": mps_queries.get_server_list,
-    "get_client_list": mps_queries.get_client_list,
-    "get_device_client_list": mps_queries.get_device_client_list,
-    "get_default_active_thread_percentage": mps_queries.get_default_active_thread_percentage,
-    "get_active_thread_percentage": mps_queries.get_active_thread_percentage,
-    "get_default_device_pinned_mem_limit": mps_queries.get_default_device_pinned_mem_limit,
-    "get_device_pinned_mem_limit": mps_queries.get_device_pinned_mem_limit,
-    "get_default_client_priority": mps_queries.get_default_client_priority,
-    "ps": mps_queries.ps,
-    "set_default_active_thread_percentage": mps_changes.set_default_active_thread_percentage,
-    "set_active_thread_percentage": mps_changes.set_active_thread_percentage,
-    "set_default_device_pinned_mem_limit": mps_changes.set_default_device_pinned_mem_limit,
-    "set_device_pinned_mem_limit": mps_changes.set_device_pinned_mem_limit,
-    "set_default_client_priority": mps_changes.set_default_client_priority,
-    "start_server": mps_changes.start_server,
-    "shutdown_server": mps_changes.shutdown_server,
-    "terminate_client": mps_changes.terminate_client,
-    "quit": mps_changes.quit_daemon,
+    "get_server_list": mps_commands.get_server_list,
+    "get_client_list": mps_commands.get_client_list,
+    "get_device_client_list": mps_commands.get_device_client_list,
+    "get_default_active_thread_percentage": mps_commands.get_default_active_thread_percentage,
+    "get_active_thread_percentage": mps_commands.get_active_thread_percentage,
+    "get_default_device_pinned_mem_limit": mps_commands.get_default_device_pinned_mem_limit,
+    "get_device_pinned_mem_limit": mps_commands.get_device_pinned_mem_limit,
+    "get_default_client_priority": mps_commands.get_default_client_priority,
+    "ps": mps_commands.ps,
+    "set_default_active_thread_percentage": mps_commands.set_default_active_thread_percentage,
+    "set_active_thread_percentage": mps_commands.set_active_thread_percentage,
+    "set_default_device_pinned_mem_limit": mps_commands.set_default_device_pinned_mem_limit,
+    "set_device_pinned_mem_limit": mps_commands.set_device_pinned_mem_limit,
+    "set_default_client_priority": mps_commands.set_default_client_priority,
+    "start_server": mps_commands.start_server,
+    "shutdown_server": mps_commands.shutdown_server,
+    "terminate_client": mps_commands.terminate_client,
+    "quit": mps_commands.quit_daemon,
 }
 # The driver branch that brought a command.
 _NEWER: dict[str, tuple[int, _Command]] = {
-    "get_server_status": (550, mps_queries.get_server_status),
-    "device_query": (580, mps_queries.device_query),
-    "lspart": (590, mps_queries.lspart),
-    "sm_partition": (590, mps_changes.sm_partition),
+    "get_server_status": (550, mps_commands.get_server_status),
+    "device_query": (580, mps_commands.device_query),
+    "lspart": (590, mps_commands.lspart),
+    "sm_partition": (590, mps_commands.sm_partition),
 }
 
 
@@ -75,18 +74,18 @@ def main(
     name = tuple(argv)
     first = letters[:1]
     if first == "h":
-        return Completed(name, 0, mps_texts.usage(major), "")
+        return Completed(name, 0, mps_daemon.usage(major), "")
     if first == "v":
-        return Completed(name, 0, mps_texts.version(state.mps_binary or binary_version(state.driver)), "")
+        return Completed(name, 0, mps_daemon.version(state.mps_binary or binary_version(state.driver)), "")
     if first == "?":
         said = f"Unrecognized option {letters[1:]}\n" if major >= 580 else ""
-        return Completed(name, 0 if said else 1, said + mps_texts.usage(major), "")
+        return Completed(name, 0 if said else 1, said + mps_daemon.usage(major), "")
     if not {"d", "f"} & set(letters):
         if commands:
             stdin = " ".join(commands) + "\n"
         return _Session(name, env, state_file, deadline, timeout).run(stdin)
     if "M" in letters and state.uid and major < 580:
-        return Completed(name, 1, mps_texts.usage(major) + mps_texts.ONLY_ROOT, "")
+        return Completed(name, 1, mps_daemon.usage(major) + mps_daemon.ONLY_ROOT, "")
     with changing(state_file) as (state, lines):
         daemon, code, said, started = mps_daemon.start(state, env, static="S" in letters)
         lines += started
@@ -181,19 +180,19 @@ class _Session:
         with changing(self._state_file) as (state, _):
             state.collisions -= 1
             silent = state.collisions % 2 == 0
-        return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", mps_texts.CANNOT_SEND)
+        return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", mps_daemon.CANNOT_SEND)
 
     def run(self, stdin: str) -> Completed:
         """Return what the program prints for this stdin."""
         output = ""
         if clients.daemon_of(current(self._state_file), self._env) is None:
-            return Completed(self._argv, 1, "", mps_texts.NO_DAEMON)
+            return Completed(self._argv, 1, "", mps_daemon.NO_DAEMON)
         if (dropped := self._dropped()) is not None:
             return dropped
         for command in _commands(stdin):
             reply = self._answer(command)
             if reply is None:
-                error = "Cannot send command to MPS control daemon process\n" if self._opened else mps_texts.NO_DAEMON
+                error = "Cannot send command to MPS control daemon process\n" if self._opened else mps_daemon.NO_DAEMON
                 return Completed(self._argv, 1, output, error)
             output += reply.text
             if reply.ended:

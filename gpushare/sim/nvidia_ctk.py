@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpushare.host.program import Completed
-from gpushare.sim.settled import changing, current
+from gpushare.sim.current import changing, current
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
 
 _PATH: Final = "/var/run/cdi/nvidia.yaml"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Final, NamedTuple
 
-from gpushare.sim.models import GpuModel
+from gpushare.gpu_models import GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 # "No GPU or compute instance" in nvmlProcessInfo_t.

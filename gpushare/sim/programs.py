@@ -6,12 +6,21 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gpushare.host.listener import Listener
-from gpushare.host.program import Completed, LocalPrograms, Pending, merged_environment, missing_program, timed_out
-from gpushare.sim.state import StateFile
+from gpushare.host.program import (
+    Completed,
+    Listener,
+    LocalPrograms,
+    Pending,
+    merged_environment,
+    missing_program,
+    timed_out,
+)
+from gpushare.sim.state import (
+    MPS_CONTROL,  # moved
+    StateFile,
+)
 
 SMI = "nvidia-smi"
-MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SERVER = "nvidia-cuda-mps-server"
 TOOLKIT = "nvidia-ctk"
 _POLL_SECONDS = 0.01

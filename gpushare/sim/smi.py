@@ -6,13 +6,21 @@ Errors go to stdout too, all but one. Texts: an H200 with driver 580.159.04, and
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from gpushare.gpu_models import model_of
 from gpushare.host.program import Completed
-from gpushare.sim.models import model_of
-from gpushare.sim.settled import changing, current
+from gpushare.sim.current import changing, current
+from gpushare.sim.smi_options import (  # moved
+    BAD_IDS,
+    NO_DEVICES,
+    NO_VALUE,
+    VALUE,
+    Wrong,
+    parse,
+    read_number,
+)
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
 
 _NO_LIBRARY = (
@@ -24,12 +32,7 @@ _NO_DRIVER = (
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
     "NVIDIA driver is installed and running.\n\n"
 )
-NO_DEVICES: Final = (6, "No devices were found\n")
-BAD_IDS: Final = (255, "Failed to parse device string on command line")
-# How an option takes a value.
-NO_VALUE, VALUE, MAYBE = "no", "yes", "maybe"
 _CHANGING = {"-c", "--compute-mode", "-mig", "--multi-instance-gpu", "--set-timeslice"}
-_NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|[0-9]+)")
 _RULE = "+-------------------------------------+\n"
 _LEVELS = ("Default", "Short", "Medium", "Long")
 _POLICY_OPTIONS: Final = {
@@ -56,14 +59,6 @@ _POLICY_HELP = """
 
 
 """
-
-
-class Wrong(Exception):
-    """The arguments are wrong: what the program prints for it, and its exit code."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
 
 
 def main(argv: Sequence[str], state_file: StateFile) -> Completed:
@@ -112,49 +107,7 @@ def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str] | tuple
         return smi_mig.run(state, words[1:])
     from gpushare.sim import smi_gpus
 
-    return smi_gpus.run(state, words)
-
-
-def parse(words: Sequence[str], options: Mapping[str, tuple[str, str]]) -> list[tuple[str, str | None]]:
-    """Return the options of a subcommand by their short names, with their values.
-
-    Raises:
-        Wrong: one is not known, or misses its value.
-    """
-    long = {name: short for short, (name, _) in options.items() if name}
-    found: list[tuple[str, str | None]] = []
-    rest = list(words)
-    while rest:
-        word, equals, text = rest.pop(0).partition("=")
-        option = long.get(word, word)
-        if option not in options:
-            raise Wrong(2, f'Option "{word}" is not recognized.\n')
-        takes, value = options[option][1], text if equals else None
-        if takes == NO_VALUE and equals:
-            rest.insert(0, text)
-        elif takes != NO_VALUE and not equals:
-            # Another option is no value; "-1" is one.
-            known = bool(rest) and long.get(name := rest[0].partition("=")[0], name) in options
-            if rest and not known:
-                value = rest.pop(0)
-            elif takes == VALUE:
-                raise Wrong(2, f'Option "{word}" is missing its value.\n')
-        found.append((option, value))
-    return found
-
-
-def read_number(text: str) -> int | None:
-    """Return a whole number as C's strtol reads it, in any of its bases; None when something else is in it."""
-    match = _NUMBER.fullmatch(text)
-    if match is None:
-        return None
-    sign, digits = match.groups()
-    base = 16 if digits[:2] in {"0x", "0X"} else 8 if digits.startswith("0") else 10
-    try:
-        number = int(digits[:40], base)
-    except ValueError:
-        return None
-    return -number if sign == "-" else number
+    return smi_gpus.run_change(state, words)
 
 
 def _compute_policy(state: SimulatedHostState, words: Sequence[str]) -> tuple[int, str]:

@@ -2,17 +2,393 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from gpushare.sim import activity, capabilities, mig_changes, smi_query, smi_tables
+from gpushare.gpu_models import GpuModel, model_of
+from gpushare.sim import activity, library_mig
 from gpushare.sim.activity import Resident
-from gpushare.sim.mps_servers import driver_major
-from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused
-from gpushare.sim.open_files import holding
-from gpushare.sim.smi import BAD_IDS, NO_DEVICES, Wrong, read_number
-from gpushare.sim.smi_view import Chosen, choose, lost_text, supports
-from gpushare.sim.state import SimulatedHostState
+from gpushare.sim.devices import forget_gone
+from gpushare.sim.mps_servers import binary_version, driver_major
+from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Handle, Kind, Refused, Target
+from gpushare.sim.processes import holding
+from gpushare.sim.smi_options import BAD_IDS, NO_DEVICES, Wrong, read_number
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance
+from gpushare.units import MIB
+
+# Ratios of an idle H200 (96 W of 700 W, 31 degrees), as the simulated NVML has them.
+_IDLE_POWER, _IDLE_TEMPERATURE, _BUSY_TEMPERATURE = 0.137, 31, 65
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One GPU that the command names, with its index and model."""
+
+    index: int
+    gpu: SimulatedGpu
+    model: GpuModel
+
+    def target(self, instance: SimulatedMigInstance | None = None) -> Target:
+        """Return it as the simulated NVML counts it, or one of its MIG devices."""
+        return Target(Handle(Kind.GPU, self.index), self.gpu, self.model, instance)
+
+    @property
+    def mig_enabled(self) -> bool:
+        """Return whether it is in MIG mode."""
+        return self.gpu.mig_mode == 1
+
+
+def choose(state: SimulatedHostState, ids: str | None) -> list[Chosen]:
+    """Return the GPUs that ``-i`` names: indices, UUIDs, bus ids, with commas; all when it is not given."""
+    wanted = None if ids is None else [part.strip() for part in ids.split(",")]
+    found = [Chosen(index, gpu, model_of(gpu.model)) for index, gpu in enumerate(state.gpus)]
+    if wanted is None:
+        return found
+    return [one for one in found if any(_names(one, part) for part in wanted)]
+
+
+def _names(one: Chosen, part: str) -> bool:
+    bus = one.gpu.pci_bus_id.upper()
+    return part in {str(one.index), one.gpu.uuid} or part.upper() in {bus, bus[4:], bus[9:]}
+
+
+def memory_mib(
+    state: SimulatedHostState, one: Chosen, instance: SimulatedMigInstance | None = None
+) -> tuple[int, int, int] | None:
+    """Return total, reserved and used MiB, or None where NVML does not tell."""
+    if supports(one, "nvmlDeviceGetMemoryInfo"):
+        try:
+            total, reserved, used = activity.memory_of(state, one.target(instance))
+        except Refused:
+            return None
+        return total // MIB, reserved // MIB, used // MIB
+    return None
+
+
+def utilization(state: SimulatedHostState, one: Chosen) -> int | None:
+    """Return the GPU's utilisation in percent; None with MIG on, or where NVML does not tell."""
+    if one.mig_enabled or not supports(one, "nvmlDeviceGetUtilizationRates"):
+        return None
+    return round(activity.utilization(state, one.target()))
+
+
+def power_watts(state: SimulatedHostState, one: Chosen) -> int | None:
+    """Return the power draw in watts, or None when the model's limit is not known."""
+    limit = one.model.power_limit_watts
+    if limit is None:
+        return None
+    busy = activity.utilization(state, one.target()) / 100
+    return round(limit * (_IDLE_POWER + (1 - _IDLE_POWER) * busy))
+
+
+def temperature_celsius(state: SimulatedHostState, one: Chosen) -> int:
+    """Return the temperature in degrees Celsius."""
+    busy = activity.utilization(state, one.target()) / 100
+    return round(_IDLE_TEMPERATURE + (_BUSY_TEMPERATURE - _IDLE_TEMPERATURE) * busy)
+
+
+def residents(state: SimulatedHostState, one: Chosen) -> list[activity.Resident]:
+    """Return who is on the GPU; nobody when NVML counts in another PID namespace."""
+    shown = state.pid_namespace_is_host and supports(one, "nvmlDeviceGetComputeRunningProcesses")
+    return activity.residents(state, one.target()) if shown else []
+
+
+def supports(one: Chosen, entry_point: str) -> bool:
+    """Return whether an NVML entry point works on this GPU (fault ``not-supported``)."""
+    return not any(name.startswith(entry_point) for name in one.gpu.not_supported)
+
+
+def lost_text(one: Chosen) -> str:
+    """Return what nvidia-smi says of a GPU that fell off the bus."""
+    return (
+        f"Unable to determine the device handle for GPU{one.index}: {one.gpu.pci_bus_id}: GPU is lost.  "
+        "Reboot the system to recover this GPU\n"
+    )
+
+
+_MODE_TITLES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
+_ALIASES = {
+    "gpu_name": "name",
+    "gpu_uuid": "uuid",
+    "gpu_bus_id": "pci.bus_id",
+    "pid": "pid",
+    "process_name": "process_name",
+}
+_APP_ALIASES = {"name": "process_name", "used_memory": "used_gpu_memory"}
+_Value = Callable[[SimulatedHostState, Chosen], object]
+
+
+def _memory(position: int) -> _Value:
+    def value(state: SimulatedHostState, one: Chosen) -> object:
+        found = memory_mib(state, one)
+        return None if found is None else found[position]
+
+    return value
+
+
+def _free(state: SimulatedHostState, one: Chosen) -> object:
+    found = memory_mib(state, one)
+    return None if found is None else found[0] - found[1] - found[2]
+
+
+def _power_limit(_state: SimulatedHostState, one: Chosen) -> object:
+    limit = one.model.power_limit_watts
+    return None if limit is None else f"{limit:.2f}"
+
+
+def _power(state: SimulatedHostState, one: Chosen) -> object:
+    watts = power_watts(state, one)
+    return None if watts is None else f"{watts:.2f}"
+
+
+def _mig_title(mode: int | None) -> object:
+    return None if mode is None else ("Disabled", "Enabled")[mode]
+
+
+# Field: unit and value; None is [N/A].
+_GPU_FIELDS: dict[str, tuple[str, _Value]] = {
+    "timestamp": (
+        "",
+        lambda _state, _one: time.strftime("%Y/%m/%d %H:%M:%S") + f".{int(time.time() * 1000) % 1000:03d}",
+    ),
+    "driver_version": ("", lambda state, _one: state.driver),
+    "count": ("", lambda state, _one: len(state.gpus)),
+    "index": ("", lambda _state, one: one.index),
+    "name": ("", lambda _state, one: one.model.name),
+    "uuid": ("", lambda _state, one: one.gpu.uuid),
+    "pci.bus_id": ("", lambda _state, one: one.gpu.pci_bus_id),
+    "compute_cap": ("", lambda _state, one: one.model.compute_capability),
+    "compute_mode": ("", lambda _state, one: _MODE_TITLES[one.gpu.compute_mode]),
+    "persistence_mode": ("", lambda _state, one: "Enabled" if one.gpu.persistence else "Disabled"),
+    "mig.mode.current": ("", lambda _state, one: _mig_title(one.gpu.mig_mode)),
+    "mig.mode.pending": ("", lambda _state, one: _mig_title(one.gpu.mig_pending)),
+    "memory.total": ("MiB", _memory(0)),
+    "memory.reserved": ("MiB", _memory(1)),
+    "memory.used": ("MiB", _memory(2)),
+    "memory.free": ("MiB", _free),
+    "utilization.gpu": ("%", utilization),
+    "temperature.gpu": ("", temperature_celsius),
+    "power.draw": ("W", _power),
+    "power.limit": ("W", _power_limit),
+}
+_APP_FIELDS = ("timestamp", "gpu_name", "gpu_bus_id", "gpu_uuid", "pid", "process_name", "used_gpu_memory")
+
+
+def check(query: str, fields: str, form: str | None, major: int) -> None:
+    """Check what a query asks for, before any GPU is looked at.
+
+    Raises:
+        Wrong: a format or a field is not known, or the format is missing, which it may from 580 on.
+    """
+    words = [word.strip() for word in (form or "").split(",") if word.strip()]
+    if form is None and major < 580:
+        raise Wrong(2, "\"--format=\" switch is missing. Please run 'nvidia-smi -h' for help.\n\n")
+    if set(words) - {"csv", "noheader", "nounits"}:
+        raise Wrong(2, "Format modifier is not recognized.\n")
+    if "csv" not in words and major < 580:
+        raise Wrong(2, "Format modifier --format=csv is mandatory.\n")
+    known = _GPU_FIELDS.keys() if query == "--query-gpu" else set(_APP_FIELDS)
+    for name in _query_names(fields):
+        if _ALIASES.get(name, name) not in known and _APP_ALIASES.get(name, name) not in known:
+            raise Wrong(2, f'Field "{name}" is not a valid field to query.\n\n')
+
+
+def _query_names(fields: str) -> list[str]:
+    return [name.strip() for name in fields.split(",") if name.strip()]
+
+
+def gpus(state: SimulatedHostState, chosen: list[Chosen], fields: str, form: str) -> str:
+    """Return the text of ``--query-gpu=FIELDS --format=csv[,noheader][,nounits]``."""
+    names = _query_names(fields)
+    header = [(name, _GPU_FIELDS[_ALIASES.get(name, name)][0]) for name in names]
+    rows = [[_GPU_FIELDS[_ALIASES.get(name, name)][1](state, one) for name in names] for one in chosen]
+    return _csv(header, rows, form)
+
+
+def compute_apps(state: SimulatedHostState, chosen: list[Chosen], fields: str, form: str) -> str:
+    """Return the text of ``--query-compute-apps``: MPS servers and clients are both in it."""
+    names = [_APP_ALIASES.get(name, name) for name in _query_names(fields)]
+    titles = activity.process_names(state)
+    rows: list[list[object]] = []
+    for one in chosen:
+        for resident in residents(state, one):
+            if resident.graphics:
+                continue
+            values: dict[str, object] = {
+                "pid": resident.pid,
+                "process_name": titles.get(resident.pid, "[Not Found]"),
+                "used_gpu_memory": resident.memory_bytes // MIB,
+            }
+            rows.append(
+                [
+                    values[name] if name in values else _GPU_FIELDS[_ALIASES.get(name, name)][1](state, one)
+                    for name in names
+                ]
+            )
+    return _csv([(name, "MiB" if name == "used_gpu_memory" else "") for name in names], rows, form)
+
+
+def _csv(header: list[tuple[str, str]], rows: list[list[object]], form: str) -> str:
+    words = [word.strip() for word in form.split(",")]
+    units = "nounits" not in words
+    lines = []
+    if "noheader" not in words:
+        lines.append(", ".join(f"{name} [{unit}]" if unit else name for name, unit in header))
+    for row in rows:
+        cells = []
+        for (_, unit), value in zip(header, row, strict=True):
+            text = "[N/A]" if value is None else str(value)
+            cells.append(f"{text} {unit}" if unit and units and value is not None else text)
+        lines.append(", ".join(cells))
+    return "".join(f"{line}\n" for line in lines)
+
+
+_WIDE = "+-----------------------------------------------------------------------------------------+\n"
+_TABLE_RULE = "+-----------------------------------------+------------------------+----------------------+\n"
+_HEAD = """\
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|                                         |                        |               MIG M. |
+|=========================================+========================+======================|
+"""
+_MIG_RULE = "+------------------+----------------------------------+-----------+-----------------------+\n"
+_MIG_HEAD = """\
+| MIG devices:                                                                            |
++------------------+----------------------------------+-----------+-----------------------+
+| GPU  GI  CI  MIG |              Shared Memory-Usage |        Vol|        Shared         |
+|      ID  ID  Dev |                Shared BAR1-Usage | SM     Unc| CE ENC  DEC  OFA  JPG |
+|                  |                                  |        ECC|                       |
+|==================+==================================+===========+=======================|
+"""
+_PROCESS_HEAD = """\
+| Processes:                                                                              |
+|  GPU   GI   CI              PID   Type   Process name                        GPU Memory |
+|        ID   ID                                                               Usage      |
+|=========================================================================================|
+"""
+_NOBODY = "|  No running processes found                                                             |\n"
+_MODE_TEXTS = {0: "Default", 1: "E. Thread", 2: "Prohibited", 3: "E. Process"}
+_NAME_WIDTH = 36
+
+
+def gpu_listing(chosen: list[Chosen]) -> str:
+    """Return ``nvidia-smi -L``: GPUs and their MIG devices with UUIDs."""
+    text = ""
+    for one in chosen:
+        if one.gpu.lost:
+            text += lost_text(one)
+            continue
+        text += f"GPU {one.index}: {one.model.name} (UUID: {one.gpu.uuid})\n"
+        for number, instance in enumerate(one.gpu.mig if one.mig_enabled else []):
+            name = activity.device_name(one.target(), instance)
+            text += f"  MIG {name:<11} Device {number:>2}: (UUID: {instance.uuid})\n"
+    return text
+
+
+def summary(state: SimulatedHostState, chosen: list[Chosen]) -> str:
+    """Return the table of ``nvidia-smi`` without arguments."""
+    binary = binary_version(state.driver)
+    cuda = f"{binary // 1000}.{binary % 1000 // 10}"
+    title = f"| NVIDIA-SMI {state.driver:<22} Driver Version: {state.driver:<14} CUDA Version: {cuda:<8} |\n"
+    text = time.strftime("%a %b %e %H:%M:%S %Y") + "       \n" + _WIDE + title + _TABLE_RULE + _HEAD
+    text += "".join(_gpu_rows(state, one) + _TABLE_RULE for one in chosen)
+    if any(one.mig_enabled for one in chosen):
+        text += "\n" + _WIDE + _MIG_HEAD + (_mig_rows(state, chosen) or _NO_MIG + _WIDE)
+    return text + "\n" + _WIDE + _PROCESS_HEAD + (_process_rows(state, chosen) or _NOBODY) + _WIDE
+
+
+_NO_MIG = "|  No MIG devices found                                                                   |\n"
+
+
+def _gpu_rows(state: SimulatedHostState, one: Chosen) -> str:
+    persistence = "On" if one.gpu.persistence else "Off"
+    ecc = "On" if one.mig_enabled else "0"
+    memory = memory_mib(state, one)
+    used, total = ("N/A", "N/A") if memory is None else (f"{memory[2]}MiB", f"{memory[0]}MiB")
+    busy = utilization(state, one)
+    percent = "N/A" if busy is None else f"{busy}%"
+    watts, cap = power_watts(state, one), one.model.power_limit_watts
+    power = f"{'N/A':>16} /{'N/A':>6} " if watts is None else f"{watts:>15}W /{cap:>5}W "
+    mig = {None: "N/A", 0: "Disabled", 1: "Enabled"}[one.gpu.mig_mode]
+    temperature, mode = temperature_celsius(state, one), _MODE_TEXTS[one.gpu.compute_mode]
+    return (
+        f"|{one.index:>4}  {one.model.name[:27]:<27}{persistence:>6}  |   {one.gpu.pci_bus_id} Off |{ecc:>21} |\n"
+        f"| N/A  {temperature:>3}C    P0{power}|{used:>11} /{total:>10} |{percent:>8}{mode:>13} |\n"
+        f"|{'':41}|{'':24}|{mig:>21} |\n"
+    )
+
+
+def _mig_rows(state: SimulatedHostState, chosen: list[Chosen]) -> str:
+    text = ""
+    for one in chosen:
+        for number, instance in enumerate(one.gpu.mig if one.mig_enabled else []):
+            text += _mig_row(state, one, number, instance) + _MIG_RULE
+    return text
+
+
+def _mig_row(state: SimulatedHostState, one: Chosen, number: int, instance: SimulatedMigInstance) -> str:
+    profile = one.model.profile(instance.profile)
+    memory = memory_mib(state, one, instance) or (0, 0, 0)
+    engines = (
+        (profile.copy_engines, profile.encoders, profile.decoders, profile.optical_flow_engines, profile.jpeg_engines)
+        if profile
+        else (None,) * 5
+    )
+    copy, encode, decode, flow, jpeg = ("-" if value is None else str(value) for value in engines)
+    sm = activity.device_multiprocessors(one.target(), instance)
+    return (
+        f"|{one.index:>3}{instance.gpu_instance_id:>5}{instance.compute_instance_id:>4}{number:>4}  |"
+        f"{memory[2]:>16}MiB /{memory[0]:>6}MiB    |{sm:>3}      0 |"
+        f"{copy:>3}{encode:>4}{decode:>5}{flow:>5}{jpeg:>5} |\n"
+        f"|{'':18}|{0:>16}MiB /{memory[0]:>6}MiB    |{'':11}|{'':23}|\n"
+    )
+
+
+def _process_rows(state: SimulatedHostState, chosen: list[Chosen]) -> str:
+    names = activity.process_names(state)
+    text = ""
+    for one in chosen:
+        for resident in residents(state, one):
+            gi = "N/A" if resident.gpu_instance_id is None else f"{resident.gpu_instance_id:>2} "
+            ci = "N/A" if resident.compute_instance_id is None else f"{resident.compute_instance_id:>2} "
+            used = f"{resident.memory_bytes // MIB}MiB"
+            text += (
+                f"|{one.index:>5}   {gi}  {ci}{resident.pid:>16}{_type(resident):>7}   "
+                f"{names.get(resident.pid, '[Not Found]')[:_NAME_WIDTH]:<{_NAME_WIDTH}}{used:>10} |\n"
+            )
+    return text
+
+
+def pmon(state: SimulatedHostState, chosen: list[Chosen], *, memory: bool) -> str:
+    """Return ``nvidia-smi pmon -c 1``, with frame buffer columns for ``-s um``.
+
+    Under MPS the work of the clients is shown at their server (H200, driver 580).
+    """
+    extra = ("     fb   ccpm", "     MB     MB") if memory else ("", "")
+    text = f"# gpu         pid   type     sm    mem    enc    dec    jpg    ofa{extra[0]}    command \n"
+    text += f"# Idx           #    C/G      %      %      %      %      %      %{extra[1]}    name \n"
+    names = activity.process_names(state)
+    for one in chosen:
+        found = residents(state, one)
+        if not found:
+            blanks = f"{'-':>7}" * (8 if memory else 6)
+            text += f"{one.index:>5}{'-':>11}{'-':>6}{blanks}    {'-':<15}\n"
+        busy = {} if one.mig_enabled else activity.samples(state, one.target())
+        for resident in found:
+            percent = busy.get(resident.pid)
+            cells = ["-", "-"] if percent is None else [str(round(percent)), str(activity.memory_bandwidth(percent))]
+            cells += ["-"] * 4 + ([str(resident.memory_bytes // MIB), "0"] if memory else [])
+            row = "".join(f"{cell:>7}" for cell in cells)
+            name = names.get(resident.pid, "-")[:15]
+            text += f"{one.index:>5}{resident.pid:>11}{_type(resident):>6}{row}    {name:<15}\n"
+    return text
+
+
+def _type(resident: activity.Resident) -> str:
+    return "G" if resident.graphics else "M+C" if resident.mps_client else "C"
+
 
 _LONG = {
     "--id": "-i",
@@ -21,7 +397,7 @@ _LONG = {
     "--help": "-h",
     "--multi-instance-gpu": "-mig",
 }
-_QUERIES = {"--query-gpu": smi_query.gpus, "--query-compute-apps": smi_query.compute_apps}
+_QUERIES = {"--query-gpu": gpus, "--query-compute-apps": compute_apps}
 _VALUED = {"-i", "-c", "-mig", "--format", *_QUERIES}
 # Names and numbers of what each option sets, as the texts spell them.
 _MODES = {
@@ -84,7 +460,7 @@ nvidia-smi [OPTION1 [ARG1]] [OPTION2 [ARG2]] ...
 """
 
 
-def run(state: SimulatedHostState, words: list[str]) -> tuple[int, str] | tuple[int, str, str]:
+def run_change(state: SimulatedHostState, words: list[str]) -> tuple[int, str] | tuple[int, str, str]:
     """Carry out the words after ``nvidia-smi`` on the state; return exit code, output and errors.
 
     Raises:
@@ -174,16 +550,16 @@ def choose_present(state: SimulatedHostState, ids: str | None) -> list[Chosen]:
 def _show(state: SimulatedHostState, options: dict[str, str], *, listing: bool) -> tuple[int, str]:
     query = next(iter(_QUERIES.keys() & options.keys()), None)
     if query is not None:
-        smi_query.check(query, options[query], options.get("--format"), driver_major(state.driver))
+        check(query, options[query], options.get("--format"), driver_major(state.driver))
     chosen = choose_present(state, options.get("-i"))
     lost = [one for one in chosen if one.gpu.lost]
     if listing:
-        return (15 if lost else 0), smi_tables.listing(chosen)
+        return (15 if lost else 0), gpu_listing(chosen)
     if lost:
         return 15, lost_text(lost[0])
     if query is not None:
         return 0, _QUERIES[query](state, chosen, options[query], options.get("--format") or "csv")
-    return 0, smi_tables.summary(state, chosen)
+    return 0, summary(state, chosen)
 
 
 def _pmon(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
@@ -207,7 +583,7 @@ def _pmon(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
     if given["-c"] != "1":
         # Without a count it scrolls for ever.
         return 2, "The simulated nvidia-smi pmon takes -c 1 only\n"
-    return 0, smi_tables.pmon(state, chosen, memory="m" in given["-s"])
+    return 0, pmon(state, chosen, memory="m" in given["-s"])
 
 
 def _change(state: SimulatedHostState, given: list[tuple[str, str]]) -> tuple[int, str] | tuple[int, str, str]:
@@ -266,7 +642,7 @@ def _set_mig_mode(state: SimulatedHostState, one: Chosen, wanted: int) -> str:
         raise Refused(Code.NOT_SUPPORTED)
     require_root(state)
     with changed(state, one) as residents:
-        code = mig_changes.set_mode(one.gpu, one.model, wanted, residents)
+        code = library_mig.set_mode(one.gpu, one.model, wanted, residents)
     if code == Code.SUCCESS:
         warning = "" if one.gpu.persistence else _NO_PERSISTENCE.format(bus)
         return f"{verb.title()}d MIG Mode for GPU {bus}\n{warning}"
@@ -284,4 +660,4 @@ def require_root(state: SimulatedHostState) -> None:
 def changed(state: SimulatedHostState, one: Chosen) -> Iterator[list[Resident]]:
     """Yield who is on the GPU, or holds it open, for a change of its MIG state."""
     yield [*activity.residents(state, one.target()), *holding(state, one.index)]
-    capabilities.forget_gone(one.gpu)
+    forget_gone(one.gpu)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
+import re
 import shlex
 import stat
 import time
+import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from gpushare.errors import NoPermission, OperationFailed
-from gpushare.host.kept_file import replace_file, writing
+from gpushare.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.gpu_models import GpuModel, find_model
+from gpushare.host.process import SAME_START_SECONDS
+from gpushare.host.records import replace_file, writing
 
 # Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
 FIRST_SIMULATED_PID = 4_194_305
@@ -355,3 +360,124 @@ def _decode_gpu(raw: dict[str, Any]) -> SimulatedGpu:
     bare = [SimulatedGpuInstance(**one) for one in raw.get("bare", [])]
     nodes = {place: SimulatedNode(**one) for place, one in raw.get("nodes", {}).items()}
     return SimulatedGpu(**{**raw, "mig": mig, "bare": bare, "nodes": nodes})
+
+
+PREFIX: Final = "sim:"
+MAX_GPUS: Final = 64
+_PART: Final = re.compile(r"(?:([0-9]{1,9})\s*[x*]\s*)?(\S.*)", re.IGNORECASE | re.DOTALL)
+_HINT: Final = "write for example sim:h200, sim:8xa100-80gb or sim:2xt4,a30; models: gpushare sim list --models"
+_NAMESPACE: Final = uuid.UUID("6f0e6c5e-2f0b-5b0c-9f5b-3a1d6a4f7c11")
+
+
+class SimulatedHostSpec(NamedTuple):
+    """A simulated host as its name describes it; ``text`` is canonical, equal hosts have equal texts."""
+
+    text: str
+    models: tuple[GpuModel, ...]
+
+
+def parse_spec(text: str) -> SimulatedHostSpec:
+    """Return the host that ``sim:[N x]MODEL[,...]`` describes; blanks and case do not matter.
+
+    Raises:
+        BadUsage: not such a name, an unknown model, or not 1 to 64 GPUs.
+    """
+    stripped = text.strip()
+    if not stripped.lower().startswith(PREFIX):
+        raise BadUsage(f"'{stripped[:60]}' is not a simulated host", _HINT, code="bad_host")
+    models: list[GpuModel] = []
+    for part in stripped[len(PREFIX) :].split(","):
+        count, model = _parse_part(part)
+        if not 1 <= count <= MAX_GPUS - len(models):
+            raise BadUsage(f"a simulated host has 1 to {MAX_GPUS} GPUs", _HINT, code="bad_host")
+        models.extend([model] * count)
+    return SimulatedHostSpec(canonical_spec(models), tuple(models))
+
+
+def canonical_spec(models: Sequence[GpuModel]) -> str:
+    """Return the canonical name of a host with these GPUs: ``sim:8xa100-80gb,t4``."""
+    parts = []
+    for short, group in itertools.groupby(model.short for model in models):
+        count = len(list(group))
+        parts.append(short if count == 1 else f"{count}x{short}")
+    return PREFIX + ",".join(parts)
+
+
+def initial_state(spec: str) -> SimulatedHostState:
+    """Return the state of a simulated host that nobody has used yet.
+
+    UUIDs depend on the host's name and the GPU's index alone: every start finds the same GPUs.
+
+    Raises:
+        BadUsage: see `parse_spec`.
+    """
+    parsed = parse_spec(spec)
+    gpus = [_new_gpu(parsed.text, index, model) for index, model in enumerate(parsed.models)]
+    return SimulatedHostState(spec=parsed.text, gpus=gpus, created_at=now())
+
+
+def _parse_part(part: str) -> tuple[int, GpuModel]:
+    match = _PART.fullmatch(part.strip())
+    if match is None:
+        raise BadUsage("a GPU model is missing in the name of the simulated host", _HINT, code="bad_host")
+    count, name = match.groups()
+    return (1 if count is None else int(count)), find_model(name)
+
+
+def _new_gpu(spec: str, index: int, model: GpuModel) -> SimulatedGpu:
+    mig_mode = 0 if model.mig else None
+    return SimulatedGpu(
+        model=model.key,
+        uuid=f"GPU-{uuid.uuid5(_NAMESPACE, f'{spec}/{index}')}",
+        pci_bus_id=f"00000000:{index + 1:02X}:00.0",
+        mig_mode=mig_mode,
+        mig_pending=mig_mode,
+    )
+
+
+def on_gpu(process: SimulatedProcess) -> bool:
+    """Return whether the process has a context: not refused, not pending, not still starting."""
+    waiting = process.mps_daemon is not None and process.mps_server is None
+    return process.refused is None and process.attach_at is None and not waiting
+
+
+def due(state: SimulatedHostState) -> bool:
+    """Return whether `clients.settle` would change anything: a process died, or makes its first context now."""
+    at = now()
+    return any(
+        (process.attach_at is not None and process.attach_at <= at) or (process.real and not lives(process))
+        for process in state.processes
+    )
+
+
+def lives(process: SimulatedProcess) -> bool:
+    """Return whether a real process lives: its PID, state and start time in ``/proc/PID/stat``."""
+    try:
+        with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    if fields[0] in {"Z", "X", "x"}:
+        return False
+    return abs(_boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK") - process.started_at) < SAME_START_SECONDS
+
+
+def started_at(pid: int) -> float | None:
+    """Return when a real process started (seconds since the epoch), or None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+    return _boot_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _boot_time() -> float:
+    with open("/proc/stat", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("btime "):
+                return float(line.split()[1])
+    return 0.0
+
+
+MPS_CONTROL = "nvidia-cuda-mps-control"

@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
+from gpushare.advice.case import Case, workload_of
 from gpushare.advice.facts import GpuFacts, HostFacts
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Table, load_table
-from gpushare.advice.workload import Case, workload_of
 from gpushare.cli.facts import gather
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 
 _FACTS: dict[str, HostFacts] = {}
 

@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.advice.comparison import availability_text, explanation, record, text_here
+from gpushare.advice.compare import (
+    availability,
+    availability_text,
+    cell_here,
+    explanation,
+    mps_clients,
+    record,
+    text_here,
+)
 from gpushare.advice.facts import GpuFacts, HostFacts
-from gpushare.advice.here import availability, cell_here, mps_clients
-from gpushare.advice.names import mechanism_named, row_named
-from gpushare.advice.table import Mechanism, load_table
+from gpushare.advice.table import Mechanism, load_table, mechanism_named, row_named
 from gpushare.errors import BadUsage
 from gpushare.mig.profile import Layout, Placement, Profile
 from gpushare.model import ComputeMode

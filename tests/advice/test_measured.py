@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare.advice.advise import Advice, Confidence, advise
-from gpushare.advice.measured import ANSWERED, Effect, MeasuredAdvice, bench_ways, measured
-from gpushare.advice.measured_cells import BENCH_WAYS
-from gpushare.advice.preferences import PREFERENCES
+from gpushare.advice.measured import ANSWERED, BENCH_WAYS, Effect, MeasuredAdvice, bench_ways, measured
+from gpushare.advice.prefer import PREFERENCES
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.advice.case import Case, Workload
 from gpushare.advice.facts import GpuFacts
-from gpushare.advice.memory import (
+from gpushare.advice.recipe import memory_limits, size
+from gpushare.advice.situation import (
     CONTEXT_BYTES,
     LEAST_CONTEXT_BYTES,
     MPS_CONTEXT_BYTES,
@@ -17,8 +19,6 @@ from gpushare.advice.memory import (
     equal_limit,
     limit_for,
 )
-from gpushare.advice.recipe_mps import memory_limits, size
-from gpushare.advice.workload import Case, Workload
 from gpushare.units import GIB, MIB, parse_memory_limit
 from tests.advice.conftest import situation_of
 

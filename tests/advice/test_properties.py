@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpushare
-from gpushare.advice.advise import advise, answer_of
-from gpushare.advice.ask import QUESTIONS, next_question, ways_of
+from gpushare.advice.advise import QUESTIONS, advise, answer_of, next_question, ways_of
+from gpushare.advice.case import workload_of
 from gpushare.advice.engine import Outcome, verdicts, winner
 from gpushare.advice.table import load_table
 from gpushare.advice.ways import Way
-from gpushare.advice.workload import workload_of
 from tests.advice.conftest import situation_of
 
 HOSTS = ("a100-80gb", "t4", "h200", "a30")

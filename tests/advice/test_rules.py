@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from gpushare.advice.conditions import CONDITIONS
+from gpushare.advice.case import workload_of
 from gpushare.advice.engine import Outcome, Verdict, verdicts
-from gpushare.advice.preferences import PREFERENCES
+from gpushare.advice.prefer import CONDITIONS, PREFERENCES
 from gpushare.advice.recipe import recipe
-from gpushare.advice.requirements import REQUIREMENTS
+from gpushare.advice.refuse import REQUIREMENTS, VETOES
 from gpushare.advice.rule import Kind, Reason, Rule
-from gpushare.advice.vetoes import VETOES
 from gpushare.advice.ways import Way
-from gpushare.advice.workload import workload_of
 from gpushare.errors import BadUsage
 from gpushare.mig.profile import ComputeInstance, GpuInstance
 from gpushare.model import ComputeMode, Holder, TimeSlice

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.advice.slices import Share, slices_for
-from gpushare.mig.plan import Plan
+from gpushare.advice.situation import Share, slices_for
+from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.units import GIB
@@ -57,7 +57,7 @@ def test_what_draws_gets_instances_that_can() -> None:
     assert slices_for(board, (drawing,) * 2).words == ["2g.48gb+gfx*2"]
     mixed = slices_for(board, (drawing, Share(5 * GIB)))
     assert [one.graphics for one in mixed.profiles] == [True, False]
-    assert isinstance(plan_exact([board], {0: mixed.wish}), Plan)
+    assert isinstance(plan_exact([board], {0: mixed.wish}), MigPlan)
 
 
 def test_what_no_instance_has_of_sms_says_sms() -> None:
@@ -89,4 +89,4 @@ def test_the_instances_hold_their_shares_and_fit_together(host: str, sizes: list
     assert len(found.profiles) == len(shares)
     for profile, share in zip(found.profiles, shares, strict=True):
         assert (profile.memory_bytes or 0) >= share.memory_bytes
-    assert isinstance(plan_exact([board], {0: found.wish}), Plan)
+    assert isinstance(plan_exact([board], {0: found.wish}), MigPlan)

@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.sim import admin
-from gpushare.sim.spec import parse_spec
-from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
+from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile, parse_spec
 
 ROOT = Path(__file__).parents[2]
 H200 = "sim:h200"

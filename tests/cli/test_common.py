@@ -215,7 +215,7 @@ def test_a_bug_is_said_in_two_lines(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
         message = "some\nthing"
         raise RuntimeError(message)
 
-    monkeypatch.setattr("gpushare.host.snapshot.Observer.look", broken)
+    monkeypatch.setattr("gpushare.snapshot.Observer.look", broken)
     answer = cli("status", output="json")
     assert answer.code == 1
     assert "Traceback" not in answer.err
@@ -229,7 +229,7 @@ def test_interrupt_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpushare.host.snapshot.Observer.look", interrupted)
+    monkeypatch.setattr("gpushare.snapshot.Observer.look", interrupted)
     answer = cli("status", output="json")
     assert answer.code == 130
     assert answer.json["errors"][0]["code"] == "interrupted"
@@ -297,4 +297,4 @@ def test_the_list_of_verbs_says_what_the_verbs_say_themselves() -> None:
 def test_help_loads_no_verb() -> None:
     code = "import sys; from gpushare.cli import main; main(['--help']); print([m for m in sys.modules if m.startswith('gpushare.cli.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("['gpushare.cli.common']")
+    assert done.stdout.rstrip().endswith("['gpushare.cli.options']")

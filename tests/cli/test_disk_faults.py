@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.host import production as production_file
-from gpushare.host.kept_file import replace_file
+from gpushare.host.records import replace_file
+from gpushare.run import production as production_file
 from tests.cli.conftest import Cli
 from tests.cli.drive import H200, World
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.drive import H200, Started, World, alive, environment, until
-from tests.cli.test_run_terminal import Screen, gpushare_run, on_terminal, screens  # noqa: F401
+from tests.cli.run.test_terminal import Screen, gpushare_run, on_terminal, screens  # noqa: F401
 
 GPUSHARE = f"{sys.executable} -m gpushare --host {H200}"
 # Says which signals it ignores, works for a moment, and leaves a mark.

@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.host.host import make_private_directory
 from gpushare.host.leftovers import sweep
-from gpushare.host.mps_home import home_of
+from gpushare.mps.home import home_of
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 

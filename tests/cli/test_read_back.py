@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.actions.mps_limits import check_memory
-from gpushare.actions.timeslice import plan_set
 from gpushare.errors import BadUsage
-from gpushare.host.mps_control import MpsControl
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.smi import ComputePolicy
 from gpushare.model import ComputeMode, Priority, TimeSlice
+from gpushare.mps.control import MpsControl
+from gpushare.mps.limits import check_memory
 from gpushare.selection import Device, select_one
+from gpushare.timeslice.policy import plan_level
 from gpushare.units import GIB
 from tests.cli.drive import Answer, World
 
@@ -136,7 +136,7 @@ def test_a_memory_limit_may_be_all_of_the_gpu_and_not_more(world: World) -> None
 def test_each_step_names_the_command_that_takes_it_back(world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     device = select_one(None, world.host.nvml.sweep())
-    mode, level = plan_set(world.host, [device], TimeSlice.SHORT).steps
+    mode, level = plan_level(world.host, [device], TimeSlice.SHORT).steps
     uuid = device.uuid
     assert (mode.command, mode.undo) == (
         f"nvidia-smi -i {uuid} -c DEFAULT",

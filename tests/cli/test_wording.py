@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from gpushare.cli import common
+from gpushare.cli import options
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
@@ -27,7 +27,7 @@ def test_ctrl_c_at_a_question_leaves_the_error_a_line_of_its_own(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Interrupting())
     with pytest.raises(KeyboardInterrupt):
-        common.answered("Sure? ")
+        options.answered("Sure? ")
     assert capsys.readouterr().err == "Sure? \n"
 
 

@@ -56,7 +56,7 @@ def test_one_more_command_brings_back_the_old_or_the_new_state(part: str, tmp_pa
 def test_the_tool_sees_what_is_lost(tmp_path: Path) -> None:
     """A gpushare whose journal never comes to the disk: the tool says where that is felt, and how to see it again."""
     (tmp_path / "sitecustomize.py").write_text(
-        "from gpushare.host.mig_journal import Journal\n"
+        "from gpushare.mig.journal import Journal\n"
         "assert callable(Journal._write)\n"
         "Journal._write = lambda self, entry: None\n"
     )  # fmt: skip

@@ -30,7 +30,7 @@ def why_not() -> str | None:
 def walk(host: str, tmp_path: Path, *words: str, seconds: float) -> dict[str, Any]:
     """Run the script and return its figures; a failure shows what it printed."""
     figures = tmp_path / "figures.json"
-    argv = [sys.executable, "-m", "tests.gpu.mps_path", "--host", host, "--json", str(figures), *words]
+    argv = [sys.executable, "-m", "benchmarks.gpu_mps_path", "--host", host, "--json", str(figures), *words]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))

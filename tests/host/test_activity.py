@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.host import activity
 from gpushare.host.activity import Activity, ActivityMeter, samples_since
-from gpushare.host.connect import connect
 from gpushare.host.nvml import NvmlReader
 from gpushare.sim import admin
 from tests.host.test_nvml import Altered

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.host import cdi
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
 from gpushare.model import Gpu, MigInstance
 from gpushare.sim import admin, nvidia_ctk, open_simulated

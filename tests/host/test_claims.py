@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.connect import connect
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host import claims, identity
 from gpushare.host.claims import Claim, HeldClaim, live_claims, take_claim
-from gpushare.host.connect import connect
-from gpushare.host.holders import claimed_instances
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, boot_id, identity_of, lives
+from gpushare.mig.holders import claimed_instances
 
 ROOT = Path(__file__).parents[2]
 ONE, OTHER = "MIG-11111111-1111-5111-8111-111111111111", "MIG-22222222-2222-5222-8222-222222222222"
@@ -35,7 +35,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from gpushare.host import claims
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 host = connect("sim:h200")
 if sys.argv[2:]:
     claims.SHARED_DIRECTORIES = (Path(sys.argv[2]),)

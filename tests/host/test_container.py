@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.host.container import container_of
+from gpushare.host.process import container_of
 
 ID = "0123456789abcdef" * 4
 SHORT = ID[:12]

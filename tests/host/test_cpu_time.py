@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpushare.host import cpu_time as module
-from gpushare.host.cpu_time import cpu_time
+from gpushare.host import process as module
+from gpushare.host.process import cpu_time
 
 _LOOKS = 3000
 

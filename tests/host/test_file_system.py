@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.host.file_system import is_full
+from gpushare.run.several import is_full
 
 
 @pytest.mark.parametrize(

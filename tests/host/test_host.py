@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import BadUsage, GpushareError, NoPermission
-from gpushare.host.connect import connect
 from gpushare.host.host import (
     SYSTEM_RUN_DIRECTORY,
     is_trusted_directory,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.kept_file import replace_file
 from gpushare.host.leftovers import sweep
+from gpushare.host.records import replace_file
 
 LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon-0123_xyz")
 
@@ -40,9 +40,9 @@ def test_temporary_files_of_ours_go_and_all_else_stays(host: Host) -> None:
 
 
 def test_what_is_being_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.host import kept_file
+    from gpushare.host import records
 
-    real, path = kept_file.os.replace, host.run_directory / "mig" / "journal.json"
+    real, path = records.os.replace, host.run_directory / "mig" / "journal.json"
     seen: list[str] = []
 
     def swept(source: str, target: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_is_being_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch
         seen.append(Path(source).read_text())
         real(source, target)
 
-    monkeypatch.setattr(kept_file.os, "replace", swept)
+    monkeypatch.setattr(records.os, "replace", swept)
     replace_file(path, "[]")
     assert (seen, path.read_text()) == (["[]"], "[]")
 

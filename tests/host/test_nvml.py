@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import (
     DriverNotLoaded,
     ExitCode,
@@ -18,12 +19,10 @@ from gpushare.errors import (
     NvmlMissing,
     OperationFailed,
 )
-from gpushare.host.connect import connect
-from gpushare.host.nvml import NvmlReader
-from gpushare.host.nvml_errors import nvml_error
+from gpushare.gpu_models import load_models
+from gpushare.host.nvml import NvmlReader, nvml_error
 from gpushare.model import ComputeMode, Gpu
 from gpushare.sim import admin
-from gpushare.sim.models import load_models
 from gpushare.units import GIB
 from tests.sim import nvml_host
 

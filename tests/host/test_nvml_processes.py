@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.nvml import NvmlReader
 from gpushare.model import GpuProcess
 from gpushare.sim import admin

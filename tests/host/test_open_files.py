@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.host import open_files as module
-from gpushare.host.open_files import OpenFiles, open_files
-from gpushare.host.process import LocalProcesses
+from gpushare.host import process as module
+from gpushare.host.process import LocalProcesses, OpenFiles, open_files
 
 HOLD = "import sys; kept = [open(path) for path in sys.argv[1:]]; print('open', flush=True); sys.stdin.read()"
 

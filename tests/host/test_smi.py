@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.connect import connect
 from gpushare.errors import (
     DriverNotLoaded,
     GpuLost,
@@ -22,7 +23,6 @@ from gpushare.errors import (
     TimedOut,
 )
 from gpushare.host import smi
-from gpushare.host.connect import connect
 from gpushare.host.program import Completed
 from gpushare.model import TimeSlice
 from gpushare.sim import admin

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher
 from gpushare.measure.metric import Metric

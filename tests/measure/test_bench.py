@@ -9,15 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.cli.bench_run import bench_notes
+from gpushare.cli.bench import bench_notes
 from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
-from gpushare.measure.bench_compare import check_comparable, compared
-from gpushare.measure.bench_data import Header, bench_data, check_new, read_bench, write_bench
+from gpushare.measure.bench_data import (
+    Header,
+    bench_data,
+    check_comparable,
+    check_new,
+    compared,
+    judge,
+    overall,
+    picks,
+    read_bench,
+    write_bench,
+)
 from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
-from gpushare.measure.verdict import judge, overall, picks
 from gpushare.measure.ways import ALONE, QUEUE, Way, parse_ways
 from gpushare.model import Gpu
 from gpushare.selection import Device

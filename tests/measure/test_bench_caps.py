@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.host.benched import BenchedCap, find_benched, keep_benched
-from gpushare.host.connect import connect
-from gpushare.measure.bench_caps import best_caps
+from gpushare.connect import connect
+from gpushare.measure.bench_data import best_caps
 from gpushare.model import MigInstance
+from gpushare.run.farm import BenchedCap, find_benched, keep_benched
 from gpushare.selection import select_one
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import OperationFailed, TimedOut
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.bounded import bounded
+from gpushare.measure.bench import Request, measure, prepare
 from gpushare.measure.copies import CopiesResult
-from gpushare.measure.metric import Metric, Printed, amount, number
-from gpushare.measure.progress import Progress
-from gpushare.measure.session import Request, measure, prepare
+from gpushare.measure.metric import Metric, Printed, amount, bounded, number
+from gpushare.measure.pair import Progress
 from gpushare.measure.ways import parse_ways
 from gpushare.selection import select_one
 from gpushare.show.bench import _figure
@@ -94,7 +93,7 @@ def test_the_time_of_a_run_begins_with_its_first_copy(together: Together) -> Non
 def test_what_a_copy_leaves_behind_is_ended_and_told_of(
     together: Together, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpushare.actions.left_behind.HELPER_SECONDS", 0.05)
+    monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.05)
     file = tmp_path / "pid"
     found = together(f"sleep 600 & echo $! > {file}; echo rate=2", "echo rate=2", metric=RATE)
     pid = int(file.read_text())
@@ -152,7 +151,7 @@ def test_mps_that_cannot_be_started_is_left_out_and_the_rest_measured(
     def refuse(*_: object) -> None:
         raise TimedOut("the daemon did not answer", "end it: gpushare mps stop")
 
-    monkeypatch.setattr("gpushare.measure.grounds.open_mps_share", refuse)
+    monkeypatch.setattr("gpushare.measure.ways.open_mps_share", refuse)
     device = select_one(None, host.nvml.sweep())
     found, _ = measure(host, device, prepare(host, device, request("echo rate=2", "timeslice,mps,mps:100/n")))
     assert {(one.way, one.copies, one.reason) for one in found.left_out} == {

@@ -13,20 +13,23 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpushare.measure.controller import (
+from gpushare.measure.search import (
     FINE,
     GRID,
     MOST_TRIALS,
     SPARED,
     START,
+    Goal,
     Outcome,
     Search,
+    Setting,
+    Trial,
     best_of,
+    judge,
     memory_warning,
     next_setting,
     outcome,
 )
-from gpushare.measure.trials import Goal, Setting, Trial, judge
 
 Pair = Callable[[Setting], Trial]
 

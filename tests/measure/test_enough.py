@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.plain_share import PlainShare
+from gpushare.connect import connect
 from gpushare.errors import OperationFailed
-from gpushare.host.connect import connect
-from gpushare.measure.controller import Search
-from gpushare.measure.enough import sure
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import Pair, TuneOptions
+from gpushare.measure.search import Goal, Search, Setting, Trial
 from gpushare.measure.statistics import Ratio
-from gpushare.measure.trials import Goal, Setting, Trial
-from gpushare.measure.tune import tune
-from gpushare.measure.tune_report import TrialReport, TuneReporter, TuneResult
+from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, sure, tune
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.share import PlainShare
 from gpushare.selection import select_one
 from tests.measure.told_jobs import (
     Bursts,

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
-from gpushare.cli.common import Ended
+from gpushare.cli.options import Ended
+from gpushare.connect import connect
 from gpushare.errors import DriverNotLoaded, GpushareError, NotFound, OperationFailed
 from gpushare.host.activity import ActivityRecorder
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.mps_control import SERVER_PROGRAM
 from gpushare.host.nvml import NvmlReader
 from gpushare.measure.observe import Clock, Sampler, header_for, observe
-from gpushare.measure.recording import RecordingFile, read_recording, workloads_of
-from gpushare.measure.tally import ProcessUse, Recording
+from gpushare.measure.recording import ProcessUse, Recording, RecordingFile, read_recording, workloads_of
+from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.sim import admin
-from gpushare.sim.spec import parse_spec
-from gpushare.sim.state import SimulatedHostState, StateFile
+from gpushare.sim.state import SimulatedHostState, StateFile, parse_spec
 from gpushare.units import GIB
 from tests.host.test_nvml import Altered
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.measure.metric import Metric
-from gpushare.measure.progress import Progress, Window, p99, p99_factor_interval, p99_interval
+from gpushare.measure.pair import Progress, Window, p99, p99_factor_interval, p99_interval
 
 
 def test_a_printed_rate_is_the_mean_of_the_window() -> None:

@@ -15,22 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
-from gpushare.host.mps_control import SERVER_PROGRAM
-from gpushare.measure import tally as tallies
-from gpushare.measure.distribution import Histogram
-from gpushare.measure.recording import RecordingFile, pattern_of, read_recording, workloads_of
-from gpushare.measure.samples import (
+from gpushare.measure import recording as tallies
+from gpushare.measure.recording import (
     GpuSample,
     Header,
     ProcessSample,
+    ProcessUse,
     RecordedGpu,
     RecordedProcess,
+    Recording,
+    RecordingFile,
     Sample,
+    Tally,
+    pattern_of,
+    read_recording,
     sample_line,
     sample_of,
+    underused,
+    workloads_of,
 )
-from gpushare.measure.tally import ProcessUse, Recording, Tally
-from gpushare.measure.underuse import underused
+from gpushare.measure.statistics import Histogram
+from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.units import GIB
 
 PERCENT = st.floats(min_value=0, max_value=100)

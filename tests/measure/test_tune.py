@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.actions.plain_share import PlainShare
-from gpushare.actions.several import Several
+from gpushare.connect import connect
 from gpushare.errors import NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.controller import SPARED, Search
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import Pair, TuneOptions
-from gpushare.measure.progress import Window, neighbours
+from gpushare.measure.pair import Pair, TuneOptions, Window, neighbours
+from gpushare.measure.search import SPARED, Goal, Search, Setting
 from gpushare.measure.statistics import Ratio, widened
-from gpushare.measure.trials import Goal, Setting
-from gpushare.measure.tune import Tuning, compare, tune
-from gpushare.measure.tune_report import TrialReport, TuneReporter
+from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, compare, tune
+from gpushare.run.several import Several
+from gpushare.run.share import PlainShare
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from tests.measure.told_jobs import MemoryBound, ToldSeveral, tell, tell_memory_bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.usage import UsageMeter
 from gpushare.selection import Device

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from gpushare.measure.bench import Measurement, RunResult
+from gpushare.measure.bench_data import CellVerdict, alone_verdict, judge, overall, picks, speeds
 from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
-from gpushare.measure.verdict import CellVerdict, alone_verdict, judge, overall, picks, speeds
 from tests.measure.test_bench import LOWER, RATE, copy, measured, run, settings
 
 RUNS = Metric()

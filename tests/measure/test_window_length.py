@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.measure.window_length import WindowLength
+from gpushare.measure.pair import WindowLength
 
 
 def evenly(every: float, seconds: float) -> list[float]:

@@ -12,13 +12,12 @@ import types
 
 import pytest
 
+from gpushare.connect import connect
 from gpushare.errors import BadUsage, NotSupported
-from gpushare.host.connect import connect
 from gpushare.measure import workload
 from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Printed
-from gpushare.measure.workload_device import BACKENDS, DriverMultiplier, Unusable, first_usable
-from gpushare.measure.workload_kernel import BLOCK, NAME, PTX
+from gpushare.measure.workload import BACKENDS, BLOCK, NAME, PTX, DriverMultiplier, Unusable, first_usable
 from gpushare.selection import Device
 from gpushare.sim.job import _parser as job_parser
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.share import MpsShare, Share
 from gpushare.host.host import Host
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.share import MpsShare, Share
 from gpushare.sim.job import _parser
 from gpushare.units import GIB
 

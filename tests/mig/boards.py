@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from gpushare.mig.profile import (
-    ComputeInstance,
-    GpuInstance,
-    Layout,
-    Profile,
-)
+from gpushare.gpu_models import GpuModel, find_model, load_models, profiles_of
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
 from gpushare.model import GpuProcess
-from gpushare.sim.catalogue import profiles_of
-from gpushare.sim.models import GpuModel, find_model, load_models
 
 SOMEBODY = (GpuProcess(pid=4711, compute=True, name="python3"),)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import combinations
 
-from gpushare.sim.models import GiProfile, GpuModel
+from gpushare.gpu_models import GiProfile, GpuModel
 
 Place = tuple[str, int]
 State = frozenset[Place]
@@ -100,6 +100,6 @@ def content(state: Iterable[Place]) -> tuple[str, ...]:
 @cache
 def brute_of(key: str) -> Brute:
     """Return the brute force of a model, made once."""
-    from gpushare.sim.models import load_models
+    from gpushare.gpu_models import load_models
 
     return Brute(load_models()[key])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.mig import assign as module
 from gpushare.mig.assign import Codes, Group, assign, codes_for
-from gpushare.mig.plan import Plan
+from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_add
 from gpushare.mig.wish import parse_wish
 from tests.mig.boards import layout
@@ -86,6 +86,6 @@ def test_equal_gpus_are_not_tried_in_every_order(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "_turn", turn)
     wish = parse_wish("3g.40gb*4 2g.20gb*10 1g.10gb*20 1g.10gb+me*6 1g.20gb*4 4g.40gb*4 7g.80gb")
     plan = plan_add([layout("h100-80gb", gpu=number) for number in range(16)], wish)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert sum(len(gpu.created) for gpu in plan.gpus) == 49
     assert seen < 60_000

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.mig.fragmentation import capacity_lost, fragmentation, free_profiles, lost_slices
+from gpushare.gpu_models import find_model, load_models
+from gpushare.mig.planner import capacity_lost, fragmentation, free_profiles, lost_slices
 from gpushare.mig.profile import Layout, Profile
-from gpushare.sim.mig_layout import Occupied, free_starts, remaining_capacity
-from gpushare.sim.models import find_model, load_models
+from gpushare.sim.mig import Occupied, free_starts, remaining_capacity
 from tests.mig.boards import MODELS, SHAPES, instance, layout, profiles_of
 from tests.mig.brute import State, brute_of
 

@@ -10,26 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
-from gpushare.mig.difference import difference
+from gpushare.gpu_models import profiles_of
 from gpushare.mig.parted import (
     PLACEMENTS,
     Demand,
+    Exported,
     PciIds,
     absent,
+    check_config_name,
     choose,
+    document,
     for_change,
     idle_entries,
     is_elsewhere,
     parse_parted,
+    placements,
     wishes_for,
+    yaml_text,
 )
-from gpushare.mig.parted_export import Exported, check_config_name, document, placements, yaml_text
-from gpushare.mig.plan import Plan
+from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout
+from gpushare.mig.target import difference
 from gpushare.mig.wish import parse_wish
 from gpushare.model import Gpu
-from gpushare.sim.catalogue import profiles_of
 from tests.mig.boards import MODELS, instance, layout
 
 A100 = 0x20B510DE
@@ -380,7 +384,7 @@ def test_no_difference_is_nothing_to_do(gpu: Layout, data: st.DataObject) -> Non
         names = names[1:]
     wish = parse_wish(" ".join(names)) if names else ()
     plan = plan_exact([gpu], {0: wish})
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert any(one.changes for one in plan.gpus) == bool(difference(gpu, wish))
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.mig.plan import Action, NoPlan, Plan, Why
+from gpushare.gpu_models import GpuModel
+from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import Request, Wish
-from gpushare.sim.models import GpuModel
 from tests.mig.boards import SHAPES, instance, profiles_of
 from tests.mig.brute import Place, State, brute_of
 
@@ -38,7 +38,7 @@ def wish_for(names: list[str]) -> Wish:
     return tuple(Request(profile=name) for name in names)
 
 
-def check_consistent(plan: Plan, before: Layout, model: GpuModel) -> None:
+def check_consistent(plan: MigPlan, before: Layout, model: GpuModel) -> None:
     """What is kept and created is a layout that the driver allows, and the steps lead there in an order that works."""
     brute = brute_of(model.key)
     present = {(one.profile.name, one.start) for one in before.instances}
@@ -110,7 +110,7 @@ def test_one_more_instance_fits_wherever_the_driver_allows_it(key: str) -> None:
         name = names[number % len(names)]
         plan = plan_add([layout_of(model, dict.fromkeys(state, "busy"))], wishes[name])
         if brute.free(name, state):
-            assert isinstance(plan, Plan)
+            assert isinstance(plan, MigPlan)
             assert not plan.gpus[0].destroyed
         else:
             assert isinstance(plan, NoPlan)
@@ -154,7 +154,7 @@ def test_every_content_of_a_mig_parted_file_is_reached_from_empty(key: str) -> N
     brute, model = brute_of(key), BY_KEY[key]
     for content, states in brute.by_content.items():
         plan = plan_exact([layout_of(model, {})], {0: wish_for(list(content))})
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, MigPlan)
         assert sorted(one.profile.name for one in plan.gpus[0].created) == list(content)
         assert plan.cost.capacity_lost == min(brute.lost(state) for state in states)
 
@@ -166,7 +166,7 @@ def test_equal_counts_are_equal_configurations(key: str) -> None:
     for state in brute.states[::7]:
         names = [name for name, _ in state]
         plan = plan_exact([layout_of(model, dict.fromkeys(state, "busy"))], {0: wish_for(names)})
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, MigPlan)
         assert not plan.changes
 
 
@@ -176,7 +176,7 @@ def test_the_profiles_of_a_board_are_told_apart_by_its_own_placements() -> None:
     four = {("4g.40gb", 0): "busy"}
     plan = plan_add([layout_of(model, four)], wish_for(["1g.10gb"] * 4))
     assert isinstance(plan, NoPlan)
-    assert isinstance(plan_add([layout_of(model, four)], wish_for(["1g.10gb"] * 3)), Plan)
+    assert isinstance(plan_add([layout_of(model, four)], wish_for(["1g.10gb"] * 3)), MigPlan)
 
 
 def test_state_spaces_are_as_large_as_published() -> None:

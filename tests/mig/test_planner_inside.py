@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from gpushare.mig.plan import Action, NoPlan, Plan
+from gpushare.mig.plan import Action, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import parse_wish
@@ -19,7 +19,7 @@ THREE = next(one for one in layout("h100").profiles if one.name == "3g.40gb")
 
 def test_compute_instances_take_the_place_of_idle_ones_and_the_gpu_instance_stays() -> None:
     plan = plan_add([layout("h100", "3g.40gb:0!", "3g.40gb:4")], parse_wish("1c.3g.40gb*2"), may_destroy=True)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert [step.action for step in plan.steps] == [Action.DESTROY_COMPUTE, *[Action.CREATE_COMPUTE] * 2]
     assert (plan.cost.idle_destroyed, plan.cost.created, plan.cost.slices_destroyed) == (1, 2, 0)
     assert [one.start for one in plan.gpus[0].kept] == [0, 4]
@@ -27,7 +27,7 @@ def test_compute_instances_take_the_place_of_idle_ones_and_the_gpu_instance_stay
 
 def test_only_as_many_compute_instances_go_as_must() -> None:
     plan = plan_add([layout("h100", "3g.40gb:0!", "3g.40gb:4/1,1,1")], parse_wish("2c.3g.40gb"), may_destroy=True)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert [len(one.compute) for one in plan.gpus[0].destroyed] == [2]
     assert plan.cost.created == 1
 
@@ -43,11 +43,11 @@ def test_a_busy_part_goes_only_when_it_may() -> None:
     one = instance(THREE, 0, compute=(1, 1, 1), busy_parts=(1,), identity=7)
     gpu = Layout(gpu=0, profiles=layout("h100").profiles, instances=(one, instance(THREE, 4, busy=True)))
     beside = plan_add([gpu], parse_wish("1c.3g.40gb:0*2"), may_destroy=True)
-    assert isinstance(beside, Plan)
+    assert isinstance(beside, MigPlan)
     assert [part.id for gone in beside.gpus[0].destroyed for part in gone.compute] == [0, 2]
     assert isinstance(plan_add([gpu], parse_wish("1c.3g.40gb"), may_destroy=True), NoPlan)
     evicted = plan_add([gpu], parse_wish("1c.3g.40gb"), may_destroy=True, evict=[Target(0, 7)])
-    assert isinstance(evicted, Plan)
+    assert isinstance(evicted, MigPlan)
     assert [part.id for gone in evicted.gpus[0].destroyed for part in gone.compute] == [1]
     held = replace(gpu, instances=(replace(one, holders=SOMEBODY), gpu.instances[1]))
     assert isinstance(plan_add([held], parse_wish("1c.3g.40gb:0*2"), may_destroy=True), NoPlan)
@@ -97,4 +97,4 @@ def test_the_hint_evicts_only_parts_that_somebody_is_in() -> None:
     assert isinstance(refused, NoPlan)
     assert "(GPU 0, GPU instance 7, compute instances 0, 1, 2; busy: 4711 python3)" in refused.message
     assert refused.hint.endswith(": --evict 0/7/1")
-    assert isinstance(plan_exact([gpu], {0: parse_wish("3g:0")}, evict=[Target(0, 7, 1)]), Plan)
+    assert isinstance(plan_exact([gpu], {0: parse_wish("3g:0")}, evict=[Target(0, 7, 1)]), MigPlan)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, NotFound, NotSupported
 from gpushare.mig.assign import Group, assign, codes_for
-from gpushare.mig.plan import Action, NoPlan, Plan, Why
+from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
@@ -21,15 +21,15 @@ from tests.mig.boards import SOMEBODY, layout
 RTX = "rtx-pro-6000-blackwell-96gb"
 
 
-def made(plan: Plan | NoPlan) -> list[str]:
+def made(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan creates, ``GPU/profile:start``."""
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     return [f"{gpu.gpu}/{one}" for gpu in plan.gpus for one in gpu.created]
 
 
-def gone(plan: Plan | NoPlan) -> list[str]:
+def gone(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan destroys."""
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     return [f"{gpu.gpu}/{one.instance.profile.name}:{one.instance.start}" for gpu in plan.gpus for one in gpu.destroyed]
 
 
@@ -99,7 +99,7 @@ def test_nameless_goes_before_named_and_small_before_large() -> None:
 def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
     gpu = layout("h100", "3g.40gb:0/")
     plan = plan_add([gpu], parse_wish("3g"))
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert plan.gpus[0].created[0].into is gpu.instances[0]
     assert [step.action for step in plan.steps] == [Action.CREATE_COMPUTE]
     named = with_instance(gpu, 0, name="train")
@@ -132,13 +132,13 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, beside: bool) -
 
         starts = [start for start in (0, 4) if request.start in {None, start}]
         if any(takes(start, there[start]) for start in starts):
-            assert isinstance(plan, Plan), texts
+            assert isinstance(plan, MigPlan), texts
             assert (plan.cost.created, gone(plan)) == (len(asked), []), texts
             (new,) = plan.gpus[0].created
             assert new.into is not None
             assert [step.action for step in plan.steps] == [Action.CREATE_COMPUTE] * len(asked)
         elif any(there[start] is None for start in starts):
-            assert isinstance(plan, Plan), texts
+            assert isinstance(plan, MigPlan), texts
             assert (plan.cost.created, gone(plan)) == (1 + len(asked), []), texts
         else:
             assert isinstance(plan, NoPlan), texts
@@ -213,14 +213,14 @@ def test_one_slice_changes_and_every_busy_instance_stays() -> None:
     plan = plan_exact(gpus, {5: parse_wish("3g 1g*4")})
     assert gone(plan) == ["5/2g.20gb:2"]
     assert made(plan) == ["5/1g.10gb:2", "5/1g.10gb:3"]
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert [gpu.changes for gpu in plan.gpus] == [n == 5 for n in range(8)]
 
 
 def test_steps_free_before_they_take() -> None:
     gpu = layout("h100", "3g.40gb:0/1,1", "1g.10gb:4!")
     plan = plan_exact([gpu], {0: parse_wish("1g*2 2c.3g.40gb:0 1c.3g.40gb:0")})
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     steps = [(step.action.name, step.profile.name) for step in plan.steps]
     assert steps == [
         ("DESTROY_COMPUTE", "3g.40gb"),
@@ -232,7 +232,7 @@ def test_steps_free_before_they_take() -> None:
 
 def test_all_goes_out_before_a_gpu_instance_does() -> None:
     plan = plan_destroy([layout("h100", "3g.40gb:0/1,1,1")], [Target(0, 400)])
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     actions = [step.action for step in plan.steps]
     assert actions == [Action.DESTROY_COMPUTE] * 3 + [Action.DESTROY_GPU_INSTANCE]
     assert plan.cost.idle_destroyed == 3
@@ -241,10 +241,10 @@ def test_all_goes_out_before_a_gpu_instance_does() -> None:
 def test_destroying_the_last_compute_instance_takes_the_gpu_instance_along() -> None:
     gpu = layout("h100", "3g.40gb:0/1,1")
     one = plan_destroy([gpu], [Target(0, 400, 1)])
-    assert isinstance(one, Plan)
+    assert isinstance(one, MigPlan)
     assert [step.action for step in one.steps] == [Action.DESTROY_COMPUTE]
     both = plan_destroy([gpu], [Target(0, 400, 0), Target(0, 400, 1)])
-    assert isinstance(both, Plan)
+    assert isinstance(both, MigPlan)
     assert both.steps[-1].action is Action.DESTROY_GPU_INSTANCE
 
 
@@ -259,12 +259,12 @@ def test_a_busy_neighbour_inside_the_gpu_instance_stays() -> None:
     busy = replace(gpu.instances[0].compute[0], holders=SOMEBODY)
     gpu = with_instance(gpu, 0, compute=(busy, gpu.instances[0].compute[1]))
     plan = plan_exact([gpu], {0: parse_wish("2c.3g.40gb 1c.3g.40gb")})
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, MigPlan)
     assert [part.id for part in plan.gpus[0].destroyed[0].compute] == [1]
     assert [part.profile.name for part in plan.gpus[0].created[0].compute] == ["2c"]
     assert isinstance(plan_exact([gpu], {0: parse_wish("3g")}), NoPlan)
     assert isinstance(plan_destroy([gpu], [Target(0, 400)]), NoPlan)
-    assert isinstance(plan_destroy([gpu], [Target(0, 400, 1)]), Plan)
+    assert isinstance(plan_destroy([gpu], [Target(0, 400, 1)]), MigPlan)
 
 
 def test_a_need_finds_its_profile_on_each_kind_of_gpu() -> None:
@@ -326,7 +326,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     plans = {str(plan_add(gpus, parse_wish("2g*3 1g*5"), may_destroy=True)) for _ in range(3)}
     assert len(plans) == 1
     backwards = plan_add(gpus, parse_wish("1g*5 2g*3"), may_destroy=True)
-    assert isinstance(backwards, Plan)
+    assert isinstance(backwards, MigPlan)
     assert str(backwards) in plans
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gpushare.gpu_models import profiles_of
 from gpushare.mig.plan import Action, GpuPlan
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
@@ -21,7 +22,6 @@ from gpushare.mig.shape import (
     shape_after,
     shape_of,
 )
-from gpushare.sim.catalogue import profiles_of
 from tests.mig.boards import SHAPES, SOMEBODY
 
 BOARDS = [profiles_of(model) for model in SHAPES]

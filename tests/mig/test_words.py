@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.mig.plan import Action, NoPlan, Plan
+from gpushare.mig.plan import Action, MigPlan, NoPlan, rows
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import parse_wish
-from gpushare.mig.words import rows
 from tests.mig.boards import MODELS, layout
 
 
-def planned(found: Plan | NoPlan) -> Plan:
-    assert isinstance(found, Plan)
+def planned(found: MigPlan | NoPlan) -> MigPlan:
+    assert isinstance(found, MigPlan)
     return found
 
 
@@ -60,7 +59,7 @@ def test_compute_instances_in_what_is_there() -> None:
     ]
 
 
-def check(plan: Plan, board: Layout) -> None:
+def check(plan: MigPlan, board: Layout) -> None:
     found = rows(plan)
     # Each call stands in one line, and in the order of the plan.
     assert [step for row in found for step in row.steps] == list(plan.steps)
@@ -91,5 +90,5 @@ def test_any_exact_change(data: st.DataObject) -> None:
     sizes = ["3g.40gb", "1g.10gb", "1c.3g.40gb", "2c.3g.40gb", "2g.20gb", "1g.20gb", "1c.2g.20gb"]
     wish = data.draw(st.lists(st.sampled_from(sizes), max_size=3))
     found = plan_exact([board], {0: parse_wish(" ".join(wish)) if wish else ()})
-    if isinstance(found, Plan):
+    if isinstance(found, MigPlan):
         check(found, board)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.mps_control import PROGRAM, MpsControl
-from gpushare.host.mps_program import start_environment
 from gpushare.host.process import LocalProcesses
 from gpushare.host.program import Completed, LocalPrograms
+from gpushare.mps.control import PROGRAM, MpsControl, start_environment
 from gpushare.selection import Device, select_one
 
 PATH_VARIABLE = "GPUSHARE_TEST_MPS_CONTROL"
@@ -98,7 +97,7 @@ def real_control(sim_dir: Path, real_program: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LocalProcesses, "named", mine)
     # The real one answers when the machine lets it; what hangs for good is given up by who tests that.
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", PATIENCE_SECONDS)
-    monkeypatch.setattr("gpushare.actions.mps_start._ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("gpushare.mps.start._ANSWER_SECONDS", PATIENCE_SECONDS)
     yield real_program
     for pid in daemons_below(sim_dir):
         with contextlib.suppress(ProcessLookupError):

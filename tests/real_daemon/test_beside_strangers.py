@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.mps_start import plan_start
-from gpushare.actions.mps_stop import stop
-from gpushare.actions.plan import carry_out
 from gpushare.host.host import Host
-from gpushare.host.mps import FoundDaemon, find_daemons
-from gpushare.host.mps_home import home_of
+from gpushare.mps.daemons import FoundDaemon, find_daemons
+from gpushare.mps.home import home_of
+from gpushare.mps.limits import MpsLimits
+from gpushare.mps.start import plan_start
+from gpushare.mps.stop import stop
+from gpushare.plan import carry_out
 from gpushare.selection import Device
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks

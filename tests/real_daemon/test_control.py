@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import NotFound, OperationFailed, TimedOut
-from gpushare.host.mps_control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl
-from gpushare.host.mps_program import probe_version
 from gpushare.host.program import LocalPrograms
 from gpushare.model import Priority
+from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, probe_version
 from gpushare.units import MIB, mps_memory_readback
 from tests.real_daemon.conftest import daemons_below, start_by_hand, wait_until
 

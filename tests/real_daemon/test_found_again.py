@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from gpushare.actions import mps_start
-from gpushare.actions.mps_device import own_daemon
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.mps_start import plan_start
-from gpushare.actions.mps_stop import stop
-from gpushare.actions.plan import carry_out
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.host import Host
-from gpushare.host.mps import find_daemons
-from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_home import home_of
 from gpushare.model import ComputeMode
+from gpushare.mps import start
+from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import find_daemons, own_daemon
+from gpushare.mps.home import home_of
+from gpushare.mps.limits import MpsLimits
+from gpushare.mps.start import plan_start
+from gpushare.mps.stop import stop
+from gpushare.plan import carry_out
 from gpushare.selection import Device
 from gpushare.units import GIB, MIB
 from tests.real_daemon.conftest import daemons_below, wait_until
@@ -94,7 +93,7 @@ def test_a_daemon_that_dies_right_after_its_start(host: Host, device: Device, mo
         return answers(self, timeout)
 
     monkeypatch.setattr(MpsControl, "answers", killing)
-    monkeypatch.setattr(mps_start, "_ANSWER_SECONDS", 1e6)
+    monkeypatch.setattr(start, "_ANSWER_SECONDS", 1e6)
     with pytest.raises(GpushareError) as caught:
         carry_out(plan_start(host, device, MpsLimits()))
     assert "ended right after its start" in caught.value.message

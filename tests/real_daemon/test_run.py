@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpushare.cli import main
 from gpushare.host.host import Host
-from gpushare.host.mps_home import home_of
+from gpushare.mps.home import home_of
 from gpushare.selection import Device
 from tests.real_daemon.conftest import wait_until
 

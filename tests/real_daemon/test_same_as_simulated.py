@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare.host.connect import connect
-from gpushare.host.mps_control import PROGRAM
-from gpushare.host.mps_program import start_environment
+from gpushare.connect import connect
 from gpushare.host.program import Completed, LocalPrograms, Programs
+from gpushare.mps.control import PROGRAM, start_environment
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import set_fault
 from tests.real_daemon.conftest import PATIENCE_SECONDS, wait_until

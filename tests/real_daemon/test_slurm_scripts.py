@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.layout.description import Sharing
-from gpushare.layout.slurm import export
-from gpushare.layout.slurm_scripts import STATE
-from tests.layout.hosts import gpu, host, mps, text
-from tests.layout.test_slurm_scripts import SMI, uuid
+from gpushare.export.slurm import STATE, export
+from gpushare.model import Sharing
+from tests.export.hosts import gpu, host, mps, text
+from tests.export.test_slurm_scripts import SMI, uuid
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks, opens_lock
 

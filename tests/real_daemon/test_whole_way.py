@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.actions.mps_limits import MpsLimits, plan_set
-from gpushare.actions.mps_start import plan_start
-from gpushare.actions.mps_stop import stop
-from gpushare.actions.plan import carry_out
+from gpushare.connect import connect
 from gpushare.errors import BadUsage, InUse, NotFound, OperationFailed, TimedOut
-from gpushare.host.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.mps import FoundDaemon, daemon_pid, find_daemons
-from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_home import home_of
-from gpushare.host.snapshot import Observer
 from gpushare.model import Mechanism, Priority, mechanism
+from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons
+from gpushare.mps.home import home_of
+from gpushare.mps.limits import MpsLimits, plan_limits
+from gpushare.mps.start import plan_start
+from gpushare.mps.stop import stop
+from gpushare.plan import carry_out
 from gpushare.selection import Device, select_one
+from gpushare.snapshot import Observer
 from gpushare.units import GIB, MIB
 from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand, wait_until
 
@@ -91,7 +91,7 @@ def test_a_look_at_the_host_shows_it(host: Host, device: Device) -> None:
 
 def test_limits_of_a_running_daemon_can_be_changed(host: Host, device: Device) -> None:
     start(host, device)
-    carry_out(plan_set(host, device, MpsLimits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
+    carry_out(plan_limits(host, device, MpsLimits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
     daemon = only_daemon(host, device).daemon
     assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (70.0, 3 * GIB, Priority.LOW)
 
@@ -145,7 +145,7 @@ def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device, sim_dir: P
     assert dead.error is not None
     assert "gpushare mps stop" in dead.error
     with pytest.raises(NotFound) as caught:
-        plan_set(host, device, MpsLimits(threads_percent=10.0))
+        plan_limits(host, device, MpsLimits(threads_percent=10.0))
     assert caught.value.code == "dead_daemon"
 
 
@@ -308,7 +308,7 @@ def test_a_program_that_starts_nothing_and_exits_0_is_noticed(
     )
     idle.chmod(0o755)
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", str(idle))
-    monkeypatch.setattr("gpushare.actions.mps_start._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("gpushare.mps.start._ANSWER_SECONDS", 0.1)
     with pytest.raises(OperationFailed) as caught:
         carry_out(plan_start(host, device, LIMITS))
     assert caught.value.code == "daemon_silent"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.host.mps_control import PROGRAM, SERVER_PROGRAM
+from gpushare.mps.control import PROGRAM, SERVER_PROGRAM
 from gpushare.sim import admin
 from tests.cli.drive import World, alive, until
 from tests.real_daemon.conftest import PATH_VARIABLE, daemons_below

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.sim import admin
 from tests.cli.drive import World, alive
 from tests.security.conftest import Stranger, gpushare

@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.actions.mig_daemons import devices_of
-from gpushare.actions.mps_device import own_daemon
-from gpushare.actions.timeslice import _record, _recorded_mode
 from gpushare.cli.host_file import kept_entries
 from gpushare.errors import NotFound
-from gpushare.host.applied import keep_applied
-from gpushare.host.benched import BenchedCap, find_benched, keep_benched
 from gpushare.host.host import Host, make_private_directory
-from gpushare.host.mig_journal import Journal
-from gpushare.host.mig_names import NamedInstance, names_changed, names_of
-from gpushare.host.mps_aside import aside, set_aside
-from gpushare.host.mps_home import DaemonRecord, home_of, homes_in, unrecorded
-from gpushare.host.pauses import Pauses, note_pauses, noted_pauses
-from gpushare.host.production import Production, productions, write_production
-from gpushare.host.tuned import Tuned, find_tuned, keep_tuned
+from gpushare.hostfile.look import keep_applied
+from gpushare.mig.daemons import devices_of
+from gpushare.mig.journal import Journal
+from gpushare.mig.names import NamedInstance, names_changed, names_of
+from gpushare.mps.daemons import own_daemon
+from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
+from gpushare.run.farm import BenchedCap, find_benched, keep_benched
+from gpushare.run.pause import Pauses, note_pauses, noted_pauses
+from gpushare.run.production import Production, productions, write_production
+from gpushare.run.roles import Tuned, find_tuned, keep_tuned
 from gpushare.selection import Device
+from gpushare.timeslice.policy import _record, _recorded_mode
 from tests.cli.drive import World
 from tests.security.conftest import Stranger, gpushare
 

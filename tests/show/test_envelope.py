@@ -14,8 +14,7 @@ import yaml
 
 from gpushare.errors import DriverNotLoaded, ExitCode, OperationFailed
 from gpushare.model import ComputeMode, Mechanism
-from gpushare.show.machine import csv_text, document
-from gpushare.show.render import write, write_error
+from gpushare.show.render import csv_text, document, write, write_error
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
@@ -139,7 +138,7 @@ def test_machine_formats_import_no_heavy_module(output):
         "from gpushare.show.render import write\n"
         "from gpushare.show.result import OutputFormat\n"
         "from gpushare.show.status import status_result\n"
-        "import gpushare.show.live, gpushare.show.plan, gpushare.show.table, gpushare.show.plain\n"
+        "import gpushare.show.live, gpushare.show.plan, gpushare.show.render, gpushare.show.render\n"
         "result = status_result(Snapshot(host='x', gpus=(Gpu(index=0, error='GPU is lost'),)))\n"
         f"write(result, OutputFormat('{output}'), stdout=io.StringIO(), stderr=io.StringIO())\n"
         "heavy = {'rich', 'tabulate', 'yaml', 'psutil', 'pynvml', 'importlib.metadata', 'asyncio'}\n"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.show.machine import csv_text, json_text
+from gpushare.show.render import csv_text, json_text
 from gpushare.show.result import Column, Result, Table
 
 UNSAFE = re.compile(r"[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")

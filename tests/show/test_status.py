@@ -10,8 +10,7 @@ import pytest
 from gpushare.errors import ExitCode, GpuLost, OperationFailed, TimedOut
 from gpushare.model import Gpu, Snapshot
 from gpushare.show.result import OutputFormat
-from gpushare.show.status import status_result
-from gpushare.show.status_tables import age, container_name, used_of_total
+from gpushare.show.status import age, container_name, status_result, used_of_total
 from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uuid
 
 

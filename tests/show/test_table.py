@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from gpushare.show.render import GAP, LAST_RESORT, layout, table_lines
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.status import status_result
-from gpushare.show.table import GAP, LAST_RESORT, layout, table_lines
 from tests.show.hosts import mig_uuid, mixed_host, uuid
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=30)

@@ -8,8 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpushare.sim.library import SimulatedLibrary
-from gpushare.sim.spec import initial_state, parse_spec
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, now
+from gpushare.sim.state import (
+    SimulatedGpu,
+    SimulatedHostState,
+    SimulatedProcess,
+    StateFile,
+    initial_state,
+    now,
+    parse_spec,
+)
 
 
 def new_host(spec: str, **changes: Any) -> StateFile:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare.actions.mps_limits import MpsLimits
-from gpushare.actions.mps_start import plan_start
-from gpushare.actions.plan import carry_out
+from gpushare.connect import connect
 from gpushare.errors import NotFound
-from gpushare.host.connect import connect
-from gpushare.host.mps_control import MpsControl
-from gpushare.host.mps_home import home_of
+from gpushare.mps.control import MpsControl
+from gpushare.mps.home import home_of
+from gpushare.mps.limits import MpsLimits
+from gpushare.mps.start import plan_start
+from gpushare.plan import carry_out
 from gpushare.selection import select_one
 from gpushare.sim import admin
 

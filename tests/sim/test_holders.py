@@ -9,7 +9,7 @@ import pytest
 from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.sim import admin
-from gpushare.sim.capabilities import SimulatedCapabilities
+from gpushare.sim.machine import SimulatedCapabilities
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import StateFile
 from tests.sim.nvml_host import initialised

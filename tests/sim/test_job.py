@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gpushare.host.connect import connect
+from gpushare.connect import connect
 from gpushare.sim import activity, admin
 from gpushare.sim.job import _target, speed_of
 from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpushare.gpu_models import GpuModel, load_models
 from gpushare.sim.library import SimulatedLibrary
-from gpushare.sim.models import GpuModel, load_models
 from gpushare.sim.state import StateFile
 from tests.sim.nvml_host import add_process, initialised, loaded, new_host
 

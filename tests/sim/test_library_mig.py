@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.sim.mig_layout import place
-from gpushare.sim.models import GpuModel, find_model, load_models
+from gpushare.gpu_models import GpuModel, find_model, load_models
+from gpushare.sim.mig import place
 from gpushare.sim.state import StateFile
 from tests.sim.nvml_host import add_process, initialised, new_host
 

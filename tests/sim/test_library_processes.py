@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.sim.mig_layout import place
-from gpushare.sim.models import find_model
+from gpushare.gpu_models import find_model
+from gpushare.sim.mig import place
 from gpushare.sim.state import SimulatedDaemon, SimulatedServer, StateFile, now
 from tests.sim.nvml_host import add_process, initialised, new_host
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.host.mig import MigReader
+from gpushare.gpu_models import GiProfile, GpuModel, find_model, load_models
 from gpushare.host.nvml import NvmlReader
+from gpushare.mig.driver import MigReader
 from gpushare.sim import admin
-from gpushare.sim.mig_layout import occupied, remaining_capacity
-from gpushare.sim.models import GiProfile, GpuModel, find_model, load_models
+from gpushare.sim.mig import occupied, remaining_capacity
 from gpushare.sim.state import StateFile
 from tests.sim.nvml_host import add_process, loaded, new_host
 

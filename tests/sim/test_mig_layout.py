@@ -7,10 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, NotSupported, OperationFailed
-from gpushare.sim.mig_layout import gpu_instance_id, occupied, place, remaining_capacity
-from gpushare.sim.models import find_model
-from gpushare.sim.spec import initial_state
-from gpushare.sim.state import SimulatedGpu
+from gpushare.gpu_models import find_model
+from gpushare.sim.mig import gpu_instance_id, occupied, place, remaining_capacity
+from gpushare.sim.state import SimulatedGpu, initial_state
 
 
 def new_gpu(name: str) -> SimulatedGpu:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage
-from gpushare.sim.mig_layout import gpu_instance_id
-from gpushare.sim.models import NVML_PROFILE, GpuModel, find_model, load_models
+from gpushare.gpu_models import NVML_PROFILE, GpuModel, find_model, load_models
+from gpushare.sim.mig import gpu_instance_id
 
 MODELS = list(load_models().values())
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import OperationFailed, TimedOut
-from gpushare.sim import admin, mps_control, mps_limits
+from gpushare.sim import admin, mps_control, mps_servers
 from tests.sim import mps
 from tests.sim.mps import Mps
 
@@ -277,17 +277,17 @@ def test_memory_values_are_parsed_as_the_real_daemon_parses_them(h200: Mps) -> N
 
 @given(st.integers(1, 2**40), st.sampled_from(["M", "m", "MB", "", "K", "X", "MiB"]))
 def test_every_unit_but_g_counts_as_mebibytes(number: int, unit: str) -> None:
-    assert mps_limits.parse_memory(f"{number}{unit}") == number
+    assert mps_servers.parse_memory(f"{number}{unit}") == number
 
 
 @given(st.integers(1, 2**30), st.sampled_from(["G", "g", "GB", "GiB"]))
 def test_gibibytes_are_read_back_whole(number: int, unit: str) -> None:
-    assert mps_limits.readback(mps_limits.parse_memory(f"{number}{unit}")) == f"{number}G"
+    assert mps_servers.readback(mps_servers.parse_memory(f"{number}{unit}")) == f"{number}G"
 
 
 @given(st.text(max_size=12))
 def test_no_text_breaks_the_memory_parser(text: str) -> None:
-    value = mps_limits.parse_memory(text)
+    value = mps_servers.parse_memory(text)
     assert value is None or 0 < value < 2**44
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.process import ProcessInfo, wait_gone
 from gpushare.sim import admin, clients
-from gpushare.sim.settled import current
+from gpushare.sim.current import current
 from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedProcess
 from tests.cli.drive import until
 from tests.sim import mps

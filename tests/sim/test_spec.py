@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, GpushareError
-from gpushare.sim.models import GpuModel, load_models
-from gpushare.sim.spec import canonical_spec, initial_state, parse_spec
+from gpushare.gpu_models import GpuModel, load_models
+from gpushare.sim.state import canonical_spec, initial_state, parse_spec
 
 MODELS = list(load_models().values())
 

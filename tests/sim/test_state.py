@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gpushare.errors import NoPermission
 from gpushare.sim import admin, devices, open_simulated
+from gpushare.sim.current import changing, current
 from gpushare.sim.devices import Device
-from gpushare.sim.settled import changing, current
 from gpushare.sim.state import SimulatedGpu, SimulatedMigInstance, StateFile
 
 SPEC = "sim:h200"

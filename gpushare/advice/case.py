@@ -1,0 +1,432 @@
+"""What a user wants to run: workloads, and the case that they make together. Frozen, pure; unknown is None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, Final
+
+from gpushare.errors import BadUsage
+from gpushare.units import parse_memory_limit, parse_seconds, quoted
+
+
+def any_of(values: Iterable[bool | None]) -> bool | None:
+    """Return True when one is, False when all are not, else None."""
+    found = list(values)
+    if any(value is True for value in found):
+        return True
+    return None if any(value is None for value in found) else False
+
+
+def all_of(values: Iterable[bool | None]) -> bool | None:
+    """Return False when one is not, True when all are, else None."""
+    return negated(any_of(negated(value) for value in values))
+
+
+def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the value itself
+    """Return the opposite; of the unknown the unknown."""
+    return None if value is None else not value
+
+
+class Isolation(str, Enum):
+    """What must hold between the parties; several may be wanted."""
+
+    QUOTA = "quota"
+    FAULT = "fault"
+    FULL = "full"
+
+
+class Pattern(str, Enum):
+    """How the work comes."""
+
+    INTERACTIVE = "interactive"
+    BURSTY = "bursty"
+    STEADY = "steady"
+
+
+class Role(str, Enum):
+    """Which of two jobs gives way."""
+
+    PRODUCTION = "production"
+    OPPORTUNISTIC = "opportunistic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Equal processes of one kind. None: nobody said."""
+
+    name: str | None = None
+    command: str | None = None
+    processes: int | None = None
+    # Per process, at its peak, without the CUDA context.
+    memory: int | None = None
+    # Per process; for a MIG instance.
+    sms: int | None = None
+    # One process alone fills the GPU.
+    saturating: bool | None = None
+    user: str | None = None
+    same_user: bool | None = None
+    trusted: bool | None = None
+    isolation: frozenset[Isolation] | None = None
+    bandwidth_qos: bool | None = None
+    # Unequal shares of time are wanted.
+    weights: bool | None = None
+    # There is a target for the latency of single requests; ``latency_seconds`` is it, where it is known.
+    latency: bool | None = None
+    latency_seconds: float | None = None
+    pattern: Pattern | None = None
+    one_application: bool | None = None
+    cooperating: bool | None = None
+    code: bool | None = None
+    vms: bool | None = None
+    nccl: bool | None = None
+    p2p: bool | None = None
+    ipc: bool | None = None
+    graphics: bool | None = None
+    profiler: bool | None = None
+    dynamic_parallelism: bool | None = None
+    running: bool | None = None
+    role: Role | None = None
+    cuda_graphs: bool | None = None
+    bandwidth_bound: bool | None = None
+    io_bound: bool | None = None
+    # The needs are known, and keeping each in its share matters more than lending idle SMs.
+    containment: bool | None = None
+    # Parties among the processes that must be kept from each other.
+    groups: int | None = None
+    containers: bool | None = None
+    kubernetes: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Workloads that shall share. ``root``: whether the user may become root; None: nobody said."""
+
+    workloads: tuple[Workload, ...]
+    root: bool | None = None
+
+    def any(self, field: str) -> bool | None:
+        """Return whether one of the workloads has a property; None when nobody said for some and none has it."""
+        return any_of(getattr(one, field) for one in self.workloads)
+
+    @property
+    def counts(self) -> tuple[int | None, ...]:
+        """Return the processes of each workload; one in a list of several is one unless it says more."""
+        several = len(self.workloads) > 1
+        return tuple(one.processes or (1 if several else None) for one in self.workloads)
+
+    @property
+    def processes(self) -> int | None:
+        """Return how many processes there are; None when nobody said."""
+        known = [count for count in self.counts if count is not None]
+        return sum(known) if known else None
+
+    @property
+    def wanted_isolation(self) -> frozenset[Isolation] | None:
+        """Return what must hold between the parties; None when nobody said."""
+        said = [one.isolation for one in self.workloads if one.isolation is not None]
+        return frozenset().union(*said) if said else None
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """Return how the work comes when it is the same for all that said it."""
+        said = {one.pattern for one in self.workloads if one.pattern is not None}
+        return said.pop() if len(said) == 1 else None
+
+    @property
+    def groups(self) -> int | None:
+        """Return how many parties are to be kept apart: as said, or one per workload of a list."""
+        if len(self.workloads) > 1 or self.workloads[0].groups is not None:
+            return sum(one.groups or 1 for one in self.workloads)
+        return None
+
+    @property
+    def parties(self) -> int | None:
+        """Return how many shares are needed when each party has its own: groups, else processes."""
+        return self.groups if self.groups is not None else self.processes
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """Return the roles that the workloads have."""
+        return frozenset(one.role for one in self.workloads if one.role is not None)
+
+    @property
+    def same_user(self) -> bool | None:
+        """Return whether all processes belong to one user."""
+        if any(one.same_user is False for one in self.workloads):
+            return False
+        names = {one.user for one in self.workloads if one.user is not None}
+        if len(names) > 1:
+            return False
+        if len(names) == 1 and all(one.user is not None for one in self.workloads):
+            return True
+        if all(one.same_user for one in self.workloads):
+            return True
+        return True if self.processes == 1 else None
+
+    @property
+    def same_user_inside(self) -> bool | None:
+        """Return whether the processes of each party belong to one user."""
+        if self.same_user or self.groups is None:
+            return self.same_user
+        # Several parties: it is between them that the users differ, unless one of a list says otherwise.
+        if len(self.workloads) == 1:
+            return None
+        if any(one.same_user is False for one in self.workloads):
+            return False
+        return True if all(one.same_user or one.user or (one.processes or 1) == 1 for one in self.workloads) else None
+
+
+def checked(case: Case) -> Case:
+    """Return a case whose users do not contradict each other.
+
+    Raises:
+        BadUsage: the same user under several names, or one process of several users.
+    """
+    names = sorted({one.user for one in case.workloads if one.user is not None})
+    if len(names) > 1 and all(one.same_user for one in case.workloads):
+        raise BadUsage(
+            f"users: same, and they are {', '.join(names)}",
+            "leave users away: the names say it",
+            code="bad_combination",
+        )
+    if case.processes == 1 and any(one.same_user is False for one in case.workloads):
+        raise BadUsage(
+            "one process belongs to one user, and users are different",
+            "give the number of processes, or leave users away",
+            code="bad_combination",
+        )
+    return case
+
+
+# -- from words ------------------------------------------------------------------------------------
+
+_CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
+_COUNTS: Final = ("processes", "sms", "groups")
+_TEXTS: Final = ("name", "command", "user")
+_YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+# What a file and the command line call a workload's properties.
+KEYS: Final = tuple(
+    "users" if field.name == "same_user" else field.name
+    for field in fields(Workload)
+    if field.name != "latency_seconds"
+)
+_MOST_PROCESSES: Final = 100_000
+
+
+def workload_of(words: Mapping[str, Any]) -> Workload:
+    """Return the workload of plain values, as a file or the command line gives them; None means: not said.
+
+    Raises:
+        BadUsage: an unknown key (`unknown_key`) or a value that is none.
+    """
+    values: dict[str, Any] = {}
+    for key, value in words.items():
+        if key not in KEYS:
+            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key), code="unknown_key")
+        if value is not None:
+            values.update(_value(key, value))
+    found = Workload(**values)
+    if found.processes is not None and found.groups is not None and found.groups > found.processes:
+        raise BadUsage(
+            f"{found.groups} groups of {found.processes} processes",
+            "a group has at least one process: give fewer groups, or more processes",
+            code="bad_count",
+        )
+    return found
+
+
+def _close(key: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, KEYS, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"its properties: {', '.join(KEYS)}"
+
+
+def _value(key: str, value: Any) -> dict[str, Any]:
+    if key in _TEXTS:
+        return {key: _text(key, value)}
+    if key in _COUNTS:
+        return {key: _count(key, value)}
+    if key in _CHOICES:
+        return {key: _choice(key, value, [one.value for one in _CHOICES[key]], _CHOICES[key])}
+    if key == "users":
+        return {"same_user": _choice(key, value, ["same", "different"], str) == "same"}
+    if key == "memory":
+        return {"memory": value if isinstance(value, int) and value > 1024 else _memory(str(value))}
+    if key == "isolation":
+        return {"isolation": _isolation(value)}
+    if key == "latency":
+        return _latency(value)
+    return {key: yes_or_no(key, value)}
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, (list, tuple, Mapping)):
+        raise BadUsage(f"'{str(value)[:40]}' is not a value of {key}", f"give one {key}", code="bad_value")
+    return str(value)
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_memory_limit(text)
+    except BadUsage as error:
+        # A file has no option to name.
+        raise error.restated(hint="give a size with its unit: 6G, 1500M") from None
+
+
+def _count(key: str, value: Any) -> int:
+    text = str(value).strip()
+    # Judged as text: int() refuses numbers of thousands of digits.
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    if isinstance(value, bool) or not 0 < number <= _MOST_PROCESSES:
+        raise BadUsage(f"'{text[:40]}' is not a number of {key}", f"give 1 to {_MOST_PROCESSES}", code="bad_count")
+    return number
+
+
+def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
+    text = str(value).strip().lower()
+    if text not in known:
+        raise BadUsage(f"'{text[:40]}' is not a value of {key}", f"give one of: {', '.join(known)}", code="bad_value")
+    return kind(text)
+
+
+def yes_or_no(key: str, value: Any) -> bool:
+    """Return what yes or no means.
+
+    Raises:
+        BadUsage: it is neither.
+    """
+    if isinstance(value, bool):
+        return value
+    known = _YES.get(str(value).strip().lower())
+    if known is None:
+        raise BadUsage(f"'{str(value)[:40]}' is not a value of {key}", "give yes or no", code="bad_value")
+    return known
+
+
+def _isolation(value: Any) -> frozenset[Isolation]:
+    words = value if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
+    texts = [str(word).strip().lower() for word in words]
+    if texts == ["none"]:
+        return frozenset()
+    known = ["none", *(one.value for one in Isolation)]
+    if len(texts) > 1 and "none" in texts:
+        raise BadUsage(
+            f"isolation '{','.join(texts)[:40]}' is none and more", "give none alone, or leave it out", code="bad_value"
+        )
+    return frozenset(_choice("isolation", text, known, Isolation) for text in texts)
+
+
+def _latency(value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"latency": value}
+    text = str(value).strip().lower()
+    if text == "none" or text in _YES:
+        return {"latency": _YES.get(text, False)}
+    hint = "give a time: 20ms, 1s; or yes, none"
+    try:
+        seconds = parse_seconds(text)
+    except BadUsage as error:
+        raise error.restated(hint=hint) from None
+    if seconds <= 0:
+        raise BadUsage(f"a latency target of {text[:40]} cannot be met", hint, code="bad_value")
+    return {"latency": True, "latency_seconds": seconds}
+
+
+_HINT: Final = "write for example: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]"
+_TOP: Final = ("workloads", "root")
+
+
+def read_case(text: str, path: str) -> Case:
+    """Return the case of a file: a workload, a list of workloads, or ``workloads:`` with ``root:`` beside it.
+
+    Raises:
+        BadUsage: it is no YAML, has an unknown key, or a value that is none; the message names the line.
+    """
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" line {mark.line + 1}:"
+        raise BadUsage(
+            f"{path}:{where} it is no YAML: {getattr(error, 'problem', None) or error}", _HINT, code="bad_file"
+        ) from None
+    except RecursionError:
+        raise BadUsage(f"{path}: it is nested too deep", _HINT, code="bad_file") from None
+    if node is None:
+        raise BadUsage(f"{path}: it is empty", _HINT, code="bad_file")
+    root = None
+    if isinstance(node, yaml.MappingNode) and any(_key(key) in _TOP for key, _ in node.value):
+        entries = _entries(node, path)
+        for name, (key, _) in entries.items():
+            if name not in _TOP:
+                raise BadUsage(
+                    f"{path}: line {key.start_mark.line + 1}: unknown key {quoted(name)}",
+                    f"beside workloads stands only: {', '.join(_TOP[1:])}",
+                    code="unknown_key",
+                )
+        if "root" in entries:
+            root = _at(entries["root"][1], path, lambda: yes_or_no("root", _plain(entries["root"][1])))
+        if "workloads" not in entries:
+            raise BadUsage(f"{path}: it has no workloads", _HINT, code="bad_file")
+        node = entries["workloads"][1]
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    workloads = tuple(_workload(one, path) for one in nodes)
+    if not workloads:
+        raise BadUsage(f"{path}: the list of workloads is empty", _HINT, code="bad_file")
+    return Case(workloads=workloads, root=root)
+
+
+def _workload(node: Any, path: str) -> Workload:
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        raise BadUsage(f"{path}: line {node.start_mark.line + 1}: a workload is a mapping", _HINT, code="bad_file")
+    words: dict[str, Any] = {}
+    for name, (key, value) in _entries(node, path).items():
+        # One by one, so that an error knows its line.
+        found = _plain(value)
+        _at(key, path, lambda name=name, found=found: workload_of({name: found}))
+        words[name] = found
+    return workload_of(words)
+
+
+def _entries(node: Any, path: str) -> dict[str, tuple[Any, Any]]:
+    entries: dict[str, tuple[Any, Any]] = {}
+    for key, value in node.value:
+        name = _key(key)
+        if name in entries:
+            raise BadUsage(
+                f"{path}: line {key.start_mark.line + 1}: {quoted(name)} is there twice", "keep one", code="bad_file"
+            )
+        entries[name] = (key, value)
+    return entries
+
+
+def _key(node: Any) -> str:
+    return str(getattr(node, "value", "")) if isinstance(getattr(node, "value", ""), str) else "?"
+
+
+def _plain(node: Any) -> Any:
+    """Return a value as text, a list of texts, or None: what they mean is the workload's matter, as on a command line."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        # No deeper: no property has a list of lists, and an alias may lead back to the list itself.
+        return [one.value if isinstance(one, yaml.ScalarNode) else "..." for one in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {_key(key): "..." for key, _ in node.value}
+    return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
+
+
+def _at(node: Any, path: str, act: Any) -> Any:
+    try:
+        return act()
+    except BadUsage as error:
+        raise BadUsage(
+            f"{path}: line {node.start_mark.line + 1}: {error.message}", error.hint, code=error.code
+        ) from None

@@ -1,0 +1,357 @@
+"""The table on one host: what of today holds there, computed from its facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.advice.table import Mechanism, Table, driver_branch
+from gpushare.model import ComputeMode
+from gpushare.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.advice.facts import GpuFacts, HostFacts
+    from gpushare.advice.table import Cell
+    from gpushare.mig.profile import Profile
+
+
+# The first MPS program that takes 60 clients and makes static partitions (CUDA 13.1), and their drivers.
+_MPS_60: Final = 13010
+_BEFORE_590: Final = 589
+_VOLTA: Final = (7, 0)
+_AMPERE: Final = (8, 0)
+_HOPPER: Final = (9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """Whether a mechanism can be had on a GPU; ``usable`` None: it cannot be told from here."""
+
+    usable: bool | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """What the texts of one cell are made from."""
+
+    table: Table
+    host: HostFacts
+    gpu: GpuFacts
+
+
+def availability(mechanism: Mechanism, host: HostFacts, gpu: GpuFacts) -> Availability:
+    """Return whether a mechanism can be had on this GPU of this host, and what stands in the way."""
+    if gpu.error is not None:
+        return Availability(usable=None, why=f"unknown: {gpu.error}")
+    return _AVAILABLE[mechanism](host, gpu)
+
+
+def cell_here(table: Table, mechanism: Mechanism, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
+    """Return what a cell comes to on this GPU of this host; None where the mechanism cannot be had."""
+    if availability(mechanism, host, gpu).usable is False or gpu.error is not None:
+        return None
+    computed = _COMPUTED.get((mechanism, row))
+    found = computed(_Place(table=table, host=host, gpu=gpu)) if computed else None
+    return found or table.cell(mechanism, row, host.driver).today
+
+
+def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
+    """Return how many MPS clients one server takes on this whole GPU; None when the table has no number.
+
+    16 before Volta; else the table's number for the driver, and 60 only where the program itself is of
+    CUDA 13.1 or newer (NVIDIA's MPS guide; the program prints its version with ``-v``).
+    """
+    if gpu.compute_capability is not None and gpu.compute_capability < _VOLTA:
+        return 16
+    driver = host.driver or "0"
+    # The program counts, not the driver: a container may bring an older one.
+    if host.mps_version is not None and host.mps_version < _MPS_60:
+        driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
+    elif host.mps_version is not None and (host.driver_major or 0) <= _BEFORE_590:
+        driver = str(_BEFORE_590 + 1)
+    return table.cell(Mechanism.MPS, "max_partitions", driver).limit
+
+
+# -- whether it can be had -------------------------------------------------------------------------
+
+
+def _streams(_host: HostFacts, _gpu: GpuFacts) -> Availability:
+    return Availability(usable=True, why="yes, inside each program")
+
+
+def _mps(host: HostFacts, gpu: GpuFacts) -> Availability:
+    if not host.mps_program:
+        return Availability(usable=False, why="no: nvidia-cuda-mps-control is not installed")
+    if gpu.compute_mode is ComputeMode.PROHIBITED:
+        return Availability(usable=False, why="no: compute mode prohibited")
+    if gpu.mig_enabled:
+        return Availability(usable=True, why="yes, one daemon per MIG instance")
+    running = f"; {gpu.mps_daemons} running" if gpu.mps_daemons else ""
+    return Availability(usable=True, why=f"yes, without root{running}")
+
+
+def _timeslice(_host: HostFacts, gpu: GpuFacts) -> Availability:
+    modes = {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD, ComputeMode.PROHIBITED}
+    if gpu.compute_mode in modes:
+        return Availability(usable=False, why=f"no: compute mode {gpu.compute_mode.title}")
+    if gpu.mig_enabled:
+        return Availability(usable=True, why="yes, inside each MIG instance")
+    return Availability(usable=True, why="yes, it is the default")
+
+
+def _mig(host: HostFacts, gpu: GpuFacts) -> Availability:
+    if gpu.mig_capable is False:
+        return Availability(usable=False, why=f"no: {gpu.name or 'this GPU'} has no MIG")
+    if gpu.mig_capable is None:
+        return Availability(usable=None, why="unknown: the driver does not say")
+    if gpu.mig_enabled:
+        count = 0 if gpu.layout is None else len(gpu.layout.instances)
+        rights = "" if host.root else "; changing it needs root"
+        return Availability(usable=True, why=f"yes: on, {count} instance{'' if count == 1 else 's'}{rights}")
+    return Availability(usable=True, why="yes: off now" + ("" if host.root else "; turning it on needs root"))
+
+
+def _vgpu(_host: HostFacts, gpu: GpuFacts) -> Availability:
+    if gpu.vgpu_capable:
+        return Availability(usable=True, why="yes: the vGPU host driver runs")
+    if gpu.vgpu_capable is False:
+        return Availability(usable=False, why="no: this is a vGPU guest")
+    return Availability(
+        usable=None, why="not with this driver: it needs a hypervisor, NVIDIA's vGPU driver and a licence"
+    )
+
+
+_AVAILABLE: Final[dict[Mechanism, Callable[[HostFacts, GpuFacts], Availability]]] = {
+    Mechanism.STREAMS: _streams,
+    Mechanism.MPS: _mps,
+    Mechanism.TIMESLICE: _timeslice,
+    Mechanism.MIG: _mig,
+    Mechanism.VGPU: _vgpu,
+}
+
+
+# -- cells that the host decides -------------------------------------------------------------------
+
+
+def _mps_max(place: _Place) -> str | None:
+    clients = mps_clients(place.table, place.host, place.gpu)
+    if clients is None:
+        return None
+    version = "" if place.host.mps_version is None else f" (MPS {place.host.mps_version})"
+    if place.gpu.compute_capability is not None and place.gpu.compute_capability < _VOLTA:
+        version = " (before Volta)"
+    return f"{clients} clients{version}" + ("; a share of it in each MIG instance" if place.gpu.mig_enabled else "")
+
+
+def _mps_sm(place: _Place) -> str | None:
+    sms = place.gpu.multiprocessors
+    of = "" if sms is None else f" of {sms} SMs"
+    if _static_partitions(place):
+        return f"By percentage{of} (a cap, nothing reserved), or exclusive static partitions"
+    return f"By percentage{of}, a cap at process launch; no static partitions"
+
+
+def _static_partitions(place: _Place) -> bool:
+    options = place.table.cell(Mechanism.MPS, "sm_isolation", place.host.driver or "0").options
+    return bool(options) and no_static_partitions(place.host, place.gpu) == () and bool(place.gpu.compute_capability)
+
+
+def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
+    """Return what of the host is too old for static partitions of MPS: an Ampere, driver 590 and MPS of CUDA 13.1."""
+    lacks = []
+    if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
+        lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
+    if host.driver_major is not None and host.driver_major <= _BEFORE_590:
+        lacks.append(f"driver {host.driver or host.driver_major}")
+    elif host.mps_version is not None and host.mps_version < _MPS_60:
+        # A container may bring an older program than the driver is.
+        lacks.append(f"MPS {host.mps_version}")
+    return tuple(lacks)
+
+
+def _mps_errors(place: _Place) -> str | None:
+    if _static_partitions(place):
+        return None
+    return place.table.cell(Mechanism.MPS, "error_isolation", "0").today
+
+
+def _mps_memory(place: _Place) -> str | None:
+    if place.gpu.compute_capability is not None and place.gpu.compute_capability < _VOLTA:
+        return "No: one address space before Volta"
+    return None
+
+
+def _timeslice_max(place: _Place) -> str | None:
+    total, used = place.gpu.memory_total_bytes, place.gpu.memory_used_bytes
+    if total is None or used is None:
+        return None
+    return f"Unlimited; memory is the bound: {format_bytes(total - used)} of {format_bytes(total)} free"
+
+
+def _timeslice_change(place: _Place) -> str | None:
+    if place.gpu.time_slice_settable is None:
+        return None
+    if not place.gpu.time_slice_settable:
+        return "No: this GPU has no time-slice levels"
+    who = "you are root" if place.host.root else "needs root"
+    return f"Live, {who}: default, short, medium, long; one for the GPU"
+
+
+def _plain_profiles(place: _Place) -> tuple[Profile, ...]:
+    """Return the ordinary profiles, small ones first."""
+    layout = place.gpu.layout
+    found = [] if layout is None else [one for one in layout.profiles if one.plain]
+    return tuple(sorted(found, key=lambda one: (one.slices, one.memory_bytes or 0)))
+
+
+def _mig_max(place: _Place) -> str | None:
+    most = place.gpu.largest_instance_count
+    profiles = _plain_profiles(place)
+    if most is None or not profiles:
+        return None if place.gpu.mig_enabled else "Up to 7; this driver does not list the profiles while MIG is off"
+    smallest = next((one.name for one in profiles if one.instances == most), None)
+    return f"{most}" + ("" if smallest is None else f" of {smallest}")
+
+
+def _mig_sm(place: _Place) -> str | None:
+    sizes = [one.multiprocessors for one in _plain_profiles(place) if one.multiprocessors is not None]
+    if not sizes:
+        return None
+    whole = place.gpu.multiprocessors
+    of = "" if whole is None or whole == max(sizes) else f" ({max(sizes)} of the GPU's {whole} in MIG mode)"
+    return f"Yes: {min(sizes)} to {max(sizes)} SMs of its own{of}"
+
+
+def _mig_memory(place: _Place) -> str | None:
+    sizes = [one.memory_bytes for one in _plain_profiles(place) if one.memory_bytes is not None]
+    return f"Yes: {format_bytes(min(sizes))} to {format_bytes(max(sizes))} of its own" if sizes else None
+
+
+def _mig_change(place: _Place) -> str | None:
+    gpu, who = place.gpu, "you are root" if place.host.root else "needs root"
+    if gpu.mig_enabled:
+        return f"Idle instances at any time, {who}"
+    if gpu.compute_capability is None:
+        return None
+    how = "no reset" if gpu.compute_capability >= _HOPPER else "with a reset of the GPU"
+    busy = "" if gpu.processes is None else "; idle now" if gpu.processes == 0 else f"; {gpu.processes} processes now"
+    return f"When idle, {who}; {how}" + (busy if gpu.processes != 1 else "; 1 process now")
+
+
+_COMPUTED: Final[dict[tuple[Mechanism, str], Callable[[_Place], str | None]]] = {
+    (Mechanism.MPS, "max_partitions"): _mps_max,
+    (Mechanism.MPS, "sm_isolation"): _mps_sm,
+    (Mechanism.MPS, "error_isolation"): _mps_errors,
+    (Mechanism.MPS, "memory_protection"): _mps_memory,
+    (Mechanism.TIMESLICE, "max_partitions"): _timeslice_max,
+    (Mechanism.TIMESLICE, "reconfigure"): _timeslice_change,
+    (Mechanism.MIG, "max_partitions"): _mig_max,
+    (Mechanism.MIG, "sm_isolation"): _mig_sm,
+    (Mechanism.MIG, "memory_protection"): _mig_memory,
+    (Mechanism.MIG, "reconfigure"): _mig_change,
+}
+
+
+NOT_HERE: Final = "not here"
+
+
+def record(
+    table: Table, mechanism: Mechanism, row_key: str, driver: str | None, here: HostFacts | None
+) -> dict[str, Any]:
+    """Return one cell with its views; ``host`` is None without a host, and where the mechanism cannot be had."""
+    cell = table.cell(mechanism, row_key, driver)
+    return {
+        "row": row_key,
+        "title": table.row(row_key).title,
+        "mechanism": mechanism.value,
+        "published": cell.published,
+        "today": cell.today,
+        "host": None if here is None else text_here(table, mechanism, row_key, here, answering(here)),
+        "level": cell.level,
+        "limit": cell.limit,
+        "since": cell.since,
+        "options": cell.options,
+        "contradiction": cell.contradiction,
+        "note": cell.note,
+        "sources": [{"key": one.key, "title": one.title, "where": one.where, "date": one.date} for one in cell.sources],
+    }
+
+
+def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
+    """Return the GPUs that answer."""
+    return tuple(gpu for gpu in host.gpus if gpu.error is None)
+
+
+def text_here(
+    table: Table, mechanism: Mechanism, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]
+) -> str | None:
+    """Return what a cell comes to on these GPUs: once where they agree, else by GPU; None: on none of them."""
+    return _joined([(gpu.index, cell_here(table, mechanism, row_key, host, gpu)) for gpu in gpus])
+
+
+def availability_text(mechanism: Mechanism, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
+    """Return whether a mechanism can be had on these GPUs, and what stands in the way."""
+    return _joined([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
+
+
+def _joined(texts: Iterable[tuple[int, str | None]]) -> str | None:
+    by_text: dict[str | None, list[int]] = {}
+    for index, text in texts:
+        by_text.setdefault(text, []).append(index)
+    if len(by_text) < 2:
+        return next(iter(by_text), None)
+    return ". ".join(f"GPU {','.join(map(str, indexes))}: {text or NOT_HERE}" for text, indexes in by_text.items())
+
+
+def today_text(cell: Cell, driver: str | None) -> str:
+    """Return today's words; with the driver branch that they need, where no driver is named."""
+    return cell.today if cell.since is None or driver is not None else f"{cell.today} [driver {cell.since} on]"
+
+
+def explanation(
+    table: Table,
+    mechanism: Mechanism,
+    row_key: str,
+    driver: str | None,
+    host: HostFacts | None,
+    why_no_host: str | None,
+) -> list[tuple[str, str]]:
+    """Return all that is known of a cell, in the order of reading: views, level, options, disagreement, sources."""
+    entry, cell, row = table.entries[mechanism, row_key], table.cell(mechanism, row_key, driver), table.row(row_key)
+    lines = [("question", row.question), ("published 2022", cell.published)]
+    for dated in entry.today:
+        lines.append(("today" if dated.since is None else f"driver {dated.since} on", dated.value))
+    if len(entry.today) > 1:
+        lines[2] = (f"before driver {entry.today[1].since}", lines[2][1])
+    lines += _here_lines(table, mechanism, row_key, host, why_no_host)
+    lines.append(("level", f"{cell.level} (of {', '.join(row.levels)})"))
+    branch = driver_branch(driver)
+    for option in entry.options:
+        since = "" if option.since is None else f", driver {option.since} on"
+        missing = branch is not None and option.since is not None and branch < option.since
+        lines.append(
+            (
+                "option",
+                f"{option.key}{since}{' (not this driver)' if missing else ''}: {option.text}; level {option.level}",
+            )
+        )
+    lines += [("sources disagree", cell.contradiction)] if cell.contradiction else []
+    lines += [("note", cell.note)] if cell.note else []
+    lines += [("source", f"{one.title} ({one.date}), {one.where}") for one in cell.sources]
+    return lines
+
+
+def _here_lines(
+    table: Table, mechanism: Mechanism, row_key: str, host: HostFacts | None, why_no_host: str | None
+) -> list[tuple[str, str]]:
+    if host is None:
+        return [("this host", f"not known: {why_no_host}")] if why_no_host else []
+    gpus = answering(host)
+    text = text_here(table, mechanism, row_key, host, gpus)
+    if text is None:
+        return [("this host", f"{NOT_HERE}: {availability_text(mechanism, host, gpus).removeprefix('no: ')}")]
+    return [("this host", text)]

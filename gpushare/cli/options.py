@@ -1,0 +1,528 @@
+"""The options that every command takes, before or after it, and what they set."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from gpushare.errors import BadUsage, Interrupted
+from gpushare.show.plan import plan_result
+from gpushare.units import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+    from gpushare.mps.home import DaemonHome
+    from gpushare.plan import Plan
+    from gpushare.show.result import OutputFormat, Result
+
+
+CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@dataclass
+class Settings:
+    """What the common options say; one object per run of the program."""
+
+    host: str | None = None
+    # None: table on a terminal, plain off one.
+    output_format: OutputFormat | None = None
+    quiet: bool = False
+    verbose: bool = False
+    debug: bool = False
+    dry_run: bool = False
+    yes: bool = False
+    # The command is one that changes something.
+    changes: bool = False
+    # What was asked for, as far as the command line is understood: ``mps start``.
+    command: str = ""
+    connected: Host | None = None
+
+    def connect(self) -> Host:
+        """Return the host, always the same: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
+        if self.connected is None:
+            from gpushare.connect import connect
+
+            self.connected = connect(self.spec)
+        return self.connected
+
+    @property
+    def output(self) -> OutputFormat:
+        """Return the output format."""
+        from gpushare.show.result import OutputFormat
+
+        return self.output_format or OutputFormat.AUTO
+
+    @property
+    def spec(self) -> str:
+        """Return the host specification."""
+        return self.host or os.environ.get("GPUSHARE_HOST") or "local"
+
+
+settings = Settings()
+# Common options without a value, by all their names.
+_FLAGS: Final = (("-q", "--quiet"), ("-v", "--verbose"), ("--debug",), ("-n", "--dry-run"), ("-y", "--yes"))
+
+
+def reset() -> None:
+    """Forget what an earlier run in this process was told (tests)."""
+    for name, value in vars(Settings()).items():
+        setattr(settings, name, value)
+
+
+class _Terminal(io.FileIO):
+    """A terminal to write to. What is said to one that was closed is lost, and hinders nothing: not an end in order."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_the_terminal() -> None:
+    """Let stdout and stderr go on when the terminal that they are is closed, and let no child's end get lost."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if stream.isatty() and type(stream) is io.TextIOWrapper:
+                raw = _Terminal(stream.fileno(), "w", closefd=False)
+                said = io.TextIOWrapper(
+                    io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True, write_through=True
+                )
+                setattr(sys, name, said)
+    # Inherited as ignored it takes every exit code away.
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def open_closed_streams() -> None:
+    """Put the null device where a standard stream was closed (``>&-``): Python has None there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Open to the end of the process, as the streams of Python are.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def output_of(text: str) -> OutputFormat:
+    """Return the output format that a user names.
+
+    Raises:
+        BadUsage: no such format.
+    """
+    from gpushare.show.result import OutputFormat
+
+    try:
+        return OutputFormat(text.lower())
+    except ValueError:
+        raise BadUsage(
+            f"{quoted(text)} is not an output format", "give -o table, plain, json, yaml or csv", code="bad_output"
+        ) from None
+
+
+def _set(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+    def callback(_context: Any, _parameter: Any, value: Any) -> Any:
+        # Absent stands for "as it was": the same option may stand before the command.
+        if value not in {None, False}:
+            setattr(settings, name, convert(value))
+        return value
+
+    return callback
+
+
+def _version(ctx: Any, _parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from gpushare import __version__
+
+        sys.stdout.write(f"gpushare {__version__}\n")
+        ctx.exit()
+
+
+def _flag(name: str, help_text: str, *declarations: str) -> TyperOption:
+    return TyperOption(
+        param_decls=[*declarations, f"shared_{name}"],
+        is_flag=True,
+        default=False,
+        expose_value=False,
+        callback=_set(name),
+        help=help_text,
+    )
+
+
+def common_options() -> list[TyperOption]:
+    """Return the options that stand on every command, new objects each time."""
+    return [
+        TyperOption(
+            param_decls=["--host", "shared_host"],
+            metavar="SPEC",
+            expose_value=False,
+            callback=_set("host"),
+            help="The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]",
+        ),
+        TyperOption(
+            param_decls=["-o", "--output", "shared_output"],
+            metavar="FORMAT",
+            expose_value=False,
+            callback=_set("output_format", output_of),
+            help="table, plain, json, yaml or csv. [default: table on a terminal, plain off one]",
+        ),
+        _flag("quiet", "No notes.", "-q", "--quiet"),
+        _flag("verbose", "Say more of what is done.", "-v", "--verbose"),
+        _flag("debug", "Show the traceback of an error.", "--debug"),
+    ]
+
+
+def change_options() -> list[TyperOption]:
+    """Return the options of commands that change something."""
+    return [
+        _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
+        _flag("yes", "Do not ask.", "-y", "--yes"),
+    ]
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: what Ctrl-C rolls back and closes is so by them too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def ended_by_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: rolled back, the terminal as it was.
+
+    A signal that the caller handles or ignores (nohup) is left so.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        raise Ended(number)
+
+    taken: list[tuple[int, Any]] = []
+    # Another thread than the main one (ValueError) has no say in signals.
+    with contextlib.suppress(ValueError):
+        for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
+            before = signal.getsignal(number)
+            if before is signal.SIG_DFL:
+                signal.signal(number, end)
+                taken.append((number, before))
+    try:
+        yield
+    finally:
+        for number, before in taken:
+            signal.signal(number, before)
+
+
+def interrupted(error: KeyboardInterrupt) -> Interrupted:
+    """Return the error of a command that a signal ended; its exit code is 128 + N."""
+    number = error.number if isinstance(error, Ended) else signal.SIGINT
+    said = Interrupted("interrupted", "nothing more was changed; see: gpushare status")
+    said.exit_code = 128 + number  # type: ignore[assignment]
+    return said
+
+
+class ReaderGone(Exception):
+    """The reader of stdout is gone (| head). Typer would end a BrokenPipeError itself, with 1."""
+
+
+def _understand(arguments: Sequence[str], *, interspersed: bool) -> None:
+    """Read ``-o`` and ``--debug`` of words that the parser refuses: the error is said as they ask."""
+    lenient = TyperCommand(
+        name=None,
+        params=[
+            TyperOption(param_decls=["-o", "--output", "output"], multiple=True, default=[]),
+            *(
+                TyperOption(param_decls=[*names, names[-1].strip("-").replace("-", "_")], is_flag=True, default=False)
+                for names in _FLAGS
+            ),
+        ],
+        add_help_option=False,
+        rich_markup_mode=None,
+        context_settings={
+            "ignore_unknown_options": True,
+            "allow_extra_args": True,
+            "allow_interspersed_args": interspersed,
+        },
+    )
+    understood = lenient.make_context("", list(arguments), resilient_parsing=True).params
+    settings.debug = settings.debug or bool(understood.get("debug"))
+    for text in understood.get("output") or ():
+        with contextlib.suppress(BadUsage):
+            settings.output_format = output_of(text)
+
+
+def _noted(name: str | None, parent: Any) -> None:
+    """Note which command is asked for; the program itself has no parent."""
+    if parent is not None:
+        settings.command = f"{settings.command} {name}".strip()
+
+
+class Commands(dict[str, Any]):
+    """Commands by name, each built when it is first asked for: the whole tree costs more than Typer itself."""
+
+    def __init__(self, builders: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(builders)
+        self._built: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self[name] = super().__getitem__(name)()
+            self._built.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a command, built, or the default."""
+        return self[name] if name in self else default  # noqa: SIM401 - what stands in it is not built yet
+
+    def items(self) -> Any:
+        """Return all of them, built."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """Return all of them, built."""
+        return [self[name] for name in self]
+
+
+class Interruptible(TyperCommand):
+    """A command whose Ctrl-C is an error like any other: Typer would end it with 130 and without a word."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the words; an error of it is said in the output format that they ask for."""
+        _noted(info_name, parent)
+        words = list(args)
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception:
+            _understand(words, interspersed=self.context_settings.get("allow_interspersed_args", True))
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            Interrupted: by Ctrl-C.
+            ReaderGone: nobody reads what it writes.
+        """
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise ReaderGone from None
+        except KeyboardInterrupt as error:
+            raise interrupted(error) from None
+
+
+class Command(Interruptible):
+    """A command that only looks."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named["params"] = [*(named.get("params") or []), *common_options()]
+        super().__init__(*arguments, **named)
+
+
+class ChangingCommand(Interruptible):
+    """A command that changes something."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named["params"] = [*(named.get("params") or []), *change_options(), *common_options()]
+        super().__init__(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and note that it is one that changes; errors as `Interruptible.invoke`."""
+        settings.changes = True
+        return super().invoke(ctx)
+
+
+class Group(TyperGroup):
+    """A group of commands; the root one also knows ``--version``."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        named["params"] = [*(named.get("params") or []), *common_options()]
+        super().__init__(*arguments, **named)
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's signature
+        """Return the names, without building the commands."""
+        return list(self.commands)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the words before the command; as `Interruptible.make_context`."""
+        _noted(info_name, parent)
+        words = list(args)
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception:
+            _understand(words, interspersed=True)
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that is named; as `Interruptible.make_context`."""
+        words = list(args)
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception:
+            _understand(words, interspersed=True)
+            raise
+
+
+class RootGroup(Group):
+    """The program itself. ``listed`` is what its help says of each verb, without loading any."""
+
+    def __init__(self, *arguments: Any, listed: Mapping[str, str], **named: Any) -> None:
+        self._listed = listed
+        version = TyperOption(
+            param_decls=["--version", "shared_version"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            is_eager=True,
+            callback=_version,
+            help="Show the version and exit.",
+        )
+        named["params"] = [*(named.get("params") or []), version]
+        super().__init__(*arguments, **named)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        """List the verbs."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._listed.items()))
+
+
+GPU_HELP: Final = "GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all."
+
+
+def note(text: str) -> None:
+    """Say something on stderr, unless --quiet."""
+    if not settings.quiet:
+        from gpushare.show.render import write_notes
+
+        write_notes([text], sys.stderr)
+
+
+def gpus_of(host: Host) -> Sequence[Gpu]:
+    """Return the GPUs of a host with the modes that a change looks at."""
+    return host.nvml.sweep()
+
+
+def answered(prompt: str) -> str:
+    """Ask on stderr and return the line from stdin, empty at its end; what is said next has a line of its own.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C instead of an answer.
+    """
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+    line = ""
+    try:
+        # A terminal that was closed meanwhile (EIO) says no more than the end of a file.
+        with contextlib.suppress(OSError):
+            line = sys.stdin.readline()
+    finally:
+        # Without an answer the cursor is still behind the question.
+        if not line:
+            sys.stderr.write("\n")
+    return line
+
+
+def confirm(question: str) -> None:
+    """Ask on a terminal; elsewhere ``--yes`` is needed.
+
+    Raises:
+        BadUsage: nobody can be asked, or the answer is no.
+    """
+    if settings.yes or settings.dry_run:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise BadUsage(
+            f"{question} Nobody can be asked here", "say so with --yes; or look first: --dry-run", code="not_confirmed"
+        )
+    if answered(f"{question} [y/N] ").strip().lower() not in {"y", "yes"}:
+        raise BadUsage(
+            "not confirmed; nothing was changed", "say so with --yes; or look first: --dry-run", code="not_confirmed"
+        )
+
+
+def one_plan(plans: Sequence[Plan]) -> Plan:
+    """Return several plans as one: a failure rolls all of them back."""
+    from gpushare.plan import Plan
+
+    if len(plans) == 1:
+        return plans[0]
+    return Plan(
+        title="; ".join(plan.title for plan in plans),
+        steps=tuple(step for plan in plans for step in plan.steps),
+        undo="; ".join(plan.undo for plan in plans if plan.undo) or None,
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+    )
+
+
+def carried_out(
+    command: str, plan: Plan, *, homes: Sequence[DaemonHome] = (), again: Callable[[], Plan] | None = None
+) -> Result:
+    """Carry a plan out, or with --dry-run only show it, and return its result with the undo.
+
+    The locks of ``homes`` are held meanwhile: another gpushare does not start or stop their daemons.
+    ``again`` makes the plan anew under the locks: what the first one saw may have changed before they were held.
+    """
+    if not settings.dry_run:
+        from gpushare.host.leftovers import sweep
+        from gpushare.plan import carry_out
+
+        sweep(settings.connect())
+        with contextlib.ExitStack() as locks:
+            # In one order, so that two that want the same locks do not wait for each other.
+            for home in sorted(homes, key=lambda home: home.directory):
+                locks.enter_context(home.locked())
+            if again is not None:
+                plan = again()
+            carry_out(plan, _say if settings.verbose else None)
+    notes = list(plan.notes)
+    if not settings.dry_run and plan.undo and plan.steps:
+        notes.append(f"undo: {plan.undo}")
+    return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes)
+
+
+def _say(step: object) -> None:
+    sys.stderr.write(f"{getattr(step, 'what', '')}\n  {getattr(step, 'command', '')}\n")
+    sys.stderr.flush()
+
+
+# So many others are named.
+_NAMED: Final = 6
+
+PrintedNumber = Annotated[
+    str | None,
+    typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
+]
+LowerIsBetter = Annotated[
+    bool,
+    typer.Option(
+        "--lower-is-better/--higher-is-better", "--lower", help="What is printed: a time per unit, or a rate."
+    ),
+]
+MeasuredTime = Annotated[
+    str | None,
+    typer.Option("--for", metavar="TIME", help="Measure so long and end CMD; it needs --metric."),
+]
+HungAfter = Annotated[
+    str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
+]
+
+
+def others_note(others: Mapping[int, str]) -> str:
+    """Return what to say of other processes on the GPU, by PID."""
+    named = ", ".join(f"{pid} {name}".rstrip() for pid, name in list(others.items())[:_NAMED])
+    return f"other processes were on the GPU while it was measured ({named}): the figures may be theirs too"

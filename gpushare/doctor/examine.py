@@ -1,0 +1,497 @@
+"""The checks of `gpushare doctor`: stable ids, what was seen, why it matters, and the command that mends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from gpushare.doctor.check import Check, Examination, Verdict, remedy_of
+from gpushare.doctor.mig import MIG_CHECKS
+from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
+from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing
+from gpushare.host.machine import Xid
+from gpushare.host.smi import PROGRAM as NVIDIA_SMI
+from gpushare.hostfile.diff import points
+from gpushare.hostfile.look import applied_path, look
+from gpushare.model import ComputeMode, Gpu, Sharing
+from gpushare.mps import control
+from gpushare.mps.daemons import find_daemons
+from gpushare.mps.home import homes_in
+from gpushare.snapshot import BLIND
+from gpushare.units import counted
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.hostfile.file import Entry
+    from gpushare.hostfile.live import LiveGpu
+
+
+# NVIDIA's Xid catalogue: after these a GPU is not right again before a reset (RESET_GPU, RESTART_BM), or an exchange.
+BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158})
+
+
+def persistence(seen: Examination) -> Iterator[Check]:
+    """Check that persistence mode is on."""
+    modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.gpus if gpu.error is None}
+    off = [index for index, on in modes.items() if on is False]
+    for index in off:
+        yield Check(
+            id="gpu.persistence",
+            verdict=Verdict.WARN,
+            seen=f"persistence mode is off on GPU {index}",
+            gpu=index,
+            why="each first program on an idle GPU pays seconds, and nvidia-smi answers slowly",
+            remedy="sudo systemctl enable --now nvidia-persistenced",
+        )
+    if any(on is None for on in modes.values()):
+        yield Check(id="gpu.persistence", verdict=Verdict.SKIP, seen="the driver does not tell the persistence mode")
+    elif modes and not off:
+        yield Check(id="gpu.persistence", verdict=Verdict.PASS, seen="persistence mode is on")
+
+
+def compute_mode(seen: Examination) -> Iterator[Check]:
+    """Check that no compute mode was left over by an MPS daemon that is gone; one that was applied was not."""
+    kept = {
+        found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
+    }
+    foreign = {index for found in seen.daemons if not found.daemon.ours for index in found.daemon.gpu_indexes}
+    left = [
+        gpu
+        for gpu in seen.gpus
+        if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+        and gpu.uuid not in kept
+        and gpu.index not in foreign
+        and not _is_wanted(seen, gpu)
+    ]
+    for gpu in left:
+        mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
+        yield Check(
+            id="gpu.compute_mode",
+            verdict=Verdict.WARN,
+            gpu=gpu.index,
+            seen=f"GPU {gpu.index} is in compute mode {mode} and no MPS daemon serves it",
+            why="only one program (or none) can use it at a time; often left over from an MPS daemon",
+            remedy=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+        )
+    if seen.gpus and not left:
+        yield Check(id="gpu.compute_mode", verdict=Verdict.PASS, seen="no compute mode is left over")
+
+
+def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
+    entry = seen.wanted.get(gpu.index)
+    asked = entry is not None and entry.sharing is Sharing.EXCLUSIVE
+    return asked and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
+
+
+def xids(seen: Examination) -> Iterator[Check]:
+    """Check the kernel's log for errors after which a GPU needs a reset; those of programs are only counted."""
+    found = seen.host.machine.xids()
+    if found is None:
+        yield Check(id="gpu.xid", verdict=Verdict.SKIP, seen="the kernel's log may not be read: look as root")
+        return
+    bad = sorted({(xid.number, xid.pci) for xid in found if xid.number in BAD_XIDS})
+    for number, pci in bad:
+        gpu = next((gpu for gpu in seen.gpus if _is_at(gpu, pci)), None)
+        yield Check(
+            id="gpu.xid",
+            verdict=Verdict.WARN,
+            gpu=None if gpu is None else gpu.index,
+            seen=f"Xid {number} of the GPU at {pci} since the boot",
+            why="until it is reset, programs on this GPU may fail, all that share it together",
+            remedy=f"gpushare explain 'Xid {number}'",
+        )
+    if not bad:
+        yield Check(id="gpu.xid", verdict=Verdict.PASS, seen=_of_programs(found))
+
+
+def _of_programs(found: tuple[Xid, ...]) -> str:
+    numbers = ", ".join(str(number) for number in sorted({xid.number for xid in found}))
+    return f"Xids of programs since the boot: {numbers}" if found else "no Xid since the boot"
+
+
+def _is_at(gpu: Gpu, pci: str) -> bool:
+    """Return whether a GPU has this PCI address; NVML writes 00000000:01:00.0 where the kernel has 0000:01:00."""
+    return gpu.pci_bus_id is not None and pci.lower().rpartition(".")[0 if "." in pci else 2] in gpu.pci_bus_id.lower()
+
+
+_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+_PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
+# A whole UUID alone: CUDA takes a beginning too, and MIG-GPU-<uuid>/1/0 of drivers before 470 names a place.
+_UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
+
+
+def environments(seen: Examination) -> Iterator[Check]:
+    """Check what live programs, also shells that will start some, were told to use (their environment)."""
+    if seen.nvml_error is not None or len(seen.answering) != len(seen.gpus):
+        return
+    found = seen.host.machine.environments((*_DEVICES, _PIPE))
+    yield from _gone(seen, found)
+    yield from _other_size(seen, found)
+    yield from _no_daemon(seen, found)
+
+
+def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+    present = {gpu.uuid for gpu in seen.gpus} | {mig.uuid for gpu in seen.gpus for mig in gpu.mig_instances}
+    by_value: dict[tuple[str, str], list[int]] = {}
+    for pid, environment in sorted(found.items()):
+        for variable in _DEVICES:
+            for uuid in _UUID.findall(environment.get(variable, "")):
+                if uuid not in present:
+                    by_value.setdefault((variable, uuid), []).append(pid)
+    for (variable, uuid), pids in by_value.items():
+        mig = uuid.startswith("MIG-")
+        yield Check(
+            id="mig.environment" if mig else "gpu.environment",
+            verdict=Verdict.WARN,
+            seen=f"{variable} names {uuid}, which is not there, in {_who(seen, pids)}",
+            why="CUDA finds no device (error 100)"
+            + (", and what comes back with that UUID may be another size" if mig else ""),
+            remedy="start it again with what is there now: "
+            + ('eval "$(gpushare mig env NAME)", or gpushare run --mig NAME' if mig else "nvidia-smi -L"),
+        )
+
+
+def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+    """Yield who has the UUID of an instance at whose place a name means another one, and does not run in it yet."""
+    running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
+    waiting = {pid: one["CUDA_VISIBLE_DEVICES"] for pid, one in sorted(found.items()) if _names_mig(one)}
+    if not waiting.keys() - running:
+        return
+    meant = dict(_meant_otherwise(seen))
+    for pid, uuid in waiting.items():
+        if uuid in meant and pid not in running:
+            yield Check(
+                id="mig.environment",
+                verdict=Verdict.WARN,
+                seen=f"CUDA_VISIBLE_DEVICES={uuid} means {meant[uuid]}, in {_who(seen, [pid])}",
+                why="a MIG UUID tells a place, not a size: what it starts runs with other memory and other SMs",
+                remedy='start it again with what is there now: eval "$(gpushare mig env NAME)"',
+            )
+
+
+def _names_mig(environment: Mapping[str, str]) -> bool:
+    return environment.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+
+
+def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
+    """Yield the UUIDs of instances that lie where a name means another one, with both in words."""
+    from gpushare.errors import GpushareError
+    from gpushare.mig.names import names_of
+    from gpushare.mig.places import places_on
+
+    named = list(names_of(seen.host).values())
+    for gpu in seen.gpus:
+        mine = [one for one in named if one.gpu_uuid == gpu.uuid]
+        if not mine or not gpu.mig_enabled:
+            continue
+        with contextlib.suppress(GpushareError):
+            for place in places_on(seen.host, gpu):
+                now = (place.instance.profile.name, place.instance.start)
+                for one in mine:
+                    if place.instance.placement.mask >> one.start & 1 and (one.profile, one.start) != now:
+                        meaning = f"{now[0]}:{now[1]} now, where {one.name} meant {one.profile}:{one.start}"
+                        yield place.mig.uuid, meaning
+
+
+def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+    if any(one.daemon.pipe_directory is None for one in seen.daemons):
+        # One of them may listen there.
+        return
+    if seen.host.processes.namespace_is_host() is False:
+        return
+    there = {os.path.realpath(one.daemon.pipe_directory or "") for one in seen.daemons}
+    by_value: dict[str, list[int]] = {}
+    for pid, environment in sorted(found.items()):
+        pipe = environment.get(_PIPE)
+        if pipe and os.path.realpath(pipe) not in there:
+            by_value.setdefault(pipe, []).append(pid)
+    for pipe, pids in by_value.items():
+        yield Check(
+            id="mps.environment",
+            verdict=Verdict.WARN,
+            seen=f"{_PIPE}={pipe}, where no daemon listens, in {_who(seen, pids)}",
+            why="CUDA then says nothing and runs without MPS: on the whole GPU, without limits",
+            remedy="start the daemon first: gpushare mps start; or let gpushare check it: gpushare run -- CMD",
+        )
+
+
+def _who(seen: Examination, pids: list[int]) -> str:
+    if os.getpid() in pids:
+        # What the shell exports comes along; its own /proc entry has only what it was started with.
+        others = len(pids) - 1
+        return "the environment of this shell" + (f" and of {others} other processes" if others else "")
+    first = pids[0]
+    info = seen.host.processes.describe(first)
+    told = ", ".join(filter(None, (info.name, info.user))) if info else ""
+    one = f"process {first}" + (f" ({told})" if told else "")
+    return one if len(pids) == 1 else f"{len(pids)} processes, the first {one}"
+
+
+_AT_MOST: Final = 3
+_KEEP: Final = "gpushare capture > gpushare.yaml; sudo gpushare apply -f gpushare.yaml"
+
+
+def drift(seen: Examination) -> Iterator[Check]:
+    """Check that the GPUs are as the last gpushare.yaml that held says, and that it would hold again at boot."""
+    # What others have, grants and daemons, only root sees.
+    if seen.nvml_error is not None or seen.host.uid != 0:
+        return
+    if seen.wanted_error is not None:
+        yield Check(
+            id="host.file",
+            verdict=Verdict.WARN,
+            seen=f"what was applied last does not hold any more: {seen.wanted_error.message}",
+            why="gpushare.service applies it at boot, and would fail",
+            remedy=f"keep what is there now: {_KEEP}",
+        )
+    kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
+    wrong = False
+    for live in look(seen.host, kept) if kept else ():
+        said = _said(seen, live)
+        if said:
+            wrong = True
+            yield Check(
+                id="host.drift",
+                verdict=Verdict.WARN,
+                gpu=live.gpu.index,
+                seen=f"GPU {live.gpu.index} is not as it was applied: {said}",
+                why="a reboot takes modes, levels, daemons and MIG away; what was changed by hand goes with the next one",
+                remedy=f"sudo gpushare apply -f {shlex.quote(str(applied_path(seen.host)))}; or keep what is there now: {_KEEP}",
+            )
+    if kept and not wrong:
+        yield Check(
+            id="host.drift",
+            verdict=Verdict.PASS,
+            seen=f"{counted(len(kept), 'GPU')} as applied ({applied_path(seen.host)})",
+        )
+
+
+def _said(seen: Examination, live: LiveGpu) -> str:
+    try:
+        found = [str(one) for one in points(live, seen.wanted[live.gpu.index], seen.wanted) if one.found != "unknown"]
+    except GpushareError as error:
+        return error.message
+    more = f"; and {len(found) - _AT_MOST} more" if len(found) > _AT_MOST else ""
+    return "; ".join(found[:_AT_MOST]) + more
+
+
+Wanted = Callable[[Sequence["Gpu"]], tuple[Mapping[int, "Entry"], GpushareError | None]]
+
+
+def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
+    """Run every check. None of them changes anything, and none fails because another did.
+
+    ``wanted`` tells what the last gpushare.yaml that held says of these GPUs, and what is wrong with it: what it asks
+    for was not left over, and should be there.
+    """
+    examination = Examination(host)
+    try:
+        examination.gpus = host.nvml.sweep()
+        examination.driver = host.nvml.driver_version()
+        if wanted is not None:
+            examination.wanted, examination.wanted_error = wanted(examination.gpus)
+    except GpushareError as error:
+        examination.nvml_error = error
+    try:
+        examination.daemons = find_daemons(host, examination.gpus)
+    except GpushareError:
+        examination.daemons = []
+    found: list[Check] = []
+    for check in CHECKS:
+        try:
+            found += check(examination)
+        except GpushareError as error:
+            # A GPU that was lost, or a program that ended, since the first look.
+            said = f"'{check.__name__.strip('_')}' could not be looked at: {error.message}"
+            found.append(Check(id="doctor.unseen", verdict=Verdict.SKIP, seen=said))
+    return found
+
+
+def _nvml(seen: Examination) -> Iterator[Check]:
+    error = seen.nvml_error
+    if isinstance(error, NvmlMissing):
+        yield Check(
+            id="nvml.library",
+            verdict=Verdict.FAIL,
+            seen=error.message,
+            why="nothing about a GPU can be known",
+            remedy=error.hint,
+        )
+        return
+    yield Check(
+        id="nvml.library",
+        verdict=Verdict.PASS,
+        seen="libnvidia-ml answers" if error is None else "libnvidia-ml is there",
+    )
+    if error is not None:
+        mismatch = "driver.mismatch" if error.code == "driver_mismatch" else "nvml.answers"
+        identifier = "driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch
+        yield Check(
+            id=identifier, verdict=Verdict.FAIL, seen=error.message, why="no GPU can be used", remedy=error.hint
+        )
+        return
+    yield Check(id="driver.loaded", verdict=Verdict.PASS, seen=f"driver {seen.driver or 'of unknown version'}")
+    if not seen.gpus:
+        yield Check(
+            id="gpu.present",
+            verdict=Verdict.FAIL,
+            seen="the driver sees no GPU",
+            why="there is nothing to share",
+            remedy="lspci | grep -i nvidia",
+        )
+    for gpu in seen.gpus:
+        if gpu.error is not None:
+            yield Check(
+                id="gpu.answers",
+                verdict=Verdict.FAIL,
+                seen=gpu.error,
+                gpu=gpu.index,
+                why="a lost GPU comes back only with a reset or a reboot",
+                remedy="sudo dmesg | grep -i xid",
+            )
+
+
+def _smi(seen: Examination) -> Iterator[Check]:
+    host = seen.host
+    if host.programs.find(NVIDIA_SMI) is None:
+        yield Check(
+            id="smi.program",
+            verdict=Verdict.FAIL,
+            seen="nvidia-smi is not installed",
+            why="the time-slice is read and set only through it",
+            remedy="install the driver's utilities (nvidia-utils, nvidia-smi)",
+        )
+        return
+    if seen.nvml_error is not None:
+        yield Check(
+            id="smi.program", verdict=Verdict.SKIP, seen="nvidia-smi is there; not asked, because NVML does not answer"
+        )
+        return
+    try:
+        seen.levels = host.policy.read()
+    except GpushareError as error:
+        yield Check(
+            id="smi.program",
+            verdict=Verdict.FAIL,
+            seen=error.message,
+            why="the time-slice cannot be read",
+            remedy=remedy_of(error),
+        )
+        return
+    yield Check(
+        id="smi.program",
+        verdict=Verdict.PASS,
+        seen=f"nvidia-smi lists the time-slice of {counted(len(seen.levels), 'GPU')}",
+    )
+
+
+def _run_directory(seen: Examination) -> Iterator[Check]:
+    from gpushare.host.host import make_private_directory
+
+    path = seen.host.run_directory
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    length = len(os.fsencode(str(path / "mps" / "gpu-00000000" / "pipe")))
+    if length > control.MAX_PIPE_DIRECTORY_BYTES:
+        yield Check(
+            id="run.path",
+            verdict=Verdict.FAIL,
+            seen=f"an MPS pipe directory below {path} has {length} bytes; 87 is the limit",
+            why="the daemon dies at its start without a word",
+            remedy="export GPUSHARE_RUN_DIR=/tmp/$USER (a short directory of your own)",
+        )
+        return
+    try:
+        if path.exists():
+            make_private_directory(path)
+        elif not os.access(nearest, os.W_OK):
+            yield Check(
+                id="run.directory",
+                verdict=Verdict.WARN,
+                seen=f"{path} does not exist and {nearest} is not writable",
+                why="no MPS daemon can be started",
+                remedy="export GPUSHARE_RUN_DIR to a short directory of your own",
+            )
+            return
+    except GpushareError as error:
+        yield Check(
+            id="run.directory",
+            verdict=Verdict.FAIL,
+            seen=error.message,
+            why="whoever may write there decides who talks to the GPU",
+            remedy=error.hint,
+        )
+        return
+    homes = len(homes_in([path]))
+    yield Check(id="run.directory", verdict=Verdict.PASS, seen=f"{path} ({counted(homes, 'daemon')} noted)")
+
+
+def _permissions(seen: Examination) -> Iterator[Check]:
+    if seen.host.uid == 0:
+        yield Check(id="user.root", verdict=Verdict.PASS, seen="commands run as root")
+    else:
+        yield Check(
+            id="user.root",
+            verdict=Verdict.PASS,
+            seen=f"commands run as user {seen.host.uid}: MPS works, time-slice, compute mode and MIG need root",
+        )
+    nodes = [f"/dev/{name}" for name in ("nvidiactl", "nvidia0")]
+    closed = [node for node in nodes if os.path.exists(node) and not os.access(node, os.R_OK | os.W_OK)]
+    if closed and not seen.host.is_simulated:
+        yield Check(
+            id="device.nodes",
+            verdict=Verdict.FAIL,
+            seen=f"no access to {', '.join(closed)}",
+            why="no CUDA program of this user can use the GPU",
+            remedy=f"ls -l {' '.join(closed)}; id",
+        )
+
+
+def _pid_namespace(seen: Examination) -> Iterator[Check]:
+    host = seen.host.processes.namespace_is_host()
+    if host is False:
+        yield Check(
+            id="pid.namespace",
+            verdict=Verdict.WARN,
+            seen="this PID namespace is not the host's",
+            why=BLIND,
+            remedy="docker run --pid=host ...",
+        )
+    elif host:
+        yield Check(id="pid.namespace", verdict=Verdict.PASS, seen="the host's PID namespace")
+    else:
+        yield Check(id="pid.namespace", verdict=Verdict.SKIP, seen="it cannot be told")
+
+
+CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
+    _nvml,
+    _smi,
+    mps_programs,
+    persistence,
+    compute_mode,
+    xids,
+    mps_daemons,
+    *USE_CHECKS,
+    drift,
+    *MIG_CHECKS,
+    environments,
+    _run_directory,
+    _permissions,
+    _pid_namespace,
+)
+
+
+def worst(checks: list[Check]) -> Verdict:
+    """Return the worst verdict: pass, warn or fail; a skipped check says nothing."""
+    verdicts = {check.verdict for check in checks}
+    return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
+
+
+def exit_code(checks: list[Check], fail_on: Verdict = Verdict.FAIL) -> int:
+    """Return 1 when something fails, with ``fail_on`` WARN also when something warns; else 0."""
+    return int(worst(checks) in {Verdict.FAIL, fail_on})

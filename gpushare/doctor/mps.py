@@ -1,0 +1,572 @@
+"""The checks of `gpushare doctor` on MPS: its programs, and its daemons."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpushare.doctor.check import Check, Examination, Verdict, remedy_of
+from gpushare.errors import GpushareError
+from gpushare.host.capabilities import user_name
+from gpushare.host.cdi import local_path, root_of
+from gpushare.host.machine import SHARED_MEMORY
+from gpushare.host.records import read_tail
+from gpushare.hostfile.look import unit_device
+from gpushare.model import TimeSlice
+from gpushare.mps import control
+from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
+from gpushare.mps.home import UNIT_PIPES, pipe_users
+from gpushare.units import MIB, counted, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.model import Gpu, GpuProcess, MpsClient, MpsDaemon
+    from gpushare.mps.daemons import FoundDaemon
+
+
+def mps_programs(seen: Examination) -> Iterator[Check]:
+    """Check that the control daemon and the server are installed."""
+    for name, identifier in ((control.PROGRAM, "mps.control"), (control.SERVER_PROGRAM, "mps.server")):
+        path = seen.host.programs.find(name)
+        if path is None:
+            yield Check(
+                id=identifier,
+                verdict=Verdict.WARN,
+                seen=f"{name} is not installed",
+                why="there is no MPS without it",
+                remedy="install it: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
+            )
+        elif name == control.PROGRAM:
+            yield _control(seen, path)
+        else:
+            yield Check(id=identifier, verdict=Verdict.PASS, seen=path)
+
+
+def _control(seen: Examination, path: str) -> Check:
+    try:
+        version = control.probe_version(seen.host.programs)
+    except GpushareError as error:
+        return Check(
+            id="mps.control",
+            verdict=Verdict.FAIL,
+            seen=error.message,
+            why="no MPS daemon can be started, asked or stopped",
+            remedy=remedy_of(error),
+        )
+    known = f"binary version {version}" if version else "before driver 580"
+    return Check(id="mps.control", verdict=Verdict.PASS, seen=f"{path}, {known}")
+
+
+def mps_daemons(seen: Examination) -> Iterator[Check]:
+    """Check every daemon: dead, silent, in FAULT, orphaned."""
+    for found in seen.daemons:
+        daemon = found.daemon
+        if found.record is not None and found.record.interrupted:
+            yield Check(
+                id="mps.interrupted",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"a start of the MPS daemon of {found.record.device_uuid} is under way, or was interrupted",
+                why="its limits may not be set, and a compute mode that it changed is still to be restored",
+                remedy=f"gpushare mps stop -g {found.record.device_uuid}",
+            )
+        elif daemon.unasked:
+            yield Check(
+                id="mps.unasked",
+                verdict=Verdict.SKIP,
+                gpu=daemon.gpu_index,
+                seen=f"MPS daemon {daemon.pid} of {daemon.user or 'user unknown'} was not asked: it is another user's",
+            )
+        elif daemon.ours and daemon.pid is None:
+            yield Check(
+                id="mps.stale",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"an MPS daemon died and left its files in {found.home.directory if found.home else daemon.pipe_directory}",
+                why="its limits, and a compute mode that it changed, are still noted there",
+                remedy=f"gpushare mps stop -g {daemon.device_uuid}",
+            )
+        elif daemon.error is not None:
+            yield Check(
+                id="mps.answers",
+                verdict=Verdict.FAIL if daemon.ours else Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=daemon.error,
+                why="no program can join it",
+                remedy=f"gpushare mps logs -g {daemon.device_uuid}; gpushare mps stop -g {daemon.device_uuid} --force"
+                if daemon.ours
+                else "sudo gpushare mps status",
+            )
+        else:
+            yield from _daemon_state(found)
+    if not seen.daemons:
+        yield Check(id="mps.daemons", verdict=Verdict.PASS, seen="no MPS daemon runs")
+
+
+def _daemon_state(found: FoundDaemon) -> Iterator[Check]:
+    daemon = found.daemon
+    fault = [server.pid for server in daemon.servers if server.status == "FAULT"]
+    if fault:
+        yield Check(
+            id="mps.fault",
+            verdict=Verdict.FAIL,
+            gpu=daemon.gpu_index,
+            seen=f"MPS server {fault[0]} is in state FAULT",
+            why="its clients have lost their contexts and new ones are refused (CUDA error 807) until all of them have ended",
+            remedy=f"gpushare mps stop -g {daemon.device_uuid} --force" if daemon.ours else "end its clients",
+        )
+        return
+    whose = (
+        "of gpushare" if daemon.ours else f"of somebody else ({daemon.user or 'user unknown'}, {daemon.pipe_directory})"
+    )
+    if daemon.transient and not daemon.clients and found.home is not None and not found.home.live_leases():
+        yield Check(
+            id="mps.orphan",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"MPS daemon {daemon.pid} was started by a run that is over",
+            why="nobody will stop it",
+            remedy=f"gpushare mps stop -g {daemon.device_uuid}",
+        )
+        return
+    yield Check(
+        id="mps.daemons",
+        verdict=Verdict.PASS,
+        gpu=daemon.gpu_index,
+        seen=f"MPS daemon {daemon.pid} {whose} answers, {counted(len(daemon.clients), 'client')}",
+    )
+
+
+# What a container gets for /dev/shm unless it asks for more; the CUDA programs in it want some of it too.
+_LITTLE_SHARED_MEMORY: Final = 64 * MIB
+# NVIDIA's advice for many clients is 16384; below the usual soft limit of Linux a few already do not fit.
+_FEW_DESCRIPTORS: Final = 1024
+_LARGE_LOG: Final = 100 * MIB
+_TAIL_BYTES: Final = 64 << 10
+
+
+def needs(seen: Examination) -> Iterator[Check]:
+    """Check what MPS needs of the machine: shared memory, open files, directories, room for its log."""
+    space = seen.host.machine.shared_memory()
+    if space is None:
+        yield Check(id="mps.shm", verdict=Verdict.SKIP, seen="the size of /dev/shm cannot be told")
+    elif space.total <= _LITTLE_SHARED_MEMORY or space.free < _LITTLE_SHARED_MEMORY // 4:
+        yield Check(
+            id="mps.shm",
+            verdict=Verdict.WARN,
+            seen=f"{SHARED_MEMORY} has {format_bytes(space.total)}, {format_bytes(space.free)} free",
+            why="an MPS server and its clients meet there: without room the server fails to open its SHM segment",
+            remedy="sudo mount -o remount,size=8G /dev/shm; of a container: docker run --shm-size=8g, or --ipc=host",
+        )
+    else:
+        yield Check(id="mps.shm", verdict=Verdict.PASS, seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
+    for found in seen.believed:
+        yield from _descriptors(seen, found.daemon)
+        yield from _directories(seen, found)
+        yield from _log(found.daemon)
+
+
+def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
+    limit = seen.host.machine.descriptor_limit(daemon.pid or 0)
+    failed = re.search(r"failed to (?:create|open)[^\n]* SHM segment", log_tail(daemon, "server.log"))
+    if failed or (limit is not None and limit < _FEW_DESCRIPTORS):
+        told = "unknown" if limit is None else str(limit)
+        yield Check(
+            id="mps.descriptors",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"MPS daemon {daemon.pid} may have {told} open files"
+            + (", and its server could not open an SHM segment" if failed else ""),
+            why="each client takes several: the next ones are refused; NVIDIA advises 16384",
+            remedy="gpushare mps stop, then: ulimit -n 16384; gpushare mps start (in a unit: LimitNOFILE=16384)",
+        )
+
+
+def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
+    daemon = found.daemon
+    pipe = Path(daemon.pipe_directory or "/nonexistent")
+    seen_pipe = _own(pipe)
+    if seen_pipe is None or not stat.S_ISDIR(seen_pipe.st_mode):
+        return
+    mode = seen_pipe.st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        yield Check(
+            id="mps.directory",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"everybody may write into {pipe} (mode {stat.S_IMODE(mode):o})",
+            why="any user can put a socket of his own in the daemon's place",
+            remedy=f"sudo chmod 0755 {shlex.quote(str(pipe))}",
+        )
+    # What 'users' of a gpushare.yaml closed is closed on purpose; what lies above must be open all the same.
+    chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
+    first = pipe.parent if chosen else pipe
+    closed = _closed(first, root_of(seen.host)) if daemon.user == "root" else None
+    if closed is not None:
+        yield Check(
+            id="mps.reach",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"only its owner may go through {closed}" + ("" if closed == pipe else f", on the way to {pipe}"),
+            why="programs of other users, and of containers, cannot reach the daemon and run without MPS or fail",
+            remedy=f"sudo chmod o+x {shlex.quote(str(closed))}",
+        )
+
+
+def _closed(directory: Path, root: Path) -> Path | None:
+    # Of a simulated host what lies above its own directory is the machine's business.
+    above = [path for path in (directory, *directory.parents) if path != root and path.is_relative_to(root)]
+    for path in reversed(above):
+        with contextlib.suppress(OSError):
+            if not path.stat().st_mode & stat.S_IXOTH:
+                return path
+    return None
+
+
+def _log(daemon: MpsDaemon) -> Iterator[Check]:
+    path = Path(daemon.log_directory or "/nonexistent") / "control.log"
+    found = _own(path)
+    if found is not None and stat.S_ISREG(found.st_mode) and found.st_size > _LARGE_LOG:
+        yield Check(
+            id="mps.log",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"{path} has grown to {format_bytes(found.st_size)}",
+            why="every question to the daemon adds lines, and nobody rotates it",
+            remedy=f"sudo truncate -s 0 {shlex.quote(str(path))}",
+        )
+
+
+def _own(path: Path) -> os.stat_result | None:
+    """Return what this user or root made at a path; a link is what it is itself."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found if found.st_uid in {os.geteuid(), 0} else None
+    return None
+
+
+def log_tail(daemon: MpsDaemon, name: str) -> str:
+    """Return the end of a log of a daemon (``control.log``, ``server.log``); nothing where it may not be read."""
+    return read_tail(Path(daemon.log_directory or "/nonexistent") / name, _TAIL_BYTES)
+
+
+_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+# What libcuda takes under MPS by itself (NVIDIA's MPS guide).
+_USUAL_CONNECTIONS: Final = 2
+
+
+def client_environments(seen: Examination) -> Iterator[Check]:
+    """Check for clients whose memory limits do not hold, or that take the connections of others."""
+    for found in seen.believed:
+        for client in found.daemon.clients:
+            environment = seen.host.processes.environment(client.pid) or {}
+            yield from _dropped_limits(found.daemon, client, environment)
+            yield from _many_connections(found.daemon, client, environment)
+
+
+def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
+    """Yield a client whose memory limit names a GPU that it does not see: then none of its limits holds."""
+    text, uuid = environment.get(_LIMIT), daemon.device_uuid
+    if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
+        return
+    yield Check(
+        id="mps.limits_dropped",
+        verdict=Verdict.WARN,
+        gpu=daemon.gpu_index,
+        seen=f"client {client.pid} has {_LIMIT}={text}, and sees one GPU only",
+        why="one entry for a GPU that it does not see drops all its memory limits, the server's too",
+        remedy="start it again with 0=SIZE alone: gpushare run --memory SIZE -- CMD",
+    )
+
+
+def _names_other(entry: str, uuid: str) -> bool:
+    """Return whether an entry of the variable names another device than the only one (ordinal 0, or its UUID)."""
+    device = entry.partition("=")[0].strip()
+    return bool(device) and device != "0" and not (len(device) > 4 and uuid.startswith(device))
+
+
+def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
+    text = environment.get(_CONNECTIONS, "")
+    if text.isascii() and text.isdigit() and int(text) > _USUAL_CONNECTIONS:
+        yield Check(
+            id="mps.connections",
+            verdict=Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=f"client {client.pid} has {_CONNECTIONS}={text}",
+            why="connections are what a GPU runs out of: fewer clients fit, and the next gets CUDA error 809",
+            remedy=f"start it again without it: unset {_CONNECTIONS}",
+        )
+
+
+def daemon_environment(seen: Examination) -> Iterator[Check]:
+    """Check for a default thread percentage that a daemon was given and silently did not take."""
+    for found in seen.believed:
+        text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(_THREADS)
+        if text is not None and not _is_percentage(text):
+            yield Check(
+                id="mps.threads_ignored",
+                verdict=Verdict.WARN,
+                gpu=found.daemon.gpu_index,
+                seen=f"MPS daemon {found.daemon.pid} was started with {_THREADS}={text}",
+                why="it takes 0 to 100 only; with anything else it says nothing, and every client gets 100 %",
+                remedy=f"restart it with a number from 1 to 100 in {_THREADS}; or: gpushare mps start --threads 50",
+            )
+
+
+def _is_percentage(text: str) -> bool:
+    try:
+        return 0.0 < float(text) <= 100.0
+    except ValueError:
+        return False
+
+
+_PENDING: Final = re.compile(
+    r"^\[([\d-]{10} [\d:]{8})\.\d+ Control +\d+\] NEW CLIENT (\d+) from user (\d+): Server is not ready, push client to pending",
+    re.MULTILINE | re.ASCII,
+)
+
+
+def foreign(seen: Examination) -> Iterator[Check]:
+    """Check for daemons of somebody else, at the default path, left dead there, and two on one GPU."""
+    for found in seen.serving:
+        daemon = found.daemon
+        if not found.trusted:
+            yield Check(
+                id="mps.foreign",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"process {daemon.pid} of {daemon.user or 'user unknown'} says that it is an MPS daemon",
+                why="its name and its environment are all that tells so: it was not asked, and its files are not looked at",
+                remedy=f"ask {daemon.user or 'its user'} what it is; or see: ps -fp {daemon.pid}",
+            )
+        elif daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
+            yield Check(
+                id="mps.default_path",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"MPS daemon {daemon.pid} listens at {DEFAULT_PIPE_DIRECTORY}, where every CUDA program looks",
+                why="programs that never asked for MPS join it, containers too, and fail with it (CUDA error 805)",
+                remedy=f"{_quit(daemon)}; then a private one: gpushare mps start",
+            )
+        elif not daemon.ours and not _is_of_unit(seen, found):
+            yield Check(
+                id="mps.foreign",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"MPS daemon {daemon.pid} of {daemon.user or 'user unknown'} at {daemon.pipe_directory} is not gpushare's",
+                why="it is shown here, but its limits, its compute mode and its end are its owner's business",
+                remedy=f"if nobody needs it: {_quit(daemon)}",
+            )
+    yield from _several(seen)
+    yield from _dead_default(seen)
+
+
+def _is_of_unit(seen: Examination, found: FoundDaemon) -> bool:
+    """Return whether a systemd unit of `gpushare export systemd` runs it."""
+    return unit_device(seen.host, found, seen.answering) is not None
+
+
+def _quit(daemon: MpsDaemon) -> str:
+    return f"echo quit | sudo CUDA_MPS_PIPE_DIRECTORY={shlex.quote(daemon.pipe_directory or '')} {control.PROGRAM}"
+
+
+def _several(seen: Examination) -> Iterator[Check]:
+    for gpu in seen.answering:
+        pids = [
+            str(found.daemon.pid)
+            for found in seen.believed
+            if gpu.index in found.daemon.gpu_indexes and not (found.daemon.device_uuid or "").startswith("MIG-")
+        ]
+        if len(pids) > 1:
+            yield Check(
+                id="mps.several",
+                verdict=Verdict.WARN,
+                gpu=gpu.index,
+                seen=f"{len(pids)} MPS daemons serve GPU {gpu.index}: {', '.join(pids)}",
+                why="only clients of one daemon run at the same time; between daemons the GPU is time-sliced",
+                remedy="gpushare mps status; then stop all but one",
+            )
+
+
+def _dead_default(seen: Examination) -> Iterator[Check]:
+    path = local_path(seen.host, f"{DEFAULT_PIPE_DIRECTORY}/control")
+    unknown = any(found.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for found in seen.daemons)
+    # A container may have the directory of a daemon that lives outside.
+    if unknown or seen.host.processes.namespace_is_host() is False or not path.exists() or not _refuses(path):
+        return
+    yield Check(
+        id="mps.default_stale",
+        verdict=Verdict.WARN,
+        seen=f"{DEFAULT_PIPE_DIRECTORY}/control is there and no MPS daemon answers at it",
+        why="CUDA programs look there first, and may fail with CUDA error 805",
+        remedy=f"sudo rm -r {DEFAULT_PIPE_DIRECTORY}",
+    )
+
+
+def _refuses(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as conversation:
+        conversation.settimeout(0.5)
+        try:
+            conversation.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def devices(seen: Examination) -> Iterator[Check]:
+    """Check that what a daemon serves is still there, and that its time-slice is the default."""
+    complete = len(seen.answering) == len(seen.gpus)
+    whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
+    present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
+    for found in seen.believed:
+        uuid = found.daemon.device_uuid
+        if uuid is not None and complete and uuid not in present:
+            yield Check(
+                id="mps.device",
+                verdict=Verdict.FAIL,
+                gpu=found.daemon.gpu_index,
+                seen=f"MPS daemon {found.daemon.pid} serves {uuid}, and there is no such CUDA device now",
+                why="its clients get CUDA error 100 or 805; MIG was changed under it",
+                remedy=f"gpushare mps stop -g {uuid} --force",
+            )
+    for gpu in seen.answering:
+        level = seen.levels.get(gpu.index)
+        if level not in {None, TimeSlice.DEFAULT} and any(gpu.index in one.daemon.gpu_indexes for one in seen.believed):
+            yield Check(
+                id="mps.timeslice",
+                verdict=Verdict.WARN,
+                gpu=gpu.index,
+                seen=f"the time-slice of GPU {gpu.index} is {level.title if level else '-'} while an MPS daemon serves it",
+                why="clients of one MPS server run at the same time: it changes nothing between them",
+                remedy=f"sudo gpushare timeslice set default -g {gpu.index} --beside-mps",
+            )
+
+
+def outside(seen: Examination) -> Iterator[Check]:
+    """Check for CUDA programs beside a daemon that are not its clients."""
+    known = set(seen.host.processes.named(control.SERVER_PROGRAM))
+    for found in seen.daemons:
+        known |= {server.pid for server in found.daemon.servers} | {client.pid for client in found.daemon.clients}
+        known |= {found.daemon.pid or 0}
+    for found in seen.believed:
+        for gpu in seen.answering:
+            # Who the clients of one are that was not asked is unknown.
+            if gpu.index not in found.daemon.gpu_indexes or found.daemon.unasked:
+                continue
+            strangers = [one for one in _on(gpu, found.daemon) if one.compute and not one.mps and one.pid not in known]
+            known |= {one.pid for one in strangers}
+            if strangers:
+                yield Check(
+                    id="mps.outside",
+                    verdict=Verdict.WARN,
+                    gpu=gpu.index,
+                    seen=f"on GPU {gpu.index}, outside the MPS daemon: {_named(seen, strangers)}",
+                    why="no limit of the daemon holds for it, and its turns stop every client",
+                    remedy=f"end it and start it as a client: gpushare run -g {gpu.index} --threads 50 -- CMD",
+                )
+
+
+def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
+    mig = next((one for one in gpu.mig_instances if one.uuid == daemon.device_uuid), None)
+    if mig is None:
+        return [] if gpu.mig_enabled else list(gpu.processes or ())
+    place = (mig.gpu_instance_id, mig.compute_instance_id)
+    return [one for one in gpu.processes or () if (one.gpu_instance_id, one.compute_instance_id) == place]
+
+
+def _named(seen: Examination, processes: list[GpuProcess]) -> str:
+    words = []
+    for one in processes[:3]:
+        info = seen.host.processes.describe(one.pid)
+        told = () if info is None else filter(None, (info.name, info.user))
+        words.append(f"{one.pid} ({', '.join(told)})" if info else str(one.pid))
+    more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
+    return ", ".join(words) + more
+
+
+def pending(seen: Examination) -> Iterator[Check]:
+    """Check for clients of another user that wait until the server's user has no client (``control.log``)."""
+    for found in seen.believed:
+        daemon = found.daemon
+        served = sorted({server.user or "user unknown" for server in daemon.servers})
+        waiting = sorted(set(_waiting(seen, daemon)))
+        if waiting and served:
+            users = ", ".join(sorted({user for _, user in waiting}))
+            yield Check(
+                id="mps.pending",
+                verdict=Verdict.WARN,
+                gpu=daemon.gpu_index,
+                seen=f"{counted(len(waiting), 'client')} of {users} waits for MPS daemon {daemon.pid}, which serves {', '.join(served)}",
+                why="a daemon serves one user at a time: the others hang until that user's last client has ended",
+                remedy="gpushare mps status (shows whose clients to end); or use one user for all",
+            )
+
+
+def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
+    clients = {client.pid for client in daemon.clients}
+    served = {server.user for server in daemon.servers}
+    for stamp, pid, uid in _PENDING.findall(log_tail(daemon, "control.log")):
+        user = user_name(int(uid))
+        info = seen.host.processes.describe(int(pid)) if int(pid) else None
+        if info is None or int(pid) in clients or user in served:
+            continue
+        # The log is older than the process: its PID was somebody else's then.
+        began = info.started_at
+        if began is None or began <= _time(stamp) + 2.0:
+            yield int(pid), user
+
+
+def _time(stamp: str) -> float:
+    try:
+        return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def version(seen: Examination) -> Iterator[Check]:
+    """Check that the MPS programs are those of the driver (nvmlSystemGetCudaDriverVersion)."""
+    from gpushare.errors import GpushareError
+    from gpushare.mps.control import probe_version
+
+    if seen.nvml_error is not None or seen.host.programs.find(control.PROGRAM) is None:
+        return
+    try:
+        program = probe_version(seen.host.programs)
+        driver = seen.host.nvml.ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())
+    except GpushareError:
+        return
+    if program is not None and driver is not None and program != int(driver):
+        yield Check(
+            id="mps.version",
+            verdict=Verdict.WARN,
+            seen=f"{control.PROGRAM} is of CUDA {_cuda(program)}, the driver of CUDA {_cuda(int(driver))}",
+            why="the daemon, the server and libcuda must come from one driver: the server fails with a version mismatch",
+            remedy="install the MPS programs of the same driver version, and restart the daemons",
+        )
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+USE_CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
+    version,
+    foreign,
+    devices,
+    outside,
+    pending,
+    client_environments,
+    daemon_environment,
+    needs,
+)

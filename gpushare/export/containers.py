@@ -1,0 +1,309 @@
+"""One device of the host for containers: flags of Docker and Podman, a CDI file, a compose file. Pure.
+
+Facts: CDI names `nvidia.com/gpu=<uuid>` are among those that nvidia-ctk writes by default (NVIDIA Container Toolkit
+1.20, index and uuid); `docker run --gpus device=<uuid>`; compose-spec, deploy.resources.reservations.devices; NVIDIA's
+MPS guide: the daemon's pipe directory, its /dev/shm and its user must be the container's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Final
+
+from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
+from gpushare.export.document import IMAGE, Document, Export, yaml_document
+from gpushare.mig.parted import VERSION, parse_parted, yaml_text
+from gpushare.model import Priority, Sharing, TimeSlice, device_key
+from gpushare.units import MIB
+
+# The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
+CDI_KIND: Final = "gpushare.local/mps"
+CDI_FILE: Final = "gpushare-mps.yaml"
+COMPOSE_FILE: Final = "compose.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One device for a container: a GPU, or a MIG device of it."""
+
+    gpu: GpuDescription
+    mig: MigDescription | None = None
+
+    @property
+    def uuid(self) -> str:
+        """Return what a container runtime calls it."""
+        return self.gpu.uuid if self.mig is None else self.mig.uuid
+
+    @property
+    def mps(self) -> MpsDescription | None:
+        """Return its MPS daemon, or None."""
+        return self.gpu.mps if self.mig is None else self.mig.mps
+
+    @property
+    def title(self) -> str:
+        """Return what people call it."""
+        return f"GPU {self.gpu.index}" if self.mig is None else f"MIG {self.mig.profile} of GPU {self.gpu.index}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return what an MPS client needs; the limits are per process, and can only be lowered by it."""
+        if self.mps is None:
+            return {}
+        found = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
+        if self.mps.threads_percent is not None:
+            found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.threads_percent:g}"
+        if self.mps.memory_limit_bytes is not None:
+            # The container sees this one device. An entry for another would drop all limits.
+            found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.memory_limit_bytes // MIB}M"
+        if self.mps.priority is Priority.LOW:
+            found["CUDA_MPS_CLIENT_PRIORITY"] = "1"
+        return found
+
+    @property
+    def pipe_directory(self) -> str:
+        """Return the pipe directory of its MPS daemon on the host.
+
+        The container has it at the same place: then every message of the daemon means the same on both sides.
+
+        Raises:
+            NotFound: it has none.
+            NotSupported: a flag cannot carry it.
+        """
+        if self.mps is None or self.mps.pipe_directory is None:
+            raise NotFound(
+                f"the pipe directory of the MPS daemon of {self.title} is unknown",
+                "look as root: sudo gpushare mps status",
+                code="pipe_unknown",
+            )
+        path = self.mps.pipe_directory
+        if any(one in path for one in " \t\n:,\"'\\$"):
+            raise NotSupported(
+                f"the pipe directory '{path}' cannot stand in a flag of Docker",
+                "set GPUSHARE_RUN_DIR to a plain path, and start the daemon again",
+                code="bad_path",
+            )
+        return path
+
+
+def share_of(host: HostDescription, uuid: str) -> Share:
+    """Return one device by its UUID; a GPU in MIG mode stands for its only MIG device.
+
+    Raises:
+        BadUsage: the GPU has several MIG devices.
+        NotFound: it has none, or there is no such device.
+    """
+    for gpu in host.gpus:
+        for mig in gpu.mig:
+            if mig.uuid == uuid:
+                return Share(gpu=gpu, mig=mig)
+        if gpu.uuid != uuid:
+            continue
+        if gpu.sharing is not Sharing.MIG:
+            return Share(gpu=gpu)
+        if not gpu.mig:
+            raise NotFound(
+                f"GPU {gpu.index} is in MIG mode and has no MIG device",
+                f"make one: gpushare mig apply -g {gpu.index} 1g",
+                code="no_device",
+            )
+        if len(gpu.mig) > 1:
+            raise BadUsage(
+                f"GPU {gpu.index} has {len(gpu.mig)} MIG devices; a container takes one",
+                f"name it by its UUID: -g {gpu.mig[0].uuid} ({gpu.mig[0].profile})",
+                code="one_device",
+            )
+        return Share(gpu=gpu, mig=gpu.mig[0])
+    raise NotFound(f"there is no device {uuid}", "see: gpushare status", code="unknown_gpu")
+
+
+def docker(share: Share) -> Export:
+    """Return the flags of `docker run`, in one line that a shell takes without quotes."""
+    flags = ["--gpus", f"device={share.uuid}", *_mps_flags(share)]
+    return Export(
+        documents=(Document(name="docker-flags", text=" ".join(flags) + "\n", kind="flags"),),
+        commands=(f"docker run --rm {' '.join(flags)} {IMAGE}",),
+        needs=(
+            "NVIDIA's container runtime in Docker: sudo nvidia-ctk runtime configure --runtime=docker",
+            *_needs(share),
+        ),
+        lost=tuple(_lost(share)),
+    )
+
+
+def cdi(share: Share) -> Export:
+    """Return the flags by the Container Device Interface; for an MPS share also the file of the CDI device.
+
+    The file of the GPU or the MIG device itself is nvidia-ctk's: the driver's libraries and hooks stand in it.
+    """
+    flags = ["--device", f"nvidia.com/gpu={share.uuid}"]
+    documents = []
+    commands = ["sudo nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"]
+    if share.mps is not None:
+        name = device_key(share.uuid)
+        flags += ["--device", f"{CDI_KIND}={name}", "--ipc=host"]
+        documents.append(yaml_document(CDI_FILE, _cdi_spec(share, name)))
+        commands.append(f"sudo install -D -m 644 {CDI_FILE} /etc/cdi/{CDI_FILE}")
+    commands += [f"docker run --rm {' '.join(flags)} {IMAGE}", f"podman run --rm {' '.join(flags)} {IMAGE}"]
+    return Export(
+        documents=(Document(name="cdi-flags", text=" ".join(flags) + "\n", kind="flags"), *documents),
+        commands=tuple(commands),
+        needs=(
+            "Docker 28.2 or later (25 to 28.1 with its feature cdi on), or Podman 4.1 or later",
+            "nvidia-ctk cdi generate again after every change of MIG (nvidia-cdi-refresh does not see it, gpushare mig does)",
+            *_needs(share),
+        ),
+        lost=tuple(_lost(share)),
+    )
+
+
+def compose(share: Share, *, image: str | None = None, service: str = "gpu", by_cdi: bool = False) -> Export:
+    """Return a compose file with one service on the device."""
+    reserved: dict[str, Any] = {
+        "driver": "cdi" if by_cdi else "nvidia",
+        "device_ids": [f"nvidia.com/gpu={share.uuid}" if by_cdi else share.uuid],
+        "capabilities": ["gpu"],
+    }
+    body: dict[str, Any] = {"image": image or IMAGE}
+    if share.mps is not None:
+        # A $ in a value would be a variable of compose.
+        body["environment"] = {key: value.replace("$", "$$") for key, value in share.environment.items()}
+        body["ipc"] = "host"
+        body["volumes"] = [{"type": "bind", "source": share.pipe_directory, "target": share.pipe_directory}]
+    body["deploy"] = {"resources": {"reservations": {"devices": [reserved]}}}
+    needs = [
+        "Docker 28.2 or later (25 to 28.1 with its feature cdi on)"
+        if by_cdi
+        else "NVIDIA's container runtime in Docker: sudo nvidia-ctk runtime configure --runtime=docker",
+        *_needs(share),
+    ]
+    return Export(
+        documents=(yaml_document(COMPOSE_FILE, {"services": {service: body}}),),
+        commands=(f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"),
+        needs=tuple(needs),
+        lost=tuple(_lost(share)),
+    )
+
+
+def _mps_flags(share: Share) -> list[str]:
+    if share.mps is None:
+        return []
+    flags = ["--ipc=host", "-v", f"{share.pipe_directory}:{share.pipe_directory}"]
+    for key, value in share.environment.items():
+        flags += ["-e", f"{key}={value}"]
+    return flags
+
+
+def _cdi_spec(share: Share, name: str) -> dict[str, Any]:
+    mount = {
+        "hostPath": share.pipe_directory,
+        "containerPath": share.pipe_directory,
+        "options": ["rw", "nosuid", "nodev", "bind"],
+    }
+    edits = {"env": [f"{key}={value}" for key, value in share.environment.items()], "mounts": [mount]}
+    return {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": [{"name": name, "containerEdits": edits}]}
+
+
+def _needs(share: Share) -> list[str]:
+    if share.mps is None:
+        return []
+    return [
+        "the container runs as the user of the other clients (--user): an MPS server serves one user at a time",
+        "the daemon runs before the container starts; its directory is mounted, not made",
+    ]
+
+
+def _lost(share: Share) -> list[str]:
+    lost = []
+    if share.mps is not None:
+        lost.append("the limits are per process: two processes of one container have twice as much")
+    elif share.gpu.sharing is Sharing.TIMESLICE:
+        lost.append("time-slicing has no share: the container may take all of the GPU and its memory")
+    if share.gpu.time_slice not in {None, TimeSlice.DEFAULT} and share.mig is None:
+        lost.append("the slice length is the host's, for all containers alike")
+    if share.mig is not None:
+        lost.append("a MIG UUID can come back with another size after MIG was cut anew: compare with gpushare status")
+    return lost
+
+
+FILE = "mig-parted.yaml"
+_MAX_LABEL = 63
+
+
+def config_of(host: HostDescription, name: str) -> dict[str, Any]:
+    """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` where it is true.
+
+    GPUs without MIG are left out: mig-parted skips them under ``all``, and refuses them by number.
+
+    Raises:
+        NotSupported: no GPU has MIG.
+    """
+    capable = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
+    if not capable:
+        names = ", ".join(sorted({gpu.name or "unknown" for gpu in host.gpus}))
+        raise NotSupported(f"no MIG on these GPUs ({names})", "see: gpushare status", code="no_mig")
+    groups: dict[tuple[bool, tuple[tuple[str, int], ...]], list[GpuDescription]] = {}
+    for gpu in capable:
+        counts = tuple(sorted(Counter(mig.profile for mig in gpu.mig).items()))
+        groups.setdefault((gpu.sharing is Sharing.MIG, counts), []).append(gpu)
+    entries = []
+    for (enabled, counts), members in groups.items():
+        everyone = host.whole and len(members) == len(capable)
+        entry: dict[str, Any] = {"devices": "all" if everyone else [gpu.index for gpu in members]}
+        entry["mig-enabled"] = enabled
+        if enabled:
+            entry["mig-devices"] = dict(counts)
+        entries.append(entry)
+    config = {"version": VERSION, "mig-configs": {name: entries}}
+    parse_parted(config)
+    return config
+
+
+def layout_name(host: HostDescription) -> str:
+    """Return a name for the layout that no other layout has, and that a label of Kubernetes may hold.
+
+    ``gpushare-7x1g.10gb`` where all GPUs are cut alike, else ``gpushare-`` and a digest.
+    """
+    config = config_of(host, "gpushare")
+    entries = config["mig-configs"]["gpushare"]
+    counts = entries[0].get("mig-devices", {})
+    if len(entries) == 1 and entries[0]["devices"] == "all" and counts:
+        words = (f"{count}x{profile}".replace("+", ".") for profile, count in counts.items())
+        name = "-".join(["gpushare", *words])
+        if len(name) <= _MAX_LABEL:
+            return name
+    return f"gpushare-{sha256(yaml_text(config).encode()).hexdigest()[:12]}"
+
+
+def export(host: HostDescription, *, name: str) -> Export:
+    """Return the file and how `nvidia-mig-parted` applies it."""
+    lost = ["places of the instances: gpushare mig export --placement keeps them, for gpushare mig apply -f"]
+    lost += lost_of(host)
+    return Export(
+        documents=(Document(name=FILE, text=yaml_text(config_of(host, name))),),
+        commands=(
+            f"nvidia-mig-parted assert --valid-config -f {FILE} -c {name}",
+            f"sudo nvidia-mig-parted apply -f {FILE} -c {name}",
+            f"nvidia-mig-parted assert -f {FILE} -c {name}",
+        ),
+        needs=(
+            "nobody on the GPUs while it is applied; gpushare mig apply -f does it safely with this file",
+            "at boot: nvidia-mig-manager.service with MIG_PARTED_CONFIG_FILE; its own config.yaml is written anew each time",
+        ),
+        lost=tuple(lost),
+    )
+
+
+def lost_of(host: HostDescription) -> list[str]:
+    """Return what a mig-parted file cannot say of a host."""
+    lost = []
+    if any(mig.mps is not None or (mig.replicas or 1) > 1 for _, mig in host.instances()):
+        lost.append("sharing inside MIG devices: mig-parted has no word for MPS or replicas")
+    if any(mig.name for _, mig in host.instances()):
+        lost.append("names of instances: mig-parted has none")
+    other = sorted({gpu.sharing.value for gpu in host.gpus} - {Sharing.MIG.value})
+    if other:
+        lost.append(f"{', '.join(other)} of GPUs without MIG: mig-parted only cuts")
+    return lost

@@ -1,0 +1,416 @@
+"""What an export needs to know of a host: a description, from the live host or from a file. Frozen, pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
+from gpushare.hostfile.live import Device, Seat, seated
+from gpushare.hostfile.look import users_of, with_units
+from gpushare.mig.profile import Profile
+from gpushare.mig.wish import parse_wish, resolve
+from gpushare.model import ComputeMode, Mechanism, MpsDaemon, Priority, Sharing, TimeSlice, mechanism
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.profile import GpuInstance
+    from gpushare.model import Gpu, MigInstance
+
+
+_PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsDescription:
+    """An MPS daemon: its limits per client process. None is no limit."""
+
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    priority: Priority | None = None
+    # Who may be its client; empty: everybody.
+    users: tuple[str, ...] = ()
+    # None: it has none yet.
+    pipe_directory: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigDescription:
+    """One MIG device (a compute instance in its GPU instance). ``replicas`` and ``mps`` are sharing inside it."""
+
+    # As the driver names it: 1g.10gb, 1g.10gb+me, 1c.3g.40gb.
+    profile: str
+    uuid: str
+    # NVML's index of the MIG device on its GPU, the 1 of `--gpus device=0:1`; None: unknown.
+    index: int | None = None
+    start: int | None = None
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+    memory_total_bytes: int | None = None
+    # Minor numbers of /dev/nvidia-caps/nvidia-capN: of the GPU instance and of the compute instance.
+    capabilities: tuple[int, int] | None = None
+    name: str | None = None
+    replicas: int | None = None
+    mps: MpsDescription | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether its compute instance is all of its GPU instance: the driver then prints no ``1c.``."""
+        return _PARTIAL.match(self.profile) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuDescription:
+    """One GPU and how it is shared. ``replicas`` is how many programs shall share it; None: nobody said."""
+
+    index: int
+    uuid: str
+    sharing: Sharing
+    # The product name, as NVML has it: Tesla T4.
+    name: str | None = None
+    pci_bus_id: str | None = None
+    # Device above vendor, 0x1EB810DE.
+    pci_device_id: int | None = None
+    # The N of /dev/nvidiaN.
+    minor: int | None = None
+    memory_total_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    compute_mode: ComputeMode | None = None
+    mig_capable: bool | None = None
+    replicas: int | None = None
+    time_slice: TimeSlice | None = None
+    mps: MpsDescription | None = None
+    mig: tuple[MigDescription, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostDescription:
+    """One host. ``node`` is its name in a cluster; ``whole`` is False when GPUs were left out by ``-g``."""
+
+    gpus: tuple[GpuDescription, ...]
+    driver: str | None = None
+    node: str | None = None
+    whole: bool = True
+
+    def instances(self) -> Iterator[tuple[GpuDescription, MigDescription]]:
+        """Yield every MIG device with its GPU."""
+        for gpu in self.gpus:
+            for mig in gpu.mig:
+                yield gpu, mig
+
+
+def short_model(name: str | None) -> str | None:
+    """Return the model in one word, lower case: ``t4`` of Tesla T4, ``a100`` of NVIDIA A100-SXM4-40GB."""
+    words = [word for word in re.split(r"[\s-]+", (name or "").lower()) if word not in {"", "nvidia", "tesla"}]
+    return words[0] if words else None
+
+
+def ranges(numbers: list[int]) -> str:
+    """Return numbers as people list them: ``0, 1``."""
+    return ", ".join(map(str, numbers))
+
+
+_SHARING = {
+    Mechanism.TIME_SLICING: Sharing.TIMESLICE,
+    Mechanism.MPS: Sharing.MPS,
+    Mechanism.MIG: Sharing.MIG,
+    Mechanism.EXCLUSIVE: Sharing.EXCLUSIVE,
+}
+
+
+def describe_host(host: Host, gpus: Sequence[Gpu], *, node: str | None = None) -> HostDescription:
+    """Return these GPUs of a host as they are now. ``node`` is the host's name in a cluster.
+
+    How many programs share a GPU by time-slicing is nowhere on a host: ``replicas`` stays None.
+
+    Raises:
+        NotFound: no GPU.
+        GpuLost: a GPU does not answer.
+        NotSupported: a GPU is in compute mode prohibited, or its mode is unknown.
+        NoPermission, OperationFailed: an MPS daemon cannot be asked.
+    """
+    from gpushare.mps.daemons import find_daemons
+
+    if not gpus:
+        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+    for gpu in gpus:
+        if gpu.error is not None:
+            raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))
+    daemons = tuple(found.daemon for found in with_units(host, find_daemons(host, gpus), gpus) if _stays(found.daemon))
+    for daemon in daemons:
+        _check_answers(daemon)
+    levels = host.policy.read() if any(not gpu.mig_enabled for gpu in gpus) else {}
+    return HostDescription(
+        driver=host.nvml.driver_version(),
+        node=node,
+        gpus=tuple(_gpu(host, gpu, daemons, levels) for gpu in gpus),
+        whole=len(gpus) == host.nvml.count(),
+    )
+
+
+def _stays(daemon: MpsDaemon) -> bool:
+    """Return whether a daemon is part of what the host is set to: it lives, and not only for a `gpushare run`."""
+    return daemon.pid is not None and not daemon.transient
+
+
+def _check_answers(daemon: MpsDaemon) -> None:
+    """Raise for a daemon that cannot be asked: without it the host would be described wrongly."""
+    if daemon.error is None:
+        return
+    if daemon.pipe_directory is None:
+        raise NoPermission(
+            f"which GPU the MPS daemon {daemon.pid} serves is unknown: {daemon.error}",
+            "look as root: sudo gpushare export ...",
+            code="daemon_unknown",
+        )
+    raise OperationFailed(
+        f"the MPS daemon {daemon.pid} ({daemon.pipe_directory}) cannot be asked: {daemon.error}",
+        "see: gpushare mps status; gpushare doctor",
+        code="daemon_silent",
+    )
+
+
+def _gpu(
+    host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Mapping[int, TimeSlice | None]
+) -> GpuDescription:
+    # Daemons of its MIG instances are the instances' own.
+    own = tuple(one for one in daemons if one.device_uuid in {None, gpu.uuid})
+    way = mechanism(gpu, own)
+    sharing = None if way is None else _SHARING.get(way)
+    if sharing is None:
+        what = "its compute mode is prohibited" if way is Mechanism.PROHIBITED else "its compute mode is unknown"
+        raise NotSupported(
+            f"GPU {gpu.index} is for no program: {what}",
+            f"set one first: gpushare timeslice set default -g {gpu.index}",
+            gpu=str(gpu.index),
+            code="no_sharing",
+        )
+    return GpuDescription(
+        index=gpu.index,
+        uuid=gpu.uuid or "",
+        sharing=sharing,
+        name=gpu.name,
+        pci_bus_id=gpu.pci_bus_id,
+        pci_device_id=host.nvml.pci_ids(gpu.index)[0],
+        minor=host.nvml.minor_number(gpu.index),
+        memory_total_bytes=gpu.memory_total_bytes,
+        compute_capability=host.nvml.compute_capability(gpu.index),
+        compute_mode=gpu.compute_mode,
+        mig_capable=gpu.mig_capable,
+        time_slice=None if gpu.mig_enabled else levels.get(gpu.index),
+        mps=_mps_of(host, own, gpu.index) if sharing is Sharing.MPS else None,
+        mig=_instances(host, gpu, daemons) if gpu.mig_enabled else (),
+    )
+
+
+def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsDescription | None:
+    for daemon in daemons:
+        if index in {daemon.gpu_index, *daemon.gpu_indexes}:
+            return _mps(host, daemon)
+    return None
+
+
+def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
+    return MpsDescription(
+        # A daemon without a limit says 100.
+        threads_percent=None if daemon.threads_percent == 100 else daemon.threads_percent,
+        memory_limit_bytes=daemon.memory_limit_bytes,
+        priority=daemon.priority,
+        # A daemon of a user who is not root serves that user alone.
+        users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
+        pipe_directory=daemon.pipe_directory,
+    )
+
+
+def _instances(host: Host, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
+    from gpushare.mig.driver import MigReader
+    from gpushare.mig.names import find_name
+
+    layout = MigReader(host.nvml).layout(gpu)
+    places = {one.id: one for one in layout.instances}
+    found = []
+    for index, mig in enumerate(gpu.mig_instances):
+        instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
+        named = None if instance is None else find_name(host, gpu.uuid, instance.profile.name, instance.start)
+        daemon = next((one for one in daemons if one.device_uuid == mig.uuid), None)
+        found.append(
+            MigDescription(
+                profile=_profile(mig, instance),
+                uuid=mig.uuid,
+                index=index,
+                start=None if instance is None else instance.start,
+                gpu_instance_id=mig.gpu_instance_id,
+                compute_instance_id=mig.compute_instance_id,
+                memory_total_bytes=mig.memory_total_bytes,
+                capabilities=_capabilities(host, gpu.index, mig),
+                name=None if named is None else named.name,
+                mps=None if daemon is None else _mps(host, daemon),
+            )
+        )
+    return tuple(found)
+
+
+def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
+    """Return the whole name of a MIG device: 1c.2g.20gb, 1g.10gb+me; a device's own name can lack the +me."""
+    if instance is None:
+        return mig.profile or ""
+    part, dot, _ = (mig.profile or "").partition("c.")
+    return (f"{part}c." if dot else "") + instance.profile.name
+
+
+def _capabilities(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:
+    """Return the minors of both capability nodes (/proc/driver/nvidia/capabilities), or None where they are not told."""
+    minor = host.nvml.minor_number(index)
+    if minor is None or mig.gpu_instance_id is None or mig.compute_instance_id is None:
+        return None
+    outer = host.capabilities.read(minor, mig.gpu_instance_id)
+    inner = host.capabilities.read(minor, mig.gpu_instance_id, mig.compute_instance_id)
+    return None if outer is None or inner is None else (outer.minor, inner.minor)
+
+
+def wished(
+    host: HostDescription, entries: Mapping[int, Entry], profiles: Mapping[int, Sequence[Profile]]
+) -> HostDescription:
+    """Return the host with each GPU as its entry says, by index; one that no entry is for stays as it is.
+
+    ``profiles`` are the driver's, of each GPU that shall have MIG. MIG devices that are only wished for have no UUID,
+    no ids and no capability nodes yet.
+
+    Raises:
+        BadUsage: a profile that fits several, or a place that it never has.
+        NotSupported: a profile that the GPU never has.
+    """
+    gpus = (
+        _wished_gpu(gpu, entries[gpu.index], profiles.get(gpu.index, ())) if gpu.index in entries else gpu
+        for gpu in host.gpus
+    )
+    return replace(host, gpus=tuple(gpus))
+
+
+def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) -> GpuDescription:
+    alone = entry.sharing is Sharing.EXCLUSIVE or (entry.mps is not None and entry.mps.exclusive)
+    replicas = entry.mps.replicas if entry.mps is not None else entry.replicas
+    return replace(
+        gpu,
+        sharing=entry.sharing,
+        replicas=replicas,
+        time_slice=entry.time_slice if entry.sharing is Sharing.TIMESLICE else None,
+        compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
+        mps=_wished_mps(entry.mps or MpsWish()) if entry.sharing is Sharing.MPS else None,
+        mig=_devices(entry, profiles) if entry.sharing is Sharing.MIG else (),
+    )
+
+
+def _wished_mps(wish: MpsWish) -> MpsDescription:
+    return MpsDescription(
+        threads_percent=None if wish.threads_percent == 100 else wish.threads_percent,
+        memory_limit_bytes=wish.memory_limit_bytes,
+        priority=wish.priority,
+        users=wish.users,
+    )
+
+
+def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
+    found: list[MigDescription] = []
+    for one in entry.mig:
+        for request in parse_wish(one.wish):
+            found_profile = resolve(request, profiles)
+            name = found_profile.name
+            # A compute instance that fills its GPU instance has no size in its name.
+            devices = [f"{slices}c.{name}" for slices in request.compute] or [name]
+            for profile in devices * request.count:
+                device = MigDescription(
+                    profile=profile,
+                    uuid="",
+                    index=len(found),
+                    start=request.start,
+                    memory_total_bytes=found_profile.memory_bytes,
+                    name=one.name,
+                    replicas=one.replicas,
+                    mps=None if one.mps is None else _wished_mps(one.mps),
+                )
+                found.append(device)
+    return tuple(found)
+
+
+def in_place(
+    wanted: HostDescription, live: HostDescription, pipe_of: Callable[[str], str], *, apply: str, daemons_only: bool
+) -> HostDescription:
+    """Return a wished host for engines that name devices by UUID and daemons by their pipes.
+
+    Both hold the same GPUs. A MIG device has its UUID only once it is there: each that is wished for is found among
+    the live ones. ``pipe_of`` says where the daemon of a device listens that is not up yet; ``apply`` is the command
+    that makes the host so. ``daemons_only``: the engine names only those devices in which a daemon runs.
+
+    Raises:
+        NotFound: a MIG device is not there yet (code ``not_applied``).
+    """
+    gpus = []
+    for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
+        devices = []
+        for one, found in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
+            if found is None and daemons_only and one.mps is None:
+                continue
+            if found is None:
+                raise NotFound(
+                    f"GPU {gpu.index} has no {one.profile} yet as the file wants it; only what is there has a UUID",
+                    f"make it first: {apply}",
+                    gpu=str(gpu.index),
+                    code="not_applied",
+                )
+            devices.append(
+                replace(found, name=one.name, replicas=one.replicas, mps=_with_pipe(one.mps, found, pipe_of))
+            )
+        gpus.append(replace(gpu, mps=_with_pipe(gpu.mps, now, pipe_of), mig=tuple(devices)))
+    return replace(wanted, gpus=tuple(gpus))
+
+
+def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> list[MigDescription | None]:
+    """Return the live device that each wish means, as `gpushare apply` finds it; None: it is not there yet."""
+    # A profile is named here with the size of its part (1c.3g.40gb), so that no slices need be told apart.
+    seats = (
+        Seat(
+            wish=InstanceWish(wish="", name=one.name, mps=_held(one.mps)),
+            profile=one.profile,
+            start=one.start,
+            slices=0,
+        )
+        for one in wanted
+    )
+    devices = (
+        Device(
+            one.profile,
+            -1 if one.start is None else one.start,
+            slices=0,
+            whole=one.is_whole,
+            number=number,
+            name=one.name,
+            mps=_held(one.mps),
+        )
+        for number, one in enumerate(there)
+    )
+    found = seated(seats, devices).seats
+    return [None if one.device is None else there[one.device.number] for one in found]
+
+
+def _held(mps: MpsDescription | None) -> MpsWish | None:
+    if mps is None:
+        return None
+    return MpsWish(
+        threads_percent=mps.threads_percent,
+        memory_limit_bytes=mps.memory_limit_bytes,
+        priority=mps.priority or Priority.NORMAL,
+        users=mps.users,
+    )
+
+
+def _with_pipe(
+    wish: MpsDescription | None, now: GpuDescription | MigDescription, pipe_of: Callable[[str], str]
+) -> MpsDescription | None:
+    if wish is None:
+        return None
+    known = None if now.mps is None else now.mps.pipe_directory
+    return replace(wish, pipe_directory=known or pipe_of(now.uuid))

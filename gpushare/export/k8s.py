@@ -1,0 +1,648 @@
+"""NVIDIA's device plugin under the GPU operator: ConfigMap, ClusterPolicy patch, labels, taint, a proof. Pure.
+
+Facts: NVIDIA/gpu-operator v26.7 (ClusterPolicy nvidia.com/v1; assets/state-device-plugin, where config-manager runs
+with FALLBACK_STRATEGIES=empty: without a default or a label no sharing configuration is taken), NVIDIA's "Time-Slicing
+GPUs in Kubernetes".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.export import containers
+from gpushare.export.description import GpuDescription, HostDescription, MpsDescription, ranges
+from gpushare.export.document import IMAGE, Document, Export, yaml_document
+from gpushare.inputs import yaml_text
+from gpushare.mig.parted import yaml_text as parted_text
+from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.units import MIB, format_bytes, format_percent
+
+VERSION: Final = "v1"
+PREFIX: Final = "nvidia.com/"
+STRATEGIES: Final = ("none", "single", "mixed")
+# Clients of an MPS server by the plugin: from compute capability 7.5 on, and below (it tests 7.5, so a V100 has 16).
+MPS_REPLICAS: Final = 48
+MPS_REPLICAS_OLD: Final = 16
+_MAX_NAME: Final = 63
+_LABEL: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*", re.ASCII)
+_FLAGS: Final = (
+    *("migStrategy", "failOnInitError", "mpsRoot", "nvidiaDriverRoot", "nvidiaDevRoot", "gdrcopyEnabled", "gdsEnabled"),
+    *("mofedEnabled", "useNodeFeatureAPI", "deviceDiscoveryStrategy", "plugin", "gfd"),
+)
+_HINT: Final = "see: https://github.com/NVIDIA/k8s-device-plugin#configuration-option-details"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginSharing:
+    """How the plugin of one node shares: by ``strategy`` (timeSlicing, mps or None), replicas by resource name."""
+
+    strategy: str | None = None
+    replicas: tuple[tuple[str, int], ...] = ()
+    rename: bool = False
+    fail_above_one: bool = True
+    mig_strategy: str | None = None
+
+
+def resource_of(profile: str) -> str:
+    """Return the resource name of a MIG profile under strategy mixed: the plugin writes + as a dot."""
+    return f"{PREFIX}mig-{profile.replace('+', '.')}"
+
+
+def config_of(sharing: PluginSharing) -> dict[str, Any]:
+    """Return the file as a mapping, checked as `from_config` checks it.
+
+    Raises:
+        BadUsage: the plugin would refuse or ignore it.
+    """
+    config: dict[str, Any] = {"version": VERSION}
+    if sharing.mig_strategy is not None:
+        config["flags"] = {"migStrategy": sharing.mig_strategy}
+    if sharing.strategy is not None:
+        config["sharing"] = {
+            sharing.strategy: {
+                "renameByDefault": sharing.rename,
+                "failRequestsGreaterThanOne": sharing.fail_above_one,
+                "resources": [{"name": name, "replicas": number} for name, number in sharing.replicas],
+            }
+        }
+    from_config(config)
+    return config
+
+
+def from_config(raw: object) -> PluginSharing:
+    """Return what a configuration file says about sharing; ``raw`` is what a YAML parser returns.
+
+    Raises:
+        BadUsage: the plugin refuses it, or takes it and does something else than it says.
+    """
+    top = _mapping(raw, "the file", ("version", "flags", "resources", "sharing", "imex"))
+    if top.get("version", VERSION) not in {VERSION, ""}:
+        raise _refused(f"unknown version: {str(top['version'])[:40]}")
+    if top.get("resources"):
+        raise _refused("'resources' is read and then ignored by the plugin")
+    strategy = _mig_strategy(top.get("flags"))
+    _imex(top.get("imex"))
+    sharing = _mapping(top.get("sharing"), "'sharing'", ("timeSlicing", "mps"))
+    if len(sharing) > 1:
+        raise _refused("'timeSlicing' and 'mps' exclude each other")
+    for name, block in sharing.items():
+        return _shared(str(name), block, strategy)
+    return PluginSharing(mig_strategy=strategy)
+
+
+def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None:
+    """Check the number of MPS clients as the plugin does at its start (internal/rm).
+
+    Raises:
+        BadUsage: more than the GPU takes.
+    """
+    # Unknown is taken for a GPU of today: the plugin asks the GPU itself.
+    most = MPS_REPLICAS if compute_capability is None or compute_capability >= (7, 5) else MPS_REPLICAS_OLD
+    if replicas > most:
+        raise _refused(f"invalid device maximum allowed replicas exceeded: {replicas} > {most} (MPS clients of a GPU)")
+
+
+def _mig_strategy(raw: object) -> str | None:
+    flags = _mapping(raw, "'flags'", _FLAGS)
+    strategy = flags.get("migStrategy")
+    if strategy is not None and strategy not in STRATEGIES:
+        raise _refused(f"unknown MIG strategy: {str(strategy)[:40]}")
+    return None if strategy is None else str(strategy)
+
+
+def _imex(raw: object) -> None:
+    imex = _mapping(raw, "'imex'", ("channelIDs", "required"))
+    if imex.get("channelIDs", []) not in ([], [0]):
+        raise _refused("'channelIDs' must be [] or [0]")
+
+
+def _shared(strategy: str, raw: object, mig_strategy: str | None) -> PluginSharing:
+    block = _mapping(raw, f"'{strategy}'", ("renameByDefault", "failRequestsGreaterThanOne", "resources"))
+    if strategy == "mps" and mig_strategy == "mixed":
+        raise _refused("using --mig-strategy=mixed is not supported with MPS")
+    resources = block.get("resources")
+    if not isinstance(resources, list) or not resources:
+        raise _refused(f"'{strategy}': no resources specified")
+    replicas = tuple(_resource(one) for one in resources)
+    names = [name for name, _ in replicas]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise _refused(f"the resource '{twice}' stands twice")
+    for key in ("renameByDefault", "failRequestsGreaterThanOne"):
+        if not isinstance(block.get(key, False), bool):
+            raise _refused(f"'{key}' is not true or false")
+    return PluginSharing(
+        strategy=strategy,
+        replicas=replicas,
+        rename=block.get("renameByDefault", False) is True,
+        # The plugin's own default: for MPS it is on (and until v0.19 cannot be turned off).
+        fail_above_one=block.get("failRequestsGreaterThanOne", strategy == "mps") is True,
+        mig_strategy=mig_strategy,
+    )
+
+
+def _resource(raw: object) -> tuple[str, int]:
+    entry = _mapping(raw, "a resource", ("name", "replicas", "devices", "rename"))
+    name, replicas = entry.get("name"), entry.get("replicas")
+    if not isinstance(name, str) or not name:
+        raise _refused("no resource name specified")
+    for key in ("devices", "rename"):
+        if entry.get(key, "all") != "all":
+            raise _refused(f"'{key}' of a resource is not supported yet: the plugin ignores it")
+    if replicas is None:
+        raise _refused("no replicas specified")
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 2:
+        raise _refused("number of replicas must be >= 2; for one leave the block out")
+    full = name if name.startswith(PREFIX) else PREFIX + name
+    if len(full) > _MAX_NAME:
+        raise _refused(f"fully-qualified resource name must be 63 characters or less: {full}")
+    if _SUBDOMAIN.fullmatch(full.removeprefix(PREFIX)) is None:
+        raise _refused(f"incorrect format for resource name '{name[:60]}'; the plugin writes + as a dot")
+    return full, replicas
+
+
+def _mapping(raw: object, what: str, keys: tuple[str, ...]) -> Mapping[Any, Any]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise _refused(f"{what} is not a mapping")
+    unknown = [key for key in raw if key not in keys]
+    if unknown:
+        raise _refused(
+            f"unknown key '{str(unknown[0])[:40]}' in {what}: the plugin would drop it; the keys are: {', '.join(keys)}"
+        )
+    return raw
+
+
+def _refused(message: str) -> BadUsage:
+    return BadUsage(f"device-plugin config: {message}", _HINT, code="bad_plugin_config")
+
+
+# What a host cannot say itself; said with the export, and chosen with --replicas.
+DEFAULT_REPLICAS: Final = 4
+_GPU: Final = f"{PREFIX}gpu"
+_DRA: Final = "gpushare export dra says it per GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSharing:
+    """The sharing of a node, its name as a key of the ConfigMap, and what gets lost by it."""
+
+    key: str
+    plugin: PluginSharing
+    lost: tuple[str, ...]
+
+    def capacity(self, host: HostDescription) -> dict[str, int]:
+        """Return how many of each resource the node then offers (``kubectl describe node``, Capacity)."""
+        found = physical(host, self.plugin.mig_strategy)
+        replicas = dict(self.plugin.replicas)
+        return {self.published(name): number * replicas.get(name, 1) for name, number in found.items()}
+
+    def published(self, name: str) -> str:
+        """Return the name under which a resource is offered: shared ones may be renamed."""
+        return f"{name}.shared" if self.plugin.rename and name in dict(self.plugin.replicas) else name
+
+
+def physical(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
+    """Return how many GPUs and MIG devices a node has, by their resource names."""
+    names = [_GPU for gpu in host.gpus if gpu.sharing is not Sharing.MIG]
+    names += [_GPU if mig_strategy == "single" else resource_of(mig.profile) for _, mig in host.instances()]
+    return dict(Counter(names))
+
+
+def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> NodeSharing:
+    """Return how the plugin shares the GPUs of a host.
+
+    Raises:
+        NotSupported: the plugin cannot say it: GPUs shared in different ways, a slice length, MPS on MIG.
+        BadUsage: a number that the plugin refuses.
+    """
+    if mig_strategy not in {"single", "mixed"}:
+        raise BadUsage(f"'{mig_strategy[:40]}' is no MIG strategy here", "give single or mixed", code="bad_strategy")
+    if not host.whole:
+        raise _cannot(
+            "the device plugin offers every GPU of a node, not some of them",
+            "leave -g out; or: gpushare export dra -g ..., which says it per GPU",
+            "per_node",
+        )
+    _check_slices(host)
+    plain = [gpu for gpu in host.gpus if gpu.sharing is not Sharing.MIG]
+    _check_alike(plain)
+    has_mig = len(plain) < len(host.gpus)
+    if has_mig:
+        _check_mig(host, plain, mig_strategy)
+    lost: list[str] = []
+    strategy, replicas = _strategy(plain, lost)
+    inside = _inside(host, mig_strategy)
+    if strategy != "mps" and inside:
+        strategy = "timeSlicing"
+    return NodeSharing(
+        key=_key(strategy, replicas, inside, mig=has_mig),
+        plugin=PluginSharing(
+            strategy=strategy,
+            replicas=((*(((_GPU, replicas),) if replicas else ()), *inside)),
+            rename=rename and strategy is not None,
+            mig_strategy=mig_strategy if has_mig else None,
+        ),
+        lost=tuple(lost),
+    )
+
+
+def _key(strategy: str | None, replicas: int, inside: Sequence[tuple[str, int]], *, mig: bool) -> str:
+    words = ["mig"] if mig else []
+    if strategy is not None:
+        numbers = sorted({number for number in (replicas, *(number for _, number in inside)) if number})
+        words += ["mps" if strategy == "mps" else "timeslice", *map(str, numbers)]
+    return "-".join(words) or "whole"
+
+
+def _check_slices(host: HostDescription) -> None:
+    odd = [gpu for gpu in host.gpus if gpu.time_slice not in {None, TimeSlice.DEFAULT} and _is_sliced(gpu)]
+    if odd:
+        level = odd[0].time_slice
+        raise _cannot(
+            f"the device plugin has no slice length; GPU {odd[0].index} has time-slice {level.title if level else ''}",
+            f"{_DRA} (TimeSlicingSettings); or: gpushare timeslice reset -g {odd[0].index}",
+            "no_slice_length",
+        )
+
+
+def _is_sliced(gpu: GpuDescription) -> bool:
+    return gpu.sharing is Sharing.TIMESLICE
+
+
+def _check_alike(gpus: Sequence[GpuDescription]) -> None:
+    """One setting holds for all GPUs of a node: sharing.timeSlicing and sharing.mps name resources, not GPUs."""
+    ways: dict[str, list[int]] = {}
+    for gpu in gpus:
+        ways.setdefault(_way(gpu), []).append(gpu.index)
+    if len(ways) > 1:
+        said = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
+        raise _cannot(f"the device plugin shares per node, not per GPU, and here is {said}", _DRA, "per_gpu")
+
+
+def _way(gpu: GpuDescription) -> str:
+    number = f", {gpu.replicas} replicas" if gpu.replicas and gpu.sharing is not Sharing.EXCLUSIVE else ""
+    limits = ""
+    if gpu.mps is not None:
+        parts = [f"{format_percent(gpu.mps.threads_percent)} of the threads"] if gpu.mps.threads_percent else []
+        parts += [format_bytes(gpu.mps.memory_limit_bytes)] if gpu.mps.memory_limit_bytes else []
+        limits = f" ({', '.join(parts)})" if parts else ""
+    return f"{gpu.sharing.value}{number}{limits}"
+
+
+def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
+    """Return the strategy and the replicas of the GPUs without MIG, which are all alike."""
+    if not gpus or gpus[0].sharing is Sharing.EXCLUSIVE:
+        return None, 0
+    first = gpus[0]
+    if first.replicas is not None and first.replicas < 2:
+        raise BadUsage(
+            f"number of replicas must be >= 2, not {first.replicas}",
+            "for one program per GPU: gpushare export k8s on a GPU in compute mode exclusive-process",
+            code="bad_replicas",
+        )
+    if first.sharing is Sharing.MPS:
+        numbers = [_mps_replicas(gpu, gpu.mps or MpsDescription(), lost if gpu is first else []) for gpu in gpus]
+        return "mps", numbers[0]
+    if first.replicas is None:
+        lost.append(_chosen())
+    lost.append("memory and faults: time-slicing keeps neither apart; one program can take all memory of a GPU")
+    return "timeSlicing", first.replicas or DEFAULT_REPLICAS
+
+
+def _chosen() -> str:
+    return f"the host does not say how many programs share a GPU: {DEFAULT_REPLICAS} is taken; choose with --replicas N"
+
+
+def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> int:
+    """Return the replicas whose equal part is what the daemon's limits say; the plugin knows no other limits."""
+    threads = mps.threads_percent
+    number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
+    check_mps(number, gpu.compute_capability)
+    if threads is not None and 100 // number != threads:
+        raise _cannot(
+            f"the device plugin gives each of {number} MPS clients {100 // number} % of the threads; "
+            f"GPU {gpu.index} has {format_percent(threads)}",
+            f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {100 // number}",
+            "uneven_limits",
+        )
+    part = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // number // MIB
+    wanted = None if mps.memory_limit_bytes is None else mps.memory_limit_bytes // MIB
+    if wanted is not None and wanted != part:
+        raise _cannot(
+            f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; GPU {gpu.index} has {wanted} MiB",
+            f"{_DRA} (MPSSupport)" + (f"; or: gpushare mps set -g {gpu.index} --memory {part}M" if part else ""),
+            "uneven_limits",
+        )
+    if threads is None:
+        lost += [_chosen()] if gpu.replicas is None else []
+        lost.append(f"no limit of threads: the plugin caps each client at {100 // number} %")
+    if wanted is None and part is not None:
+        lost.append(f"no limit of memory: the plugin caps each client process at {part} MiB")
+    if mps.priority is Priority.LOW:
+        lost.append("priority low: the plugin sets none")
+    return number
+
+
+def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
+    if any(gpu.sharing is Sharing.MPS for gpu in plain) and strategy == "mixed":
+        raise _cannot(
+            "using --mig-strategy=mixed is not supported with MPS: here some GPUs have MIG and others MPS",
+            _DRA,
+            "mps_beside_mig",
+        )
+    for gpu, mig in host.instances():
+        if mig.mps is not None:
+            raise _cannot(
+                f"sharing using MPS is not supported for MIG devices by the device plugin; {mig.profile} of GPU {gpu.index} has it",
+                "gpushare export dra can, and gpushare export docker, compose and cdi",
+                "mps_on_mig",
+            )
+        if not mig.is_whole:
+            raise _cannot(
+                f"the device plugin publishes no MIG device of a part of a GPU instance; "
+                f"GPU {gpu.index} has {mig.profile}",
+                "gpushare export slurm can, and gpushare export docker, compose and cdi",
+                "partial_compute_instance",
+            )
+    if strategy == "single":
+        _check_single(host, plain)
+
+
+def _check_single(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
+    hint = "take --mig-strategy mixed"
+    if plain:
+        raise _cannot(
+            "strategy single: all devices on the node must be configured with the same migEnabled value",
+            hint,
+            "mig_single",
+        )
+    empty = next((gpu.index for gpu in host.gpus if not gpu.mig), None)
+    if empty is not None:
+        raise _cannot(f"strategy single: device {empty} has no MIG devices configured", hint, "mig_single")
+    if len({mig.profile for _, mig in host.instances()}) > 1:
+        raise _cannot("strategy single: more than one MIG device type present on node", hint, "mig_single")
+
+
+def _inside(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:
+    """Return the replicas of MIG devices by resource; one number holds for all devices of a profile."""
+    found: dict[str, set[int]] = {}
+    for _, mig in host.instances():
+        name = _GPU if strategy == "single" else resource_of(mig.profile)
+        found.setdefault(name, set()).add(mig.replicas or 1)
+    for name, numbers in found.items():
+        if len(numbers) > 1:
+            said = " and ".join(map(str, sorted(numbers)))
+            raise _cannot(f"the device plugin shares all {name} of a node alike, and here is {said}", _DRA, "per_gpu")
+    return tuple((name, number) for name, (number,) in found.items() if number > 1)
+
+
+def _cannot(message: str, hint: str, code: str) -> NotSupported:
+    return NotSupported(message, hint, code=code)
+
+
+PLUGIN_MAP: Final = "gpushare-device-plugin"
+MIG_MAP: Final = "gpushare-mig-parted"
+CONFIG_LABEL: Final = "nvidia.com/device-plugin.config"
+TAINT: Final = {"key": "nvidia.com/gpu", "value": "true", "effect": "NoSchedule"}
+TOLERATION: Final = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+LOOP: Final = "while /cuda-samples/vectorAdd; do sleep 1; done; exit 1"
+_NAMESPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+
+
+def export(
+    host: HostDescription,
+    *,
+    namespace: str = "gpu-operator",
+    rename: bool = False,
+    mig_strategy: str = "mixed",
+    every_node: bool = False,
+) -> Export:
+    """Return what makes a cluster share the GPUs of this node as the host does now.
+
+    ``every_node`` makes it the default of the cluster; otherwise only the labelled node shares.
+
+    Raises:
+        NotSupported: the device plugin cannot say it; the hint names the engine that can.
+        BadUsage: a namespace or a number that is refused upstream.
+    """
+    if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
+        raise BadUsage(
+            f"'{namespace[:70]}' is no namespace for the device plugin",
+            "give the namespace of the GPU operator: --namespace gpu-operator (never default)",
+            code="bad_namespace",
+        )
+    sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
+    has_mig = any(gpu.sharing is Sharing.MIG for gpu in host.gpus)
+    documents = [
+        _config_map(sharing, namespace),
+        *([_mig_map(host, namespace)] if has_mig else []),
+        _policy(sharing, has_mig=has_mig, every_node=every_node),
+        *(verification(host, sharing, selector={} if every_node else {CONFIG_LABEL: sharing.key})),
+    ]
+    return Export(
+        documents=tuple(documents),
+        commands=tuple(_commands(host, sharing, documents, namespace, every_node=every_node)),
+        needs=tuple(_needs(sharing, has_mig=has_mig)),
+        lost=(*sharing.lost, *_lost(host)),
+    )
+
+
+def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> Export:
+    """Return values for the device plugin's own Helm chart, for a cluster without the GPU operator.
+
+    The chart makes the ConfigMap of ``config.map`` and refuses namespace default; MIG is not its business.
+
+    Raises:
+        NotSupported, BadUsage: as `export`.
+    """
+    sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
+    node, values = host.node or "NODE", "values.yaml"
+    checks = verification(host, sharing, selector={CONFIG_LABEL: sharing.key})
+    # GPU feature discovery gives the node the label that the MPS daemonset selects.
+    chart = {"config": {"default": "none", "map": _configs(sharing)}, "gfd": {"enabled": True}}
+    lines = [
+        "helm repo add nvdp https://nvidia.github.io/k8s-device-plugin",
+        f"helm upgrade -i nvdp nvdp/nvidia-device-plugin -n nvidia-device-plugin --create-namespace -f {values}",
+        f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite",
+        _taint(node),
+    ]
+    needs = [
+        "no GPU operator: it has a device plugin of its own",
+        "the keys of nodes that share in another way in the same values.yaml: a release has one map",
+        *_needs(sharing, has_mig=False)[1:],
+    ]
+    if sharing.plugin.mig_strategy is not None:
+        needs.append("MIG cut on the host first: gpushare apply, or gpushare export mig-parted")
+    return Export(
+        documents=(yaml_document(values, chart), *checks),
+        commands=(*lines, *_verified(checks)),
+        needs=tuple(needs),
+        lost=(*sharing.lost, *_lost(host)),
+    )
+
+
+def _configs(sharing: NodeSharing) -> dict[str, str]:
+    """Return the configurations by key: one that shares nothing, for every node without the label, and this node's."""
+    none: dict[str, Any] = {"version": "v1"}
+    if sharing.plugin.mig_strategy is not None:
+        none["flags"] = {"migStrategy": sharing.plugin.mig_strategy}
+    return {"none": yaml_text(none), sharing.key: yaml_text(config_of(sharing.plugin))}
+
+
+def _config_map(sharing: NodeSharing, namespace: str) -> Document:
+    return yaml_document(
+        "device-plugin-config.yaml",
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": PLUGIN_MAP, "namespace": namespace},
+            "data": _configs(sharing),
+        },
+    )
+
+
+def _mig_map(host: HostDescription, namespace: str) -> Document:
+    # Nodes of another layout read the same map: a name that two layouts had would cut theirs anew.
+    config = containers.config_of(host, containers.layout_name(host))
+    # The mig-manager falls back to it, and a node is taken out of MIG by it.
+    config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}
+    return yaml_document(
+        "mig-parted-config.yaml",
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": MIG_MAP, "namespace": namespace},
+            "data": {"config.yaml": parted_text(config)},
+        },
+    )
+
+
+def _policy(sharing: NodeSharing, *, has_mig: bool, every_node: bool) -> Document:
+    """Return a merge patch: a whole ClusterPolicy has nine required members that are not ours to say."""
+    spec: dict[str, Any] = {}
+    if has_mig:
+        spec["mig"] = {"strategy": sharing.plugin.mig_strategy}
+    spec["devicePlugin"] = {"config": {"name": PLUGIN_MAP, "default": sharing.key if every_node else "none"}}
+    if has_mig:
+        spec["migManager"] = {"config": {"name": MIG_MAP}}
+    head = {"apiVersion": "nvidia.com/v1", "kind": "ClusterPolicy", "metadata": {"name": "cluster-policy"}}
+    return yaml_document("cluster-policy-patch.yaml", {**head, "spec": spec})
+
+
+def verification(host: HostDescription, sharing: NodeSharing, *, selector: dict[str, str]) -> list[Document]:
+    """Return one Deployment per resource; one pod more than there are devices, where they are shared: all must run."""
+    shared = dict(sharing.plugin.replicas)
+    found = []
+    for name, devices in physical(host, sharing.plugin.mig_strategy).items():
+        pods = devices + (1 if name in shared else 0)
+        title = "verify-" + re.sub(r"[^a-z0-9]+", "-", name.partition("/")[2])
+        found.append(
+            yaml_document(f"{title}.yaml", _deployment(f"gpushare-{title}", sharing.published(name), pods, selector))
+        )
+    return found
+
+
+def _deployment(name: str, resource: str, pods: int, selector: dict[str, str]) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": name}
+    container = {
+        "name": "vectoradd",
+        "image": IMAGE,
+        "command": ["/bin/sh", "-c", LOOP],
+        "resources": {"limits": {resource: 1}},
+    }
+    pod = {
+        **({"nodeSelector": selector} if selector else {}),
+        "tolerations": [dict(TOLERATION)],
+        "containers": [container],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "replicas": pods,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _commands(
+    host: HostDescription, sharing: NodeSharing, documents: list[Document], namespace: str, *, every_node: bool
+) -> list[str]:
+    node = host.node or "NODE"
+    # By field and manager: the keys of nodes that share in another way stay.
+    kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
+    lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
+    lines += [f"kubectl apply -f {one.name}" for one in documents if one.name == "mig-parted-config.yaml"]
+    lines.append(
+        "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
+    )
+    if not every_node:
+        lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
+    if sharing.plugin.mig_strategy is not None:
+        # A state that an earlier layout left would end the wait at once.
+        lines.append(f"kubectl label node {node} nvidia.com/mig.config.state-")
+        lines.append(f"kubectl label node {node} nvidia.com/mig.config={containers.layout_name(host)} --overwrite")
+        lines.append(
+            "kubectl wait --for=jsonpath='{.metadata.labels.nvidia\\.com/mig\\.config\\.state}'=success "
+            f"node/{node} --timeout=15m"
+        )
+    lines += [
+        _taint(node),
+        # The operator does not watch the ConfigMap's content.
+        f"kubectl rollout restart -n {namespace} daemonset/nvidia-device-plugin-daemonset daemonset/gpu-feature-discovery",
+        f"kubectl rollout status -n {namespace} daemonset/nvidia-device-plugin-daemonset --timeout=5m",
+    ]
+    return lines + _verified([one for one in documents if one.name.startswith("verify-")])
+
+
+def _verified(checks: list[Document]) -> list[str]:
+    lines = []
+    for one in checks:
+        lines += [
+            f"kubectl apply -f {one.name}",
+            f"kubectl rollout status deployment/gpushare-{one.name.removesuffix('.yaml')} --timeout=5m",
+            f"kubectl delete -f {one.name}",
+        ]
+    return lines
+
+
+def _taint(node: str) -> str:
+    return f"kubectl taint node {node} {TAINT['key']}={TAINT['value']}:{TAINT['effect']} --overwrite"
+
+
+def _needs(sharing: NodeSharing, *, has_mig: bool) -> list[str]:
+    needs = [
+        "the NVIDIA GPU operator, with its ClusterPolicy named cluster-policy",
+        "pods for the tainted node tolerate nvidia.com/gpu, as the one that verifies does (the operator's own do)",
+    ]
+    if sharing.plugin.strategy == "mps":
+        needs += [
+            "the label nvidia.com/mps.capable=true on the node: GPU feature discovery must be enabled",
+            "one user id for all pods of a GPU: an MPS server serves one user at a time",
+        ]
+    if has_mig:
+        needs.append(
+            f"the layouts of all nodes in the one ConfigMap {MIG_MAP}: where it is there already, add its mig-configs to the file"
+        )
+        needs.append(
+            "an idle node: the mig-manager stops the GPU pods, then sets nvidia.com/mig.config.state=success or failed"
+        )
+    return needs
+
+
+def _lost(host: HostDescription) -> list[str]:
+    lost = containers.lost_of(host) if any(gpu.sharing is Sharing.MIG for gpu in host.gpus) else []
+    lost = [one for one in lost if "GPUs without MIG" not in one and "replicas" not in one]
+    if any(gpu.mig for gpu in host.gpus):
+        lost.append("places of MIG instances: the mig-manager finds its own")
+    return lost

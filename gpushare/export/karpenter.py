@@ -1,0 +1,163 @@
+"""Karpenter on EKS: a NodePool with the taint, and the NodeOverlay that tells it of the shares. Pure.
+
+Karpenter does not know replicas (kubernetes-sigs/karpenter#729): it would start a node per pod. The NodeOverlay
+(karpenter.sh/v1alpha1, feature gate NodeOverlay, from 1.7 on) gives it the number that the device plugin will offer:
+physical GPUs times replicas. Facts: kubernetes-sigs/karpenter v1.14 (CRDs), aws/karpenter-provider-aws v1.14.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.export import k8s
+from gpushare.export.containers import layout_name
+from gpushare.export.description import HostDescription, short_model
+from gpushare.export.document import Export, yaml_document
+from gpushare.export.k8s import NodeSharing, of_node
+
+_ONE_SHARE: Final = "requests of more than one GPU: a share is not a whole GPU, and two are refused"
+_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+_TYPE: Final = re.compile(r"[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", re.ASCII)
+
+
+def export(
+    host: HostDescription,
+    *,
+    name: str = "gpu-shared",
+    node_class: str = "gpu-shared",
+    instance_type: str | None = None,
+    max_nodes: int | None = None,
+    mig_strategy: str = "mixed",
+) -> Export:
+    """Return the NodePool and NodeOverlay of nodes like this one; the sharing itself is the device plugin's.
+
+    Raises:
+        NotSupported: the device plugin cannot say it, or the GPUs are of several models.
+        BadUsage: a name or an instance type that Kubernetes refuses.
+    """
+    for word in (name, node_class):
+        if _NAME.fullmatch(word) is None:
+            raise BadUsage(f"'{word[:70]}' is no name of an object", "give one like: gpu-shared", code="bad_name")
+    if instance_type is not None and _TYPE.fullmatch(instance_type) is None:
+        raise BadUsage(
+            f"'{instance_type[:40]}' is no instance type", "give one like: g4dn.12xlarge", code="bad_instance_type"
+        )
+    if max_nodes is not None and max_nodes < 1:
+        raise BadUsage("--max-nodes is below 1", "give how many nodes at most: --max-nodes 4", code="bad_number")
+    # The overlay and the pods must mean one name, so shares keep the name of the GPU.
+    sharing = of_node(host, rename=False, mig_strategy=mig_strategy)
+    requirements = _requirements(host, instance_type)
+    capacity = sharing.capacity(host)
+    # A node of whole GPUs offers what Karpenter counts by itself: no alpha feature is needed for it.
+    overlaid = bool(sharing.plugin.replicas) or any(gpu.mig for gpu in host.gpus)
+    labels = {k8s.CONFIG_LABEL: sharing.key}
+    if sharing.plugin.mig_strategy is not None:
+        labels["nvidia.com/mig.config"] = layout_name(host)
+    pool = _pool(name, node_class, labels, requirements)
+    if max_nodes is not None:
+        pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
+    verify = k8s.verification(host, sharing, selector={"karpenter.sh/nodepool": name})
+    documents = (
+        yaml_document("node-pool.yaml", pool),
+        *([yaml_document("node-overlay.yaml", _overlay(name, requirements, capacity))] if overlaid else []),
+        *verify,
+    )
+    commands = [
+        f"kubectl apply {'-f node-overlay.yaml ' if overlaid else ''}-f node-pool.yaml",
+        *(
+            line
+            for one in verify
+            for line in (
+                f"kubectl apply -f {one.name}",
+                f"kubectl rollout status deployment/gpushare-{one.name.removesuffix('.yaml')} --timeout=15m",
+                f"kubectl delete -f {one.name}",
+            )
+        ),
+    ]
+    return Export(
+        documents=documents,
+        commands=tuple(commands),
+        needs=tuple(_needs(sharing, node_class, instance_type, max_nodes, overlaid=overlaid)),
+        lost=(*sharing.lost, *([_ONE_SHARE] if sharing.plugin.replicas else [])),
+    )
+
+
+def _requirements(host: HostDescription, instance_type: str | None) -> list[dict[str, Any]]:
+    models = sorted({gpu.name or "" for gpu in host.gpus})
+    if len(models) > 1:
+        raise NotSupported(
+            f"no instance type has several models of GPU; this host has {', '.join(models)}",
+            "gpushare export k8s does not need one",
+            code="several_models",
+        )
+    if instance_type is not None:
+        return [_is("node.kubernetes.io/instance-type", instance_type)]
+    model = short_model(models[0])
+    if model is None:
+        raise NotSupported(
+            "the model of the GPUs is unknown", "name the instance type: --instance-type", code="no_model"
+        )
+    return [
+        _is("karpenter.k8s.aws/instance-gpu-name", model),
+        _is("karpenter.k8s.aws/instance-gpu-count", str(len(host.gpus))),
+    ]
+
+
+def _is(key: str, value: str) -> dict[str, Any]:
+    return {"key": key, "operator": "In", "values": [value]}
+
+
+def _pool(name: str, node_class: str, labels: dict[str, str], requirements: list[dict[str, Any]]) -> dict[str, Any]:
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {
+            "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": node_class},
+            "requirements": requirements,
+            "taints": [dict(k8s.TAINT)],
+        },
+    }
+    return {
+        "apiVersion": "karpenter.sh/v1",
+        "kind": "NodePool",
+        "metadata": {"name": name},
+        "spec": {
+            "template": template,
+            "disruption": {"consolidationPolicy": "WhenEmptyOrUnderutilized", "consolidateAfter": "5m"},
+        },
+    }
+
+
+def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> dict[str, Any]:
+    numbers = {resource: str(number) for resource, number in capacity.items()}
+    # With MIG on every GPU the node offers none of the GPUs that Karpenter would count.
+    numbers.setdefault("nvidia.com/gpu", "0")
+    return {
+        "apiVersion": "karpenter.sh/v1alpha1",
+        "kind": "NodeOverlay",
+        "metadata": {"name": name},
+        "spec": {"requirements": [*requirements, _is("karpenter.sh/nodepool", name)], "capacity": numbers},
+    }
+
+
+def _needs(
+    sharing: NodeSharing, node_class: str, instance_type: str | None, max_nodes: int | None, *, overlaid: bool
+) -> list[str]:
+    needs = [
+        "the device plugin's side of it first: gpushare export k8s, with the same options",
+        *(
+            ["Karpenter 1.7 or later with its feature gate NodeOverlay=true (alpha, off by default)"]
+            if overlaid
+            else []
+        ),
+        f"an EC2NodeClass {node_class} with an NVIDIA AMI (Bottlerocket shares by its userData: rename-by-default = false)",
+        "pods tolerate nvidia.com/gpu, as the ones that verify do",
+    ]
+    if sharing.plugin.replicas:
+        needs.append("the capacity in node-overlay.yaml is physical GPUs times replicas: change both together")
+    if instance_type is None:
+        needs.append("the instance types are chosen by model and number of GPUs; --instance-type names one")
+    if max_nodes is None:
+        needs.append("no limit of nodes is set: --max-nodes N bounds the cost")
+    return needs

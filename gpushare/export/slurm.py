@@ -1,0 +1,486 @@
+"""Slurm: gres.conf, the lines of slurm.conf, and the scripts that gres/mps needs. Pure.
+
+Facts: SchedMD/slurm 26.05 (src/interfaces/gres.c, src/plugins/gres/common/gres_c_s.c, gpu_nvml.c), gres.conf(5). Slurm
+says sharing per GPU: shard only counts programs, mps also caps their threads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from gpushare.errors import BadUsage, NotSupported
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
+from gpushare.export.document import Document, Export
+from gpushare.export.k8s import DEFAULT_REPLICAS
+from gpushare.model import Sharing, TimeSlice
+from gpushare.units import GIB, mps_memory
+
+STATE: Final = "/run/gpushare-slurm"
+
+_COMMON: Final = """\
+set -u
+PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+state=@STATE@
+umask 022
+
+say() { echo "gpushare: $*" >&2; logger -t gpushare-slurm "$*" 2>/dev/null || :; }
+
+# One command to the daemon of $home. Exit code: 0 answered, 1 nobody listens, 124 it hangs.
+ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY="$home/pipe" timeout "${2:-10}" nvidia-cuda-mps-control 2>/dev/null; }
+
+# One value of what the kernel says of a process.
+field() {
+    while read -r key value rest; do
+        [ "$key" != "$2:" ] || { echo "$value"; return 0; }
+    done <"/proc/$1/status"
+} 2>/dev/null
+
+# PID:START of a process that has not ended: a PID alone may soon be another's.
+identity() {
+    line=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
+    set -- "$1" ${line##*)}
+    [ "$2" != Z ] && echo "$1:${21}"
+}
+
+is_mps() {
+    { read -r name <"/proc/$1/comm"; } 2>/dev/null || return 1
+    case $name in nvidia-cuda-mps*) return 0 ;; *) return 1 ;; esac
+}
+
+# The daemon of $home, which runs as this user with that directory, and the servers below it. Not by its PID file, which
+# everybody may write.
+daemon_processes() {
+    daemons=" "
+    for one in /proc/[0-9]*; do
+        pid=${one#/proc/}
+        is_mps "$pid" && [ "$(field "$pid" Uid)" = "$(id -u)" ] || continue
+        tr '\\0' '\\n' 2>/dev/null <"$one/environ" | grep -qxF "CUDA_MPS_PIPE_DIRECTORY=$home/pipe" || continue
+        daemons="$daemons$pid "
+    done 2>/dev/null
+    [ "$daemons" != " " ] || return 0
+    for one in /proc/[0-9]*; do
+        pid=${one#/proc/}
+        is_mps "$pid" || continue
+        case $daemons in *" $pid "* | *" $(field "$pid" PPid) "*) identity "$pid" ;; esac
+    done
+}
+
+# End what is left of the daemon of $home.
+end_by_signals() {
+    found=$(daemon_processes)
+    for signal in TERM KILL; do
+        tries=0
+        while :; do
+            left=
+            for one in $found; do
+                [ "$(identity "${one%:*}")" != "$one" ] || left="$left ${one%:*}"
+            done
+            [ -n "$left" ] || return 0
+            [ "$tries" -gt 0 ] || kill -s "$signal" $left 2>/dev/null
+            tries=$((tries + 1))
+            [ "$tries" -le 10 ] || break
+            sleep 0.5
+        done
+    done
+    return 1
+}
+
+# Let the users of the jobs of $home talk to its daemon, and nobody else: whoever may connect can keep it from answering.
+# The directory stays root's: the daemon would follow a link that its owner put there.
+let_in() {
+    entries= groups=
+    for one in "$home"/jobs/*; do
+        user= group=
+        [ ! -e "$one" ] || read -r user group <"$one"
+        case $user in
+        0) continue ;;
+        '' | *[!0-9]*) groups="unknown unknown"; entries=unknown; break ;;
+        esac
+        case $entries, in *",u:$user:rx,"*) ;; *) entries="$entries,u:$user:rx" ;; esac
+        case " $groups " in *" ${group:-unknown} "*) ;; *) groups="$groups ${group:-unknown}" ;; esac
+    done
+    ! setfacl --set "u::rwx,g::---,o::---,m::rx$entries" "$home/pipe" 2>/dev/null || return 0
+    # Without access control lists: the group of the job, or everybody where there are several.
+    set -- $groups
+    case $#,${1:-} in
+    0,*) chmod 700 "$home/pipe" ;;
+    *,unknown) chmod 711 "$home/pipe" ;;
+    1,*) chgrp "$1" "$home/pipe" && chmod 710 "$home/pipe" ;;
+    *) chmod 711 "$home/pipe" ;;
+    esac
+}
+
+# End the daemon of $home and give the GPU its compute mode back.
+stop_daemon() {
+    ask get_server_list >/dev/null
+    case $? in
+    0)
+        # Its servers get 30 s to let their clients end.
+        ask "quit -t 30" 60 >/dev/null
+        tries=0
+        while ask get_server_list >/dev/null; do
+            tries=$((tries + 1))
+            [ "$tries" -lt 40 ] || break
+            sleep 0.5
+        done
+        ;;
+    124) say "the MPS daemon of $home hangs: it is ended by a signal" ;;
+    esac
+    end_by_signals || { say "the MPS daemon of $home does not end"; return 1; }
+    ! ask get_server_list >/dev/null || { say "the MPS daemon of $home does not quit"; return 1; }
+    # What somebody holds open there must not be in the way of the next one.
+    rm -rf "$home/pipe" || return 1
+    if [ -s "$home/mode" ]; then
+        nvidia-smi -i "$(cat "$home/uuid")" -c "$(cat "$home/mode")" >/dev/null || return 1
+        rm -f "$home/mode"
+    fi
+}
+
+mkdir -p -m 755 "$state" || exit 1
+# Whoever can open a lock can hold it: a job would drain the node.
+(umask 077; : >>"$state/lock") && chmod 600 "$state/lock" || exit 1
+exec 9>"$state/lock"
+flock -w 120 9 || { say "another prolog or epilog holds the lock"; exit 1; }
+"""
+
+_PROLOG: Final = """\
+#!/bin/sh
+# Written by gpushare: Prolog of slurmd. Starts the MPS daemon of the GPU that a job with --gres=mps was given.
+@COMMON@
+# The UUID of a GPU by the number that Slurm gives, which is that of /dev/nvidiaN; with Flags=env_uuid it is the UUID.
+uuid_of() {
+    case $1 in
+@CASES@
+    *) return 1 ;;
+    esac
+}
+
+# Pinned memory that each client process of a GPU may have.
+limit_of() {
+    case $1 in
+@LIMITS@
+    *) echo ;;
+    esac
+}
+
+start_daemon() {
+    mkdir -p -m 755 "$home/log" "$home/jobs" || return 1
+    echo "$uuid" >"$home/uuid"
+    ask get_server_list >/dev/null
+    case $? in
+    0) return 0 ;;
+    124)
+        say "the MPS daemon of GPU $uuid hangs"
+        # Nobody loses it but the jobs that it has.
+        [ -z "$(ls -A "$home/jobs")" ] || return 1
+        ;;
+    esac
+    end_by_signals || { say "an earlier MPS daemon of GPU $uuid does not end"; return 1; }
+    rm -rf "$home/pipe" && mkdir -m 700 "$home/pipe" || return 1
+    if [ ! -s "$home/mode" ]; then
+        case $(nvidia-smi -i "$uuid" --query-gpu=compute_mode --format=csv,noheader) in
+        Default) echo DEFAULT >"$home/mode" ;;
+        Exclusive_Process) echo EXCLUSIVE_PROCESS >"$home/mode" ;;
+        *) say "the compute mode of GPU $uuid is unknown"; return 1 ;;
+        esac
+    fi
+    nvidia-smi -i "$uuid" -c EXCLUSIVE_PROCESS >/dev/null || return 1
+    # Without the lock: the daemon outlives this script. Without the percentage: that is one job's.
+    env -u CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES="$uuid" CUDA_MPS_PIPE_DIRECTORY="$home/pipe" \\
+        CUDA_MPS_LOG_DIRECTORY="$home/log" nvidia-cuda-mps-control -d 9>&- </dev/null >/dev/null 2>&1
+    tries=0
+    until ask get_server_list >/dev/null; do
+        tries=$((tries + 1))
+        [ "$tries" -lt 40 ] || { say "the MPS daemon of GPU $uuid does not start"; return 1; }
+        sleep 0.5
+    done
+    limit=$(limit_of "$uuid")
+    [ -z "$limit" ] || ask "set_default_device_pinned_mem_limit 0 $limit" >/dev/null
+}
+
+note_job() {
+    echo "$SLURM_JOB_UID ${SLURM_JOB_GID:-$(id -g "$SLURM_JOB_UID" 2>/dev/null)}" >"$home/jobs/$SLURM_JOB_ID"
+}
+
+status=0
+for id in $(echo "${CUDA_VISIBLE_DEVICES:-}" | tr , ' '); do
+    uuid=$(uuid_of "$id") || continue
+    home=$state/$uuid
+    if [ -n "${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" ]; then
+        if start_daemon && note_job && let_in; then
+            echo "$uuid" >"$state/job-$SLURM_JOB_ID"
+        else
+            rm -f "$home/jobs/$SLURM_JOB_ID"
+            # The GPU gets its compute mode back; Slurm drains the node and queues the job again.
+            [ -n "$(ls -A "$home/jobs")" ] || stop_daemon
+            status=1
+        fi
+    elif [ -d "$home" ]; then
+        # A whole GPU: what an epilog could not end would still hold it.
+        stop_daemon || status=1
+    fi
+done
+exit $status
+"""
+
+_EPILOG: Final = """\
+#!/bin/sh
+# Written by gpushare: Epilog of slurmd. Ends the MPS daemon of a GPU with the last job that used it.
+@COMMON@
+status=0
+for home in "$state"/GPU-*; do
+    [ -e "$home/jobs/$SLURM_JOB_ID" ] || continue
+    rm -f "$home/jobs/$SLURM_JOB_ID"
+    if [ -n "$(ls -A "$home/jobs")" ]; then
+        let_in || status=1
+    else
+        stop_daemon || status=1
+    fi
+done
+rm -f "$state/job-$SLURM_JOB_ID"
+exit $status
+"""
+
+_TASK_PROLOG: Final = """\
+#!/bin/sh
+# Written by gpushare: TaskProlog of slurmd. Tells each task of an MPS job where its daemon listens.
+# The daemon numbers its one GPU anew, so the task names it by UUID too.
+[ -r "@STATE@/job-${SLURM_JOB_ID:-}" ] || exit 0
+uuid=$(cat "@STATE@/job-$SLURM_JOB_ID")
+echo "export CUDA_MPS_PIPE_DIRECTORY=@STATE@/$uuid/pipe"
+echo "export CUDA_VISIBLE_DEVICES=$uuid"
+"""
+
+
+def prolog(gpus: Mapping[int, str], limits: Mapping[str, str]) -> str:
+    """Return the Prolog: UUIDs by minor number, and memory limits (``3840M``) by UUID, of the GPUs with MPS."""
+    cases = [f"    {minor} | {uuid}) echo {uuid} ;;" for minor, uuid in sorted(gpus.items())]
+    held = [f"    {uuid}) echo {limit} ;;" for uuid, limit in limits.items()]
+    text = _PROLOG.replace("@COMMON@", _COMMON).replace("@CASES@", "\n".join(cases))
+    text = text.replace("@LIMITS@\n", "".join(f"{line}\n" for line in held))
+    return text.replace("@STATE@", STATE)
+
+
+def epilog() -> str:
+    """Return the Epilog."""
+    return _EPILOG.replace("@COMMON@", _COMMON).replace("@STATE@", STATE)
+
+
+def task_prolog() -> str:
+    """Return the TaskProlog: a Prolog's own environment never reaches the job."""
+    return _TASK_PROLOG.replace("@STATE@", STATE)
+
+
+DETECTIONS: Final = ("nvml", "off")
+# A percentage per GPU: Slurm gives a job max(1, asked * 100 / Count) percent of the threads.
+MPS_COUNT: Final = 100
+_SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
+
+
+def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
+    """Return the files.
+
+    ``autodetect`` nvml lets slurmd find GPUs and MIG devices (default where there is MIG), off writes every device.
+
+    Raises:
+        NotSupported: MPS on a MIG device; a GPU in MIG mode without devices; device numbers that are unknown.
+        BadUsage: no such detection.
+    """
+    if autodetect not in {None, *DETECTIONS}:
+        raise BadUsage(
+            f"'{str(autodetect)[:40]}' is no way to detect GPUs here", "give nvml or off", code="bad_autodetect"
+        )
+    _check(host)
+    has_mig = any(gpu.sharing is Sharing.MIG for gpu in host.gpus)
+    by_nvml = has_mig if autodetect is None else autodetect == "nvml"
+    with_mps = {gpu.minor: gpu for gpu in host.gpus if gpu.sharing is Sharing.MPS}
+    documents = [
+        Document(name="gres.conf", text=_gres(host, by_nvml=by_nvml), kind="conf"),
+        Document(name="slurm.conf.lines", text=_lines(host, by_nvml=by_nvml), kind="conf"),
+    ]
+    if with_mps:
+        uuids = {minor: gpu.uuid for minor, gpu in with_mps.items() if minor is not None}
+        limits = {
+            gpu.uuid: mps_memory(gpu.mps.memory_limit_bytes)
+            for gpu in with_mps.values()
+            if gpu.mps is not None and gpu.mps.memory_limit_bytes is not None
+        }
+        documents += [
+            Document(name="gpushare-prolog.sh", text=prolog(uuids, limits), kind="sh"),
+            Document(name="gpushare-epilog.sh", text=epilog(), kind="sh"),
+            Document(name="gpushare-task-prolog.sh", text=task_prolog(), kind="sh"),
+        ]
+    return Export(
+        documents=tuple(documents),
+        commands=tuple(_commands(with_mps=bool(with_mps))),
+        needs=tuple(_needs(host, by_nvml=by_nvml)),
+        lost=tuple(_lost(host)),
+    )
+
+
+def type_of(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: bool = False) -> str:
+    """Return the Type of a device: ``t4``; of a MIG device the driver's whole name with the profile.
+
+    Where slurmd looks itself (``by_nvml``) it does not take the profile's name, but makes one of the slices of the GPU
+    instance and its memory in whole GiB, rounded: 1g.18gb of an H200 is nvidia_h200_1g.16gb, and 3g.40gb of an A100
+    ..._3g.39gb (gpu_nvml.c, _handle_mig). What slurm.conf says must be a part of that.
+    """
+    if mig is None:
+        return short_model(gpu.name) or "gpu"
+    name = re.sub(r"\s+", "_", (gpu.name or "gpu").strip().lower())
+    slices = _SLICES.match(mig.profile)
+    if not by_nvml or slices is None or mig.memory_total_bytes is None:
+        return f"{name}_{mig.profile}"
+    # Half a GiB goes up, as roundl does.
+    return f"{name}_{slices[1]}g.{(mig.memory_total_bytes + GIB // 2) // GIB}gb"
+
+
+def _check(host: HostDescription) -> None:
+    for gpu in host.gpus:
+        if gpu.minor is None:
+            raise NotSupported(
+                f"the device number of GPU {gpu.index} is unknown",
+                "look where the driver tells it: gpushare doctor",
+                gpu=str(gpu.index),
+                code="no_minor",
+            )
+        if gpu.sharing is Sharing.MIG and not gpu.mig:
+            raise NotSupported(
+                f"GPU {gpu.index} is in MIG mode and has no MIG device; Slurm could hand out nothing of it",
+                f"make some: gpushare mig apply -g {gpu.index} 1g*7; or: gpushare mig disable -g {gpu.index}",
+                gpu=str(gpu.index),
+                code="no_device",
+            )
+    for gpu, mig in host.instances():
+        if mig.mps is not None or mig.replicas:
+            what = "MPS" if mig.mps is not None else "shards"
+            raise NotSupported(
+                f"Slurm has no {what} on a MIG device ({mig.profile} of GPU {gpu.index}): a File of mps or shard must be a GPU's",
+                "gpushare export dra can, and gpushare export docker, compose and cdi",
+                code="sharing_on_mig",
+            )
+
+
+def _gres(host: HostDescription, *, by_nvml: bool) -> str:
+    """Return gres.conf; records of shared resources name a File that a gpu record has."""
+    lines = ["# Written by gpushare: gres.conf of this node.", f"AutoDetect={'nvml' if by_nvml else 'off'}"]
+    gpus = sorted(host.gpus, key=lambda gpu: gpu.minor or 0)
+    if not by_nvml:
+        for gpu in gpus:
+            lines += _devices(gpu)
+    for gpu in gpus:
+        if gpu.sharing is Sharing.TIMESLICE:
+            lines.append(f"Name=shard Count={gpu.replicas or DEFAULT_REPLICAS} File=/dev/nvidia{gpu.minor}")
+        elif gpu.sharing is Sharing.MPS:
+            lines.append(f"Name=mps Count={MPS_COUNT} File=/dev/nvidia{gpu.minor}")
+    return "\n".join(lines) + "\n"
+
+
+def _devices(gpu: GpuDescription) -> list[str]:
+    if gpu.sharing is not Sharing.MIG:
+        return [f"Name=gpu Type={type_of(gpu)} File=/dev/nvidia{gpu.minor}"]
+    lines = []
+    for mig in gpu.mig:
+        if mig.capabilities is None:
+            raise NotSupported(
+                f"the capability nodes of {mig.uuid or f'{mig.profile} of GPU {gpu.index}, which is not there yet,'} are unknown",
+                "let slurmd find them: --autodetect nvml" + ("" if mig.uuid else "; or first: gpushare apply -f FILE"),
+                gpu=str(gpu.index),
+                code="no_capabilities",
+            )
+        nodes = [f"/dev/nvidia{gpu.minor}", *(f"/dev/nvidia-caps/nvidia-cap{one}" for one in mig.capabilities)]
+        lines.append(f"Name=gpu Type={type_of(gpu, mig)} MultipleFiles={','.join(nodes)}")
+    return lines
+
+
+def _lines(host: HostDescription, *, by_nvml: bool) -> str:
+    types: Counter[str] = Counter()
+    shards = mps = 0
+    for gpu in host.gpus:
+        devices = [type_of(gpu, mig, by_nvml=by_nvml) for mig in gpu.mig]
+        types.update(devices if gpu.sharing is Sharing.MIG else [type_of(gpu)])
+        shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Sharing.TIMESLICE else 0
+        mps += MPS_COUNT if gpu.sharing is Sharing.MPS else 0
+    shared = [f"mps:{mps}"] * bool(mps) + [f"shard:{shards}"] * bool(shards)
+    names = ["gpu", *(one.partition(":")[0] for one in shared)]
+    gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in sorted(types.items())), *shared])
+    lines = ["# Written by gpushare: put these lines into slurm.conf, the same on every node."]
+    lines.append(f"GresTypes={','.join(names)}")
+    if shared:
+        lines.append("SelectType=select/cons_tres")
+    lines.append("AccountingStorageTRES=" + ",".join(f"gres/{name}" for name in names))
+    if by_nvml and any(gpu.mig for gpu in host.gpus):
+        lines += ["# MIG tells no utilization, and a slurmd that asks for it blocks every change of MIG."]
+        lines += ["JobAcctGatherParams=DisableGPUAcct"]
+    if mps:
+        lines += [
+            "# At the allocation, not at the first step.",
+            "PrologFlags=Alloc",
+            "Prolog=/etc/slurm/gpushare-prolog.sh",
+            "Epilog=/etc/slurm/gpushare-epilog.sh",
+            "TaskProlog=/etc/slurm/gpushare-task-prolog.sh",
+        ]
+    lines += ["# Put Gres into the node's own line, which also has its CPUs and memory."]
+    lines += [f"NodeName={host.node or 'NODE'} Gres={gres}"]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(*, with_mps: bool) -> list[str]:
+    scripts = "gpushare-prolog.sh gpushare-epilog.sh gpushare-task-prolog.sh"
+    return [
+        "sudo install -m 644 gres.conf /etc/slurm/gres.conf",
+        *([f"sudo install -m 755 -t /etc/slurm {scripts}"] if with_mps else []),
+        "put slurm.conf.lines into slurm.conf (GresTypes, SelectType and Prolog may stand there already: merge them)",
+        "sudo slurmd -G",
+        "sudo systemctl restart slurmctld; on the node: sudo systemctl restart slurmd",
+        "scontrol show node, and look for Gres=",
+    ]
+
+
+def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
+    needs = ["ConstrainDevices=yes in cgroup.conf: without it a job sees the GPUs of the others"]
+    if by_nvml:
+        needs.append("a slurmd that was built with NVML; else --autodetect off")
+    if any(gpu.sharing is Sharing.MIG for gpu in host.gpus):
+        needs += ["MIG is cut before slurmd starts; gpushare export systemd orders it so"]
+        if by_nvml and _named_by_memory(host):
+            needs.append("--gres by slurmd's own names: it calls MIG devices by their memory, not by their profile")
+        needs += [] if by_nvml else ["gres.conf anew after every change of MIG: the capability numbers change"]
+    if any(gpu.sharing is Sharing.MPS for gpu in host.gpus):
+        needs += [
+            "no MPS daemon of its own on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",
+            "setfacl (package acl): without it the daemon of a job is open to the job's group, not to its user alone",
+            "one GPU with MPS per job and node, which is Slurm's default (no MULTIPLE_SHARING_GRES_PJ)",
+        ]
+    minors = sorted(gpu.minor or 0 for gpu in host.gpus)
+    if minors != list(range(len(minors))):
+        needs.append("GPU numbers that Slurm gives: they have gaps here, so compare with slurmd -G first")
+    return needs
+
+
+def _named_by_memory(host: HostDescription) -> bool:
+    return any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances())
+
+
+def _lost(host: HostDescription) -> list[str]:
+    lost = []
+    ways = {gpu.sharing for gpu in host.gpus}
+    if Sharing.TIMESLICE in ways:
+        if any(gpu.sharing is Sharing.TIMESLICE and gpu.replicas is None for gpu in host.gpus):
+            lost.append(
+                f"the host does not say how many programs share a GPU: {DEFAULT_REPLICAS} is taken; choose with --replicas N"
+            )
+        lost.append("shard only counts jobs: it limits neither memory nor threads")
+    if any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
+        lost.append("the slice length: it stays the host's; gpushare export systemd sets it at boot")
+    if Sharing.MPS in ways:
+        lost.append("the thread limit of the daemon: Slurm gives each job its own, --gres=mps:25 is 25 %")
+        lost.append("users side by side: an MPS server serves one user, another user's job waits for it")
+    if any(gpu.mps is not None and gpu.mps.priority for gpu in host.gpus):
+        lost.append("priority low: Slurm sets none")
+    if any(mig.name for _, mig in host.instances()):
+        lost.append("names of instances: Slurm has types")
+    return lost

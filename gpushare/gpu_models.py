@@ -1,0 +1,263 @@
+"""The catalogue of GPU models: what each reports, and which MIG profiles it has. Pure.
+
+The catalogue is data (``data/gpu-models.json``); unknown facts are null there and None here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gpushare.errors import BadUsage
+from gpushare.mig.profile import Engines, Placement, Profile, standard_compute_profiles
+from gpushare.units import MIB
+
+_CATALOGUE: Final = Path(__file__).resolve().parent / "data" / "gpu-models.json"
+
+# NVML_GPU_INSTANCE_PROFILE_* of nvml.h: what nvmlDeviceGetGpuInstanceProfileInfo takes, not the profile id.
+NVML_PROFILE: Final[Mapping[str, int]] = {
+    "1_SLICE": 0,
+    "2_SLICE": 1,
+    "3_SLICE": 2,
+    "4_SLICE": 3,
+    "7_SLICE": 4,
+    "8_SLICE": 5,
+    "6_SLICE": 6,
+    "1_SLICE_REV1": 7,
+    "2_SLICE_REV1": 8,
+    "1_SLICE_REV2": 9,
+    "1_SLICE_GFX": 10,
+    "2_SLICE_GFX": 11,
+    "4_SLICE_GFX": 12,
+    "1_SLICE_NO_ME": 13,
+    "2_SLICE_NO_ME": 14,
+    "1_SLICE_ALL_ME": 15,
+    "2_SLICE_ALL_ME": 16,
+    "3_SLICE_GFX": 17,
+}
+
+
+class GiProfile(NamedTuple):
+    """One GPU instance profile (``nvidia-smi mig -lgip`` and ``-lgipp``); None is unknown."""
+
+    name: str
+    # The ID column of -lgip, nvmlGpuInstanceProfileInfo_t.id.
+    id: int | None
+    # The NVML_GPU_INSTANCE_PROFILE_* number.
+    nvml_profile: int | None
+    slices: int
+    instances: int
+    memory_mib: int | None
+    multiprocessors: int | None
+    copy_engines: int | None
+    decoders: int | None
+    encoders: int | None
+    jpeg_engines: int | None
+    optical_flow_engines: int | None
+    peer_to_peer: bool
+    # Placements in memory slices: where it may start, and how many it takes.
+    starts: tuple[int, ...] | None
+    size: int | None
+    confidence: str
+    min_driver: str | None
+
+    @property
+    def base_name(self) -> str:
+        """Return the name without media or graphics extension, as ``nvidia-smi -L`` prints the MIG device."""
+        return re.split(r"[+-]", self.name, maxsplit=1)[0]
+
+    @property
+    def all_media(self) -> bool:
+        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit beside it."""
+        return self.name.endswith("+me.all")
+
+    @property
+    def media(self) -> bool:
+        """Return whether it has the media extension: one such instance per GPU."""
+        return self.all_media or self.name.endswith("+me")
+
+    @property
+    def no_media(self) -> bool:
+        """Return whether it goes without media engines (``-me``)."""
+        return self.name.endswith("-me")
+
+
+class GpuModel(NamedTuple):
+    """One GPU model; None is unknown."""
+
+    key: str
+    # As nvmlDeviceGetName reports it.
+    name: str
+    aliases: tuple[str, ...]
+    product: str
+    arch: str
+    compute_capability: str | None
+    pci_device_ids: tuple[str, ...]
+    # nvmlMemory_v2_t.total and .reserved of an idle GPU.
+    memory_mib: int | None
+    memory_reserved_bytes: int | None
+    multiprocessors: int | None
+    power_limit_watts: int | None
+    max_sm_clock_mhz: int | None
+    # Whether `nvidia-smi compute-policy --set-timeslice` works.
+    time_slice: bool | None
+    mig: bool
+    # MIG: memory slices of the placement axis, and compute slices.
+    axis: int | None
+    compute_slices: int | None
+    reset_for_mode_change: bool | None
+    mode_persists_reboot: bool | None
+    placement_confidence: str | None
+    confidence: str
+    sources: tuple[str, ...]
+    profiles: tuple[GiProfile, ...]
+
+    @property
+    def short(self) -> str:
+        """Return the name that users type: ``h200``."""
+        return self.aliases[0] if self.aliases else self.key
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Return the total memory in bytes, as NVML reports it."""
+        return None if self.memory_mib is None else self.memory_mib * MIB
+
+    def profile(self, name: str) -> GiProfile | None:
+        """Return the GPU instance profile with this name (``3g.71gb``, ``MIG 3g.71gb``), or None."""
+        wanted = name.strip().lower().removeprefix("mig").strip()
+        return next((profile for profile in self.profiles if profile.name == wanted), None)
+
+    def profile_by_id(self, profile_id: int) -> GiProfile | None:
+        """Return the GPU instance profile with this id (-lgip), or None."""
+        return next((profile for profile in self.profiles if profile.id == profile_id), None)
+
+
+def load_models() -> dict[str, GpuModel]:
+    """Return the catalogue by key, in its order."""
+    return {key: model_of(key) for key in _catalogue()}
+
+
+@cache
+def model_of(key: str) -> GpuModel:
+    """Return the model with this key; a host's models alone are built, not the catalogue.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _model(_catalogue()[key])
+
+
+@lru_cache(maxsize=1)
+def _catalogue() -> dict[str, dict[str, Any]]:
+    raw = json.loads(_CATALOGUE.read_text(encoding="utf-8"))
+    return {entry["key"]: entry for entry in raw["models"]}
+
+
+def find_model(name: str) -> GpuModel:
+    """Return the model that a user means: key, alias or product name; case and punctuation do not matter.
+
+    Raises:
+        BadUsage: no model has this name; the hint names those that are close.
+    """
+    # What people type nearly always: no need to spell every name of the catalogue in one way.
+    typed = (key for key, entry in _catalogue().items() if name in entry["aliases"])
+    key = next(typed, None) or _names().get(_plain(name))
+    if key is not None:
+        return model_of(key)
+    import difflib
+
+    listing = "see them all: gpushare sim list --models"
+    shorts = {_plain(known.short): known.short for known in load_models().values()}
+    close = [shorts[match] for match in difflib.get_close_matches(_plain(name), shorts, n=3, cutoff=0.5)]
+    hint = f"did you mean {', '.join(close)}? {listing}" if close else listing
+    raise BadUsage(f"there is no GPU model '{name.strip()[:60]}'", hint, code="unknown_model")
+
+
+@lru_cache(maxsize=1)
+def _names() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for key, entry in _catalogue().items():
+        full = entry["name"]
+        bare = re.sub(r"^(NVIDIA GeForce|NVIDIA|Tesla) ", "", full)
+        for name in (key, full, bare, entry["product"], *entry["aliases"]):
+            # A short alias is claimed by the first model that has it; a test keeps them unambiguous.
+            names.setdefault(_plain(name), key)
+    return names
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_SAME_NAME: Final = (
+    *("key", "name", "product", "arch", "compute_capability", "memory_mib", "memory_reserved_bytes"),
+    *("power_limit_watts", "max_sm_clock_mhz", "time_slice", "mig", "axis", "compute_slices"),
+    *("reset_for_mode_change", "mode_persists_reboot", "placement_confidence", "confidence"),
+)
+
+
+def _model(raw: dict[str, Any]) -> GpuModel:
+    return GpuModel(
+        **{field: raw[field] for field in _SAME_NAME},
+        aliases=tuple(raw["aliases"]),
+        pci_device_ids=tuple(raw["pci_device_ids"] or ()),
+        multiprocessors=raw["sm"],
+        sources=tuple(raw["source"]),
+        profiles=tuple(_profile(profile) for profile in raw["gi_profiles"]),
+    )
+
+
+def _profile(raw: dict[str, Any]) -> GiProfile:
+    return GiProfile(
+        name=raw["name"],
+        id=raw["id"],
+        nvml_profile=None if raw["nvml_enum"] is None else NVML_PROFILE[raw["nvml_enum"]],
+        slices=raw["slices"],
+        instances=raw["instances"],
+        memory_mib=raw["mem_mib"],
+        multiprocessors=raw["sm"],
+        copy_engines=raw["ce"],
+        decoders=raw["dec"],
+        encoders=raw["enc"],
+        jpeg_engines=raw["jpeg"],
+        optical_flow_engines=raw["ofa"],
+        peer_to_peer=raw["p2p"],
+        starts=None if raw["starts"] is None else tuple(raw["starts"]),
+        size=raw["size"],
+        confidence=raw["confidence"],
+        min_driver=raw["min_driver"],
+    )
+
+
+def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
+    """Return the MIG profiles of a model; what is not published is None."""
+    return tuple(profile_of(raw) for raw in model.profiles)
+
+
+def profile_of(raw: GiProfile) -> Profile:
+    """Return one profile of the catalogue."""
+    placements = None
+    if raw.starts is not None and raw.size is not None:
+        placements = tuple(Placement(start, raw.size) for start in raw.starts)
+    return Profile(
+        name=raw.name,
+        id=raw.id,
+        nvml_profile=raw.nvml_profile,
+        slices=raw.slices,
+        memory_bytes=None if raw.memory_mib is None else raw.memory_mib * MIB,
+        multiprocessors=raw.multiprocessors,
+        engines=Engines(
+            copy=raw.copy_engines,
+            decoders=raw.decoders,
+            encoders=raw.encoders,
+            jpeg=raw.jpeg_engines,
+            optical_flow=raw.optical_flow_engines,
+        ),
+        instances=raw.instances,
+        placements=placements,
+        compute=standard_compute_profiles(raw.slices, raw.nvml_profile),
+    )

@@ -1,0 +1,342 @@
+"""``gpushare apply``: one plan per GPU from how it is to how the file has it, and each GPU a transaction of its own.
+
+The order on a GPU: what is in the way is stopped, names are bound, compute mode and MIG are set, instances made; then
+grants, time-slice and daemons; and at last it is looked at whether it is as the file has it. Who uses the GPU, an
+instance or a daemon is never ended: then the GPU is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpushare.errors import GpuLost, InUse, NotFound, NotSupported
+from gpushare.hostfile import steps as host_mps
+from gpushare.hostfile.diff import check_has_mig, points
+from gpushare.hostfile.live import Device as Seated
+from gpushare.hostfile.live import Seats, devices_of_layout, devices_to_be, limits_key, seats_of
+from gpushare.hostfile.look import look, refuse_units
+from gpushare.hostfile.steps import (
+    ask_levels,
+    check_step,
+    grant_steps,
+    level_step,
+    mode_step,
+    names_steps,
+    revoke_steps,
+)
+from gpushare.mig.change import GpuChange, MigChange, plan_change
+from gpushare.mig.daemons import idle_daemon_pids, refuse_foreign
+from gpushare.mig.grant import name_taken
+from gpushare.mig.holders import remedy
+from gpushare.mig.names import names_of
+from gpushare.mig.plan import GpuPlan, NoPlan, Why
+from gpushare.mig.planner import plan_exact, untouched
+from gpushare.mig.target import difference
+from gpushare.model import ComputeMode, Holder, Sharing, TimeSlice
+from gpushare.plan import Plan, Step
+from gpushare.selection import Device
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from gpushare.host.host import Host
+    from gpushare.hostfile.file import Entry, MpsWish
+    from gpushare.hostfile.live import LiveGpu
+    from gpushare.mig.journal import Journal
+    from gpushare.mig.profile import Layout
+
+_NOTHING = Seats(())
+
+
+@dataclass(frozen=True)
+class GpuApply:
+    """What is to be done on one GPU, and whether a user may: MPS daemons are anybody's, all else is root's."""
+
+    change: MigChange
+    needs_root: bool = False
+
+
+def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
+    """Return the plan that makes a GPU what its entry says; without a step when it is so already.
+
+    ``others`` are the UUIDs of the GPUs that the file is about too: they give up names that this one gets.
+
+    Raises:
+        InUse: somebody is on the GPU, in an instance that goes, or a client of a daemon that goes.
+        NotSupported: the GPU, driver or host can never be so.
+        BadUsage: a profile, placement, limit or name that cannot be.
+        GpuLost: the GPU does not answer.
+    """
+    (live,) = look(host, [host.nvml.gpu(index)])
+    if live.gpu.error is not None:
+        raise GpuLost(live.gpu.error, "see: gpushare status", gpu=str(index))
+    title = f"apply to GPU {index}: {entry.sharing.value}"
+    check_has_mig(live.gpu, entry)
+    if not points(live, entry):
+        return GpuApply(MigChange(gpus=(), plan=Plan(title=title, steps=())))
+    refuse_units(live)
+    if live.foreign:
+        devices = {live.gpu.uuid or "", *(mig.uuid for mig in live.gpu.mig_instances)}
+        refuse_foreign(host, live.gpu, devices)
+    work = _GpuWork(host, live, entry, _layout_plan(live, entry))
+    work.check_names(others)
+    stops, first, after, daemons = work.stops(), work.before(), work.after(), work.daemons()
+    check = check_step(lambda: _look_again(host, index), entry, index)
+    changes = [] if work.change is None or not work.change.changes else [work.change]
+    change = plan_change(host, changes, journal, title=title, first=[*stops, *first], after=[*after, *daemons, check])
+    exclusive = entry.mps is not None and entry.mps.exclusive
+    root = bool(changes or first or after or (daemons and exclusive))
+    return GpuApply(replace(change, names=work.new_names), root)
+
+
+def _look_again(host: Host, index: int) -> LiveGpu:
+    host.nvml.restart()
+    return look(host, [host.nvml.gpu(index)])[0]
+
+
+def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
+    """Return what happens to MIG on a GPU; None where it has none."""
+    layout, gpu, wanted = live.layout, live.gpu, entry.sharing is Sharing.MIG
+    if layout is None:
+        return None
+    plan = untouched(layout)
+    if (wanted and difference(layout, entry.wish)) or (not wanted and layout.instances):
+        found = plan_exact([layout], {gpu.index: entry.wish})
+        if isinstance(found, NoPlan):
+            raise _no_plan(found, gpu.index)
+        plan = found.gpus[0]
+    settled = gpu.mig_enabled == wanted and gpu.mig_pending in {None, wanted}
+    return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if settled else wanted)
+
+
+def _no_plan(found: NoPlan, index: int) -> Exception:
+    message = f"GPU {index}: {found.message}"
+    if found.why is Why.NEVER:
+        return NotSupported(message, found.hint, gpu=str(index), code="never_fits")
+    held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
+    holders = [one for part in held for one in part or () if isinstance(one, Holder)]
+    return InUse(message, remedy(holders) or found.hint, gpu=str(index), code="no_room")
+
+
+@dataclass
+class _GpuWork:
+    """What is to be done on one GPU."""
+
+    host: Host
+    live: LiveGpu
+    entry: Entry
+    change: GpuChange | None
+
+    def __post_init__(self) -> None:
+        self.wants_mig = self.entry.sharing is Sharing.MIG
+        self.seats, self.to_be = self._seated()
+        self.names = self.seats.names
+        self.plan: GpuPlan | None = None if self.change is None else self.change.plan
+        self.going = _going(self.plan)
+        self.restarted = self._unwanted()
+
+    def _seated(self) -> tuple[Seats, list[Seated]]:
+        if not self.wants_mig or self.change is None:
+            return _NOTHING, []
+        layout: Layout = self.change.layout
+        kept = [one for one in devices_of_layout(self.live) if one.uuid not in _going(self.change.plan)]
+        to_be = devices_to_be(self.change.after, layout.profiles, kept)
+        return seats_of(self.entry, layout.profiles, to_be), to_be
+
+    def check_names(self, others: Collection[str]) -> None:
+        """Raise BadUsage when a name means an instance of a GPU that the file is not about."""
+        known, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
+        for one in self.names:
+            taken = known.get(one.name)
+            if taken is None or taken.gpu_uuid in {self.live.gpu.uuid, *others} or taken.gpu_uuid not in here:
+                continue
+            raise name_taken(taken, here)
+
+    def _wishes(self) -> dict[str, MpsWish]:
+        """Return the daemons that are wanted on devices that are there and stay, by UUID."""
+        found = {seat.device.uuid: seat.wish.mps for seat in self.seats.seats if seat.device and seat.device.uuid}
+        if self.entry.mps is not None:
+            found[self.live.gpu.uuid or ""] = self.entry.mps
+        return {uuid: wish for uuid, wish in found.items() if wish is not None}
+
+    def _unwanted(self) -> set[str]:
+        """Return the devices whose daemon goes, or must start anew: it is exclusive or not from its start on."""
+        wishes, gone = self._wishes(), set()
+        for uuid, daemon in self.live.daemons.items():
+            wish = wishes.get(uuid)
+            anew = wish is not None and daemon.wish is not None and wish.exclusive != daemon.wish.exclusive
+            if (
+                (wish is None and not daemon.transient)
+                or anew
+                or (daemon.transient and (wish is not None or self._changes_gpu))
+            ):
+                gone.add(uuid)
+        return gone
+
+    @property
+    def _changes_gpu(self) -> bool:
+        return self.entry.sharing is Sharing.EXCLUSIVE or self.wants_mig is not bool(self.live.gpu.mig_enabled)
+
+    @property
+    def new_names(self) -> tuple[str, ...]:
+        """Return the names that this GPU gets."""
+        there = {(one.name, one.profile, one.start) for one in self.live.names}
+        return tuple(one.name for one in self.names if (one.name, one.profile, one.start) not in there)
+
+    def stops(self) -> list[Step]:
+        """Return the steps that stop the daemons that go, but for those that the change of MIG stops itself."""
+        handled = set(self.going)
+        if self.change is not None and self.change.enable:
+            # MIG takes the GPU from its daemon.
+            handled.add(self.live.gpu.uuid or "")
+        return host_mps.stop_steps(self.host, self.live, self.restarted - handled)
+
+    def before(self) -> list[Step]:
+        """Return the other steps before MIG changes."""
+        if not self.wants_mig and self.live.gpu.mig_enabled is not True:
+            self._refuse_programs()
+        steps: list[Step] = []
+        staying = {(one.profile, one.start) for one in self.to_be}
+        steps += revoke_steps(self.host, self.live, self.names, staying)
+        steps += names_steps(self.host, self.live, self.names)
+        if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_now() is not ComputeMode.DEFAULT:
+            steps.append(mode_step(self.host, self.live.gpu, ComputeMode.DEFAULT))
+        return steps
+
+    def _mode_now(self) -> ComputeMode:
+        """Return the compute mode that is there when the daemon that goes has given it back."""
+        daemon = self.live.daemons.get(self.live.gpu.uuid or "")
+        gone = (self.live.gpu.uuid or "") in self.restarted
+        if daemon is not None and daemon.wish is not None and daemon.wish.exclusive and gone:
+            return ComputeMode.DEFAULT
+        # A GPU that tells none has no other.
+        return ComputeMode.DEFAULT if self.live.gpu.mig_enabled else self.live.gpu.compute_mode or ComputeMode.DEFAULT
+
+    def _refuse_programs(self) -> None:
+        """Raise InUse when programs on the GPU would run on beside what the file wants."""
+        gpu, mps = self.live.gpu, self.entry.mps
+        # The server of a daemon that nobody uses is none of them: it goes with its daemon.
+        idle = idle_daemon_pids(self.host, gpu)
+        there = [one for one in gpu.processes or () if one.compute and not one.mps and one.pid not in idle]
+        outside = [self._called(one.pid) for one in there]
+        running = self.live.mps is not None and (gpu.uuid or "") not in self.restarted
+        if mps is not None and not running:
+            host_mps.check_daemon(self.host, Device(gpu=gpu), mps, outside)
+        elif self.entry.sharing is Sharing.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
+            host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, may=1)
+
+    def after(self) -> list[Step]:
+        """Return the steps after MIG changed, but for the daemons."""
+        if self.wants_mig:
+            made = {(new.profile.name, new.placement.start) for new in (self.plan.created if self.plan else ())}
+            return grant_steps(self.host, self.live, self.names, made)
+        return [*self._mode_steps(), *self._level_steps()]
+
+    def daemons(self) -> list[Step]:
+        """Return the steps that start the daemons and set their limits."""
+        return self._instance_daemons() if self.wants_mig else self._gpu_daemon()
+
+    def _mode_steps(self) -> list[Step]:
+        exclusive, mps = self.entry.sharing is Sharing.EXCLUSIVE, self.entry.mps
+        running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
+        # A daemon that starts sets its mode itself, and remembers the one to come back to.
+        wanted = exclusive or (mps is not None and mps.exclusive and running)
+        mode = ComputeMode.EXCLUSIVE_PROCESS if wanted else ComputeMode.DEFAULT
+        return [] if self._mode_now() is mode else [mode_step(self.host, self.live.gpu, mode)]
+
+    def _level_steps(self) -> list[Step]:
+        level, live = self.entry.time_slice, self.live
+        if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
+            return []
+        if not live.has_time_slice and not live.gpu.mig_enabled:
+            ask_levels(self.host)
+            raise NotSupported(
+                f"GPU {live.gpu.index} ({live.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
+                "see which GPUs have one: gpushare timeslice show; or write: timeslice: default",
+                gpu=str(live.gpu.index),
+                code="no_time_slice",
+            )
+        return [level_step(self.host, live.gpu, level, live.time_slice)]
+
+    def _gpu_daemon(self) -> list[Step]:
+        mps, gpu = self.entry.mps, self.live.gpu
+        if mps is None or self._holds(gpu.uuid, mps):
+            return []
+
+        def find() -> Device:
+            return Device(gpu=self.host.nvml.gpu(gpu.index))
+
+        return [host_mps.daemon_step(self.host, f"GPU {gpu.index}", find, mps, selector=str(gpu.index))]
+
+    def _holds(self, uuid: str | None, wish: MpsWish) -> bool:
+        daemon = self.live.daemon(uuid)
+        there = daemon is not None and daemon.wish is not None and uuid not in self.restarted
+        return there and daemon is not None and daemon.wish is not None and limits_key(daemon.wish) == limits_key(wish)
+
+    def _instance_daemons(self) -> list[Step]:
+        steps, gpu = [], self.live.gpu
+        for seat in self.seats.seats:
+            one, wish = seat.device, seat.wish.mps
+            if one is None or wish is None or (one.uuid is not None and self._holds(one.uuid, wish)):
+                continue
+            memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == one.profile), None)  # type: ignore[union-attr]
+            if one.uuid is None or self.live.daemon(one.uuid) is None:
+                host_mps.check_daemon(self.host, host_mps.future(gpu, one, memory), wish, self._programs_in(one))
+            title = f"MIG {one} of GPU {gpu.index}"
+            selector = one.uuid or f"MIG-UUID-OF-{one}"
+            finder = _Finder(self.host, gpu.index, one, frozenset(d.uuid for d in self.to_be if d.uuid))
+            steps.append(host_mps.daemon_step(self.host, title, finder, wish, selector=selector))
+        return steps
+
+    def _programs_in(self, one: Seated) -> list[str]:
+        """Return the programs in a device that is there, by name and process id."""
+        parts = [part for there in self.live.instances for part in there.compute if part.uuid and part.uuid == one.uuid]
+        return [self._called(who.pid) for part in parts for who in part.holders or ()]
+
+    def _called(self, pid: int) -> str:
+        info = self.host.processes.describe(pid)
+        return f"process {pid}" if info is None else f"{info.name} ({pid}, {info.user or 'unknown user'})"
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Finds a MIG device when its turn comes: by UUID, or as one of those that were made in its place."""
+
+    host: Host
+    gpu: int
+    seat: Seated
+    kept: frozenset[str]
+
+    def __call__(self) -> Device:
+        live = _look_again(self.host, self.gpu)
+        for one in devices_of_layout(live):
+            fits = (one.place, one.slices) == (self.seat.place, self.seat.slices)
+            if (
+                one.uuid == self.seat.uuid
+                if self.seat.uuid
+                else fits and one.uuid not in self.kept and self._is(live, one)
+            ):
+                mig = next((mig for mig in live.gpu.mig_instances if mig.uuid == one.uuid), None)
+                if mig is not None:
+                    return Device(gpu=live.gpu, mig=mig)
+        raise NotFound(
+            f"the MIG device {self.seat} of GPU {self.gpu} is not there",
+            "see what is there: gpushare mig status",
+            gpu=str(self.gpu),
+            code="device_gone",
+        )
+
+    def _is(self, live: LiveGpu, one: Seated) -> bool:
+        """Several of one size may have been made in one GPU instance: the number tells which of them it is."""
+        new = [
+            other
+            for other in devices_of_layout(live)
+            if (other.place, other.slices) == (one.place, one.slices) and other.uuid not in self.kept
+        ]
+        return new.index(one) == min(self.seat.number, len(new) - 1)
+
+
+def _going(plan: GpuPlan | None) -> set[str]:
+    gone = () if plan is None else plan.destroyed
+    return {part.uuid for one in gone for part in one.compute if part.uuid}

@@ -1,0 +1,223 @@
+"""How a GPU differs from its entry of ``gpushare.yaml``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpushare.errors import NotSupported
+from gpushare.hostfile.file import Entry, MpsWish, size_text
+from gpushare.hostfile.live import LiveGpu, LiveMps, Seat, Seats, devices_of_layout, seats_of
+from gpushare.mig.plan import NoPlan
+from gpushare.mig.planner import plan_exact
+from gpushare.mig.profile import Layout, Profile
+from gpushare.mig.target import MigDevice, difference
+from gpushare.mig.wish import parse_wish, resolve
+from gpushare.model import ComputeMode, Gpu, MigInstance, Priority, Sharing, TimeSlice
+from gpushare.mps.limits import check_memory
+from gpushare.selection import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One thing that is not as the file has it; None: it is not there."""
+
+    what: str
+    found: str | None
+    wanted: str | None
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.found or 'none'}; the file: {self.wanted or 'none'}"
+
+
+def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = None) -> tuple[Point, ...]:
+    """Return how a GPU differs from its entry; none: it is as the file has it.
+
+    ``entries`` are those of all GPUs by index: a name that is wanted on another one is not said to be wanted nowhere.
+
+    Raises:
+        BadUsage, NotSupported: the GPU has no such MIG layout, or no MIG.
+    """
+    return tuple(_points(live, entry, _names_elsewhere(live, entries or {})))
+
+
+def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+    for one in live.foreign:
+        yield Point(what="MPS", found=one, wanted=None if entry.sharing is not Sharing.MPS else "a daemon of gpushare")
+    wanted = entry.sharing is Sharing.MIG
+    yield from _mode(live, wanted=wanted)
+    if wanted:
+        yield from _layout(live, entry, elsewhere)
+    elif live.gpu.mig_enabled:
+        gone = ", ".join(f"{one.profile.name}:{one.start}" for one in live.instances)
+        yield from [Point(what="MIG devices", found=gone, wanted=None)] if gone else []
+    exclusive = entry.mps is not None and entry.mps.exclusive
+    mode = ComputeMode.EXCLUSIVE_PROCESS if entry.sharing is Sharing.EXCLUSIVE or exclusive else ComputeMode.DEFAULT
+    if not live.gpu.mig_enabled and not wanted and _another_mode(live.gpu.compute_mode, mode):
+        now = "unknown" if live.gpu.compute_mode is None else live.gpu.compute_mode.title
+        yield Point(what="compute mode", found=now, wanted=mode.title)
+    level = entry.time_slice
+    if level is not None and live.time_slice is not level and (live.has_time_slice or level is not TimeSlice.DEFAULT):
+        now = "unknown" if live.time_slice is None else live.time_slice.title
+        yield Point(what="time-slice", found=now, wanted=level.title)
+    yield from mps_points("MPS", live.mps, entry.mps)
+
+
+def _another_mode(now: ComputeMode | None, wanted: ComputeMode) -> bool:
+    """A GPU that tells no compute mode (some virtual ones) has none but the default."""
+    return (now or ComputeMode.DEFAULT) is not wanted
+
+
+def _mode(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
+    word = {True: "on", False: "off", None: "not there"}
+    enabled, pending = live.gpu.mig_enabled, live.gpu.mig_pending
+    if bool(enabled) is not wanted:
+        yield Point(what="MIG", found=word[enabled], wanted=word[wanted])
+    elif pending is not None and pending is not wanted:
+        yield Point(what="MIG", found=f"{word[pending]} is pending", wanted=word[wanted])
+
+
+def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
+    """Yield how a daemon differs from what is wanted of it."""
+    if live is None or wanted is None:
+        if live is not None or wanted is not None:
+            found = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
+            yield Point(what=what, found=found, wanted=None if wanted is None else _mps_text(wanted))
+        return
+    if live.wish is None:
+        yield Point(what=what, found=live.error or "it does not answer", wanted=_mps_text(wanted))
+        return
+    now = live.wish
+    for name, found, want in (
+        ("threads", _percent(now.threads_percent), _percent(wanted.threads_percent)),
+        ("memory", _size(now.memory_limit_bytes), _size(wanted.memory_limit_bytes)),
+        ("priority", now.priority.title, wanted.priority.title),
+        ("users", _users(now.users), _users(wanted.users)),
+        ("exclusive", str(now.exclusive).lower(), str(wanted.exclusive).lower()),
+    ):
+        if found != want:
+            yield Point(what=f"{what} {name}", found=found, wanted=want)
+
+
+def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+    if live.layout is None or not live.layout.profiles:
+        # A driver that lists no profiles while MIG is off: the mode says enough.
+        return
+    found = difference(live.layout, entry.wish)
+    for one, number in found.missing:
+        yield Point(what="MIG devices", found=None, wanted=_counted(one, number))
+    for one, number in found.extra:
+        yield Point(what="MIG devices", found=_counted(one, number), wanted=None)
+    seats = seats_of(entry, live.layout.profiles, devices_of_layout(live))
+    yield from name_points(live, seats, elsewhere)
+    for seat in seats.seats:
+        if seat.device is not None:
+            yield from mps_points(f"MPS of {seat.device}", live.daemon(seat.device.uuid), seat.wish.mps)
+    taken = {seat.device for seat in seats.seats}
+    for device in devices_of_layout(live):
+        if device not in taken:
+            yield from mps_points(f"MPS of {device}", live.daemon(device.uuid), None)
+
+
+def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, str]:
+    """Return in words where the file has names that it does not have on this GPU."""
+    return {
+        one.name: f"on GPU {index}"
+        for index, entry in entries.items()
+        if index != live.gpu.index
+        for one in entry.mig
+        if one.name is not None
+    }
+
+
+def name_points(live: LiveGpu, seats: Seats, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+    """Yield the names and grants that are missing, wrong or too many."""
+    wanted = {one.name: one for one in seats.names}
+    # Their devices are not there yet: the names have no place, and are in the file all the same.
+    waiting = {one.wish.name: one for one in seats.seats if one.wish.name and one.wish.name not in wanted}
+    there = {one.name: one for one in live.names}
+    for name in sorted(wanted.keys() | there.keys() | waiting.keys()):
+        now, want = there.get(name), wanted.get(name)
+        if want is None:
+            seat = waiting.get(name)
+            place = elsewhere.get(name) if seat is None else _place(seat)
+            found = None if now is None else f"{now.profile}:{now.start}"
+            yield Point(what=f"name {name}", found=found, wanted=place)
+            continue
+        places = [None if one is None else f"{one.profile}:{one.start}" for one in (now, want)]
+        if places[0] != places[1]:
+            yield Point(what=f"name {name}", found=places[0], wanted=places[1])
+        users = [() if one is None else tuple(sorted(one.users)) for one in (now, want)]
+        if users[0] != users[1]:
+            yield Point(what=f"users of {name}", found=_users(users[0]), wanted=_users(users[1]))
+        elif now is not None and not now.held:
+            yield Point(what=f"users of {name}", found="not in force", wanted=_users(users[1]))
+
+
+def _place(seat: Seat) -> str:
+    return seat.profile if seat.start is None else f"{seat.profile}:{seat.start}"
+
+
+def _counted(one: MigDevice, number: int) -> str:
+    return f"{one}" + (f"*{number}" if number > 1 else "")
+
+
+def _percent(value: float | None) -> str:
+    return f"{100.0 if value is None else value:g} %"
+
+
+def _size(value: int | None) -> str | None:
+    return None if value is None else size_text(value)
+
+
+def _users(users: tuple[str, ...]) -> str:
+    return ", ".join(sorted(users)) or "everybody"
+
+
+def _mps_text(wish: MpsWish) -> str:
+    parts = [f"{_percent(wish.threads_percent)} of the threads"]
+    if wish.memory_limit_bytes is not None:
+        parts.append(size_text(wish.memory_limit_bytes))
+    if wish.priority is not Priority.NORMAL:
+        parts.append(f"priority {wish.priority.title}")
+    if wish.users:
+        parts.append(f"for {_users(wish.users)}")
+    return "a daemon, " + ", ".join(parts + (["exclusive"] if wish.exclusive else []))
+
+
+def check_has_mig(gpu: Gpu, entry: Entry) -> None:
+    """Raise NotSupported when an entry wants MIG of a GPU that has none (code ``no_mig``)."""
+    if entry.sharing is Sharing.MIG and not gpu.mig_capable:
+        raise NotSupported(
+            f"GPU {gpu.index} ({gpu.name or 'unknown model'}) has no MIG",
+            "see the ways of sharing that it has: gpushare compare",
+            gpu=str(gpu.index),
+            code="no_mig",
+        )
+
+
+def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
+    """Raise unless the layout fits on the empty GPU, and each memory limit in its device.
+
+    ``profiles`` are the driver's, where the entry wants MIG.
+
+    Raises:
+        NotSupported: no MIG, no such profile, or it never fits (code ``never_fits``).
+        BadUsage: a profile that fits several, a place that it never has, a limit above the memory.
+    """
+    check_has_mig(gpu, entry)
+    if entry.mps is not None:
+        check_memory(Device(gpu=gpu), entry.mps.memory_limit_bytes)
+    if entry.sharing is not Sharing.MIG:
+        return
+    empty = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=tuple(profiles), instances=())
+    found = plan_exact([empty], {gpu.index: entry.wish})
+    if isinstance(found, NoPlan):
+        raise NotSupported(found.message, found.hint, gpu=str(gpu.index), code="never_fits")
+    for one in entry.mig:
+        if one.mps is None:
+            continue
+        for request in parse_wish(one.wish):
+            profile = resolve(request, profiles)
+            mig = MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes)
+            check_memory(Device(gpu=gpu, mig=mig), one.mps.memory_limit_bytes)

@@ -1,0 +1,301 @@
+"""``gpushare.yaml``, version 1: how each GPU of a host is shared. Frozen, pure.
+
+An entry names its GPUs (``match``: all, or index, uuid or model) and exactly one way of sharing::
+
+    version: 1
+    gpus:
+    - match: {index: [0, 1]}
+      timeslice: long                  # or {level: long, replicas: 4}
+    - match: {model: h100}
+      mps: {threads: 25, memory: 4G, priority: low, users: [alice], exclusive: true}
+    - match: {uuid: GPU-...}
+      mig:
+      - 1g.10gb*2
+      - {wish: "3g.40gb:4", name: train, users: [alice], mps: {threads: 50}}
+    - match: all
+      exclusive: true
+
+Of several entries for one GPU the most exact holds: uuid, index, model, all. `hostfile_schema.json` says the same as
+`hostfile_parse`, and a test holds them together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Final
+
+from gpushare.errors import BadUsage, GpushareError, NotFound
+from gpushare.inputs import Mark, yaml_text
+from gpushare.mig.wish import Wish, parse_wish
+from gpushare.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.units import GIB, MIB
+
+VERSION: Final = 1
+
+
+class Exactness(IntEnum):
+    """How an entry names its GPUs; of several for one GPU the greatest holds."""
+
+    ALL = 0
+    MODEL = 1
+    INDEX = 2
+    UUID = 3
+
+    @property
+    def title(self) -> str:
+        """Return the key of ``match``."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """The GPUs that an entry is for; ``values`` are indexes, UUIDs or models as text, none for all."""
+
+    by: Exactness
+    values: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.by.title if self.by is Exactness.ALL else f"{self.by.title} {', '.join(self.values)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpsWish:
+    """An MPS daemon as a file wants it; None is no limit, and normal priority.
+
+    ``users`` may be its clients, empty: everybody. ``exclusive``: nothing else runs on the GPU (compute mode
+    exclusive-process). ``replicas`` is how many programs shall share it, for other engines.
+    """
+
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    priority: Priority = Priority.NORMAL
+    users: tuple[str, ...] = ()
+    exclusive: bool = False
+    replicas: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceWish:
+    """MIG devices as a file wants them: one word of a wish, and what is special about each of them.
+
+    A ``name`` means the GPU instance, and so do its ``users``; ``mps`` is a daemon on each device, and without one
+    they are time-sliced.
+    """
+
+    wish: str
+    name: str | None = None
+    users: tuple[str, ...] = ()
+    mps: MpsWish | None = None
+    replicas: int | None = None
+    mark: Mark = field(default=Mark(), compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry: its GPUs, and how they are shared."""
+
+    match: Match
+    sharing: Sharing
+    time_slice: TimeSlice | None = None
+    replicas: int | None = None
+    mps: MpsWish | None = None
+    mig: tuple[InstanceWish, ...] = ()
+    mark: Mark = field(default=Mark(), compare=False)
+
+    @property
+    def wish(self) -> Wish:
+        """Return the MIG layout as the planner takes it."""
+        return parse_wish(" ".join(one.wish for one in self.mig)) if self.mig else ()
+
+    @property
+    def alike(self) -> Entry:
+        """Return it without its GPUs: entries that are alike may be one."""
+        return replace(self, match=Match(by=Exactness.ALL))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFile:
+    """A whole file. ``shown`` is what it is called in messages."""
+
+    entries: tuple[Entry, ...] = ()
+    shown: str = field(default="gpushare.yaml", compare=False)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def text_of(file: HostFile) -> str:
+    """Return the text of a file, which `parse` reads back as the same."""
+    lines = [f"version: {VERSION}", "gpus:" if file.entries else "gpus: []"]
+    for one in file.entries:
+        # The match on one line: people look for it.
+        lines.append(f"  - match: {_flow(_match(one.match))}")
+        lines += [f"    {line}" for line in yaml_text({one.sharing.value: _sharing(one)}).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: object) -> str:
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return str(text).removesuffix("...\n").strip()
+
+
+def _match(match: Match) -> object:
+    if match.by is Exactness.ALL:
+        return "all"
+    values = [int(value) if match.by is Exactness.INDEX else value for value in match.values]
+    return {match.by.title: values[0] if len(values) == 1 else values}
+
+
+def _sharing(entry: Entry) -> object:
+    if entry.sharing is Sharing.MIG:
+        return [_instance(one) for one in entry.mig]
+    if entry.sharing is Sharing.MPS:
+        return _mps(entry.mps or MpsWish())
+    if entry.sharing is Sharing.TIMESLICE:
+        level = (entry.time_slice or TimeSlice.DEFAULT).title
+        return level if entry.replicas is None else {"level": level, "replicas": entry.replicas}
+    return True
+
+
+def _instance(one: InstanceWish) -> object:
+    found: dict[str, object] = {"wish": one.wish}
+    if one.name is not None:
+        found["name"] = one.name
+    if one.users:
+        found["users"] = list(one.users)
+    if one.mps is not None:
+        found["mps"] = _mps(one.mps)
+    if one.replicas is not None:
+        found["timeslice"] = {"replicas": one.replicas}
+    return found if len(found) > 1 else one.wish
+
+
+def _mps(mps: MpsWish) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if mps.threads_percent is not None:
+        whole = mps.threads_percent.is_integer()
+        found["threads"] = int(mps.threads_percent) if whole else mps.threads_percent
+    if mps.memory_limit_bytes is not None:
+        found["memory"] = size_text(mps.memory_limit_bytes)
+    if mps.priority is not Priority.NORMAL:
+        found["priority"] = mps.priority.title
+    if mps.users:
+        found["users"] = list(mps.users)
+    if mps.exclusive:
+        found["exclusive"] = True
+    if mps.replicas is not None:
+        found["replicas"] = mps.replicas
+    return found
+
+
+def size_text(size: int) -> str:
+    """Return a limit as a file has it: ``4G`` where it is whole, else ``1500M``."""
+    return f"{size // GIB}G" if size % GIB == 0 else f"{size // MIB}M"
+
+
+_MAKERS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """The entries by GPU index, what is named and is not there, and notes about entries that are for no GPU."""
+
+    entries: dict[int, Entry]
+    missing: tuple[GpushareError, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
+    """Return the entry of each GPU; a GPU that none is for is left out, and left alone.
+
+    ``same_model`` says whether a model as written (product name or alias) is that of a product name. A part of the
+    name, ``a100``, is that of every such GPU which no entry names exactly.
+
+    Raises:
+        BadUsage: two entries name a GPU in the same way, or one name is given to several instances.
+    """
+    found: dict[int, Entry] = {}
+    missing: list[GpushareError] = []
+    notes = []
+    models = [value for entry in file.entries if entry.match.by is Exactness.MODEL for value in entry.match.values]
+    exact = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
+
+    def is_model(written: str, gpu: Gpu) -> bool:
+        name = gpu.name or ""
+        return same_model(written, name) if gpu.index in exact else _is_part(written, name)
+
+    for entry in sorted(file.entries, key=lambda one: -one.match.by):
+        mine = _gpus_of(entry, gpus, is_model)
+        for gpu in mine:
+            _check_twice(file, found.get(gpu.index), entry, gpu)
+            found.setdefault(gpu.index, entry)
+        missing += _missing(file, entry, gpus)
+        if not mine and entry.match.by in {Exactness.MODEL, Exactness.ALL}:
+            notes.append(f"{file.shown}:{entry.mark}: no GPU of this host is {entry.match}")
+    entries = {index: found[index] for index in sorted(found)}
+    _check_names(file, entries)
+    return Matched(entries=entries, missing=tuple(missing), notes=tuple(notes))
+
+
+def _is_part(written: str, name: str) -> bool:
+    """Return whether all words of a model as written are words of a product name, and not only the maker's or a size."""
+    words, there = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (written, name))
+    return words <= there and any(word not in _MAKERS and not re.fullmatch(r"\d+gb?", word) for word in words)
+
+
+def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], bool]) -> list[Gpu]:
+    by, values = entry.match.by, entry.match.values
+    if by is Exactness.ALL:
+        return list(gpus)
+    if by is Exactness.INDEX:
+        return [gpu for gpu in gpus if str(gpu.index) in values]
+    if by is Exactness.UUID:
+        wanted = {value.lower() for value in values}
+        return [gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid.lower() in wanted]
+    return [gpu for gpu in gpus if gpu.name and any(is_model(value, gpu) for value in values)]
+
+
+def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[GpushareError]:
+    there = {str(gpu.index) for gpu in gpus} | {(gpu.uuid or "").lower() for gpu in gpus}
+    if entry.match.by not in {Exactness.INDEX, Exactness.UUID}:
+        return []
+    return [
+        NotFound(
+            f"{file.shown}:{entry.mark}: this host has no GPU {value}",
+            "see which are there: gpushare status",
+            gpu=value,
+            code="unknown_gpu",
+        )
+        for value in entry.match.values
+        if value.lower() not in there
+    ]
+
+
+def _check_twice(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -> None:
+    if before is not None and before.match.by is entry.match.by:
+        raise BadUsage(
+            f"{file.shown}:{entry.mark}: GPU {gpu.index} is named by the entry at {before.mark} in the same way",
+            "name it in one of them; uuid goes over index, index over model, model over all",
+            gpu=str(gpu.index),
+            code="bad_file",
+        )
+
+
+def _check_names(file: HostFile, entries: dict[int, Entry]) -> None:
+    owners: dict[str, int] = {}
+    for index, entry in entries.items():
+        for one in entry.mig:
+            if one.name is None:
+                continue
+            if one.name in owners:
+                raise BadUsage(
+                    f"{file.shown}:{one.mark}: the name '{one.name}' is given twice, on GPU {owners[one.name]} and GPU {index}",
+                    "give each instance a name of its own, and an entry with names to one GPU",
+                    code="bad_file",
+                )
+            owners[one.name] = index

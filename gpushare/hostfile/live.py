@@ -1,0 +1,363 @@
+"""One GPU as it is shared now, and that as an entry of ``gpushare.yaml``. Frozen, pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from gpushare.errors import BadUsage
+from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
+from gpushare.mig.profile import GpuInstance, Layout, Profile
+from gpushare.mig.shape import GpuShape
+from gpushare.mig.wish import parse_wish, resolve
+from gpushare.model import ComputeMode, Gpu, Sharing, TimeSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveMps:
+    """A daemon of ours on a GPU or MIG device. ``wish`` is what it holds, None: it does not answer, or is dead."""
+
+    pid: int | None
+    wish: MpsWish | None
+    # Why there is no wish.
+    error: str | None = None
+    # Started by `gpushare run`, and gone with its last program: no part of what the host is set to.
+    transient: bool = False
+    # The systemd unit that runs it (gpushare export systemd); None: gpushare itself started it.
+    unit: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveName:
+    """A name bound to a GPU instance: its place, its users, and whether its nodes are as these want them."""
+
+    name: str
+    profile: str
+    start: int
+    users: tuple[str, ...] = ()
+    held: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveGpu:
+    """One GPU: its modes, its daemons by device UUID, its MIG layout and names."""
+
+    gpu: Gpu
+    time_slice: TimeSlice | None = None
+    # Whether the driver lists a time-slice for it.
+    has_time_slice: bool = True
+    daemons: Mapping[str, LiveMps] = field(default_factory=dict)
+    # Daemons that gpushare did not start: process and pipe directory.
+    foreign: tuple[str, ...] = ()
+    layout: Layout | None = None
+    names: tuple[LiveName, ...] = ()
+
+    @property
+    def mps(self) -> LiveMps | None:
+        """Return the daemon of the whole GPU that was started for good."""
+        return self.daemon(self.gpu.uuid)
+
+    def daemon(self, uuid: str | None) -> LiveMps | None:
+        """Return the daemon of a device that was started for good."""
+        found = self.daemons.get(uuid or "")
+        return None if found is None or found.transient else found
+
+    @property
+    def units(self) -> tuple[LiveMps, ...]:
+        """Return the daemons that systemd units run: they are in force, and the units' to change."""
+        return tuple(one for one in self.daemons.values() if one.unit is not None)
+
+    @property
+    def instances(self) -> tuple[GpuInstance, ...]:
+        """Return the GPU instances, by place."""
+        there = () if self.layout is None else self.layout.instances
+        return tuple(sorted(there, key=lambda one: one.start))
+
+
+def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
+    """Return the file that makes these GPUs again as they are, and what it cannot say. Alike GPUs share an entry."""
+    entries: list[Entry] = []
+    notes: list[str] = []
+    for live in found:
+        entry = _entry(live, notes)
+        if entry is None:
+            continue
+        value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
+        alike = next((one for one in entries if one.alike == entry.alike and not _has_names(one)), None)
+        if alike is None:
+            entries.append(replace(entry, match=Match(by=by, values=(value,))))
+        else:
+            both = Match(by=by, values=(*alike.match.values, value))
+            entries[entries.index(alike)] = replace(alike, match=both)
+    return HostFile(entries=tuple(entries)), notes
+
+
+def _has_names(entry: Entry) -> bool:
+    return any(one.name is not None for one in entry.mig)
+
+
+def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
+    gpu, title = live.gpu, f"GPU {live.gpu.index}"
+    if gpu.error is not None:
+        notes.append(f"{title} does not answer, and is left out: {gpu.error}")
+        return None
+    silent = [one for one in live.daemons.values() if not one.transient and one.pid is not None and one.wish is None]
+    if silent:
+        # Without its daemon the file would say that the GPU is shared in another way.
+        notes.append(f"{title} is left out: its MPS daemon cannot be asked: {silent[0].error or 'it does not answer'}")
+        return None
+    notes += [f"{title}: {one}: a file has no word for it" for one in live.foreign]
+    nobody = Match(by=Exactness.ALL)
+    if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
+        notes.append(f"{title}: another MIG mode is pending; the file has the current one")
+    if gpu.mig_enabled:
+        return Entry(match=nobody, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
+    if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
+        notes.append(f"{title}: its time-slice level counts for nothing in this way of sharing, and is left out")
+    if live.mps is not None:
+        if live.mps.wish is not None:
+            return Entry(match=nobody, sharing=Sharing.MPS, mps=live.mps.wish)
+        notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
+    return _without_daemon(live, notes)
+
+
+def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
+    gpu, title, nobody = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
+    if gpu.compute_mode is ComputeMode.PROHIBITED:
+        notes.append(f"{title} is left out: a file has no word for compute mode prohibited")
+        return None
+    if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
+        notes.append(f"{title}: compute mode exclusive-thread is no more; the file has exclusive-process")
+    if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
+        return Entry(match=nobody, sharing=Sharing.EXCLUSIVE)
+    if live.time_slice is None:
+        notes.append(f"{title}: its time-slice level is not known; the file has default")
+    return Entry(match=nobody, sharing=Sharing.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
+
+
+def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
+    found: list[InstanceWish] = []
+    for one in live.instances:
+        name = next((n for n in live.names if (n.profile, n.start) == (one.profile.name, one.start)), None)
+        if not one.compute:
+            notes.append(
+                f"GPU {live.gpu.index}: GPU instance {one.id} ({one.profile.name}:{one.start}) has no compute instance, "
+                "and is left out"
+            )
+        for number, part in enumerate(sorted(one.compute, key=lambda part: -part.profile.slices)):
+            whole = part.profile.slices == one.profile.slices
+            daemon = live.daemon(part.uuid)
+            if daemon is not None and daemon.wish is None:
+                notes.append(f"GPU {live.gpu.index}: the MPS daemon of {part.uuid} is left out: {daemon.error}")
+            found.append(
+                InstanceWish(
+                    wish=("" if whole else f"{part.profile.name}.") + f"{one.profile.name}:{one.start}",
+                    name=name.name if name is not None and number == 0 else None,
+                    users=name.users if name is not None and number == 0 else (),
+                    mps=None if daemon is None else daemon.wish,
+                )
+            )
+    return _counted(found)
+
+
+def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
+    """Return equal neighbours as one: a name is for one alone."""
+    counted: list[InstanceWish] = []
+    for one, same in groupby(found):
+        number = len(list(same))
+        alone = number == 1 or one.name is not None
+        counted += [one] * number if alone else [replace(one, wish=f"{one.wish}*{number}")]
+    return counted
+
+
+class Device(NamedTuple):
+    """One MIG device, there or to be made; ``number`` tells those of one size in one GPU instance apart."""
+
+    profile: str
+    start: int
+    slices: int
+    whole: bool
+    number: int = 0
+    uuid: str | None = None
+    name: str | None = None
+    mps: MpsWish | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return its GPU instance."""
+        return self.profile, self.start
+
+    def __str__(self) -> str:
+        return f"{'' if self.whole else f'{self.slices}c.'}{self.profile}:{self.start}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One MIG device of the file, and the device that it is (None: there is none yet)."""
+
+    wish: InstanceWish
+    profile: str
+    start: int | None
+    slices: int
+    device: Device | None = None
+
+
+class WantedName(NamedTuple):
+    """A name of the file and the GPU instance that it means."""
+
+    name: str
+    profile: str
+    start: int
+    users: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seats:
+    """All items of an entry with their devices."""
+
+    seats: tuple[Seat, ...]
+
+    @property
+    def names(self) -> tuple[WantedName, ...]:
+        """Return the names whose instance is known.
+
+        Raises:
+            BadUsage: two for one GPU instance.
+        """
+        found: dict[tuple[str, int], WantedName] = {}
+        for seat in self.seats:
+            if seat.device is None or seat.wish.name is None:
+                continue
+            other = found.get(seat.device.place)
+            if other is not None:
+                raise BadUsage(
+                    f"the names '{other.name}' and '{seat.wish.name}' are for one GPU instance, {seat.device.profile}",
+                    "give one of them; it means the GPU instance with all its compute instances",
+                    code="bad_file",
+                )
+            found[seat.device.place] = WantedName(seat.wish.name, *seat.device.place, seat.wish.users)
+        return tuple(found.values())
+
+
+def seats_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[Device]) -> Seats:
+    """Return the items of an entry, each with the device that suits it best.
+
+    Raises:
+        BadUsage, NotSupported: the GPU has no such profile.
+    """
+    return seated(_expanded(entry, profiles), devices)
+
+
+def seated(wanted: Iterable[Seat], devices: Iterable[Device]) -> Seats:
+    """Return the seats, in their order, each with the device that suits it best; some may find none."""
+    free, seats = list(devices), list(wanted)
+    # What has a place can have no other. As it is wanted already; then by name; then those that nobody has a word for.
+    for placed in (True, False):
+        for suits in (_is_it, _is_named, _is_served, _is_bare, _fits):
+            for number in _named_first(seats):
+                seat = seats[number]
+                if seat.device is not None or (seat.start is not None) is not placed:
+                    continue
+                chosen = next((one for one in free if _fits(seat, one) and suits(seat, one)), None)
+                if chosen is not None:
+                    free.remove(chosen)
+                    seats[number] = replace(seat, device=chosen)
+    return Seats(tuple(seats))
+
+
+def devices_of_layout(live: LiveGpu) -> list[Device]:
+    """Return the MIG devices that are there."""
+    found: list[Device] = []
+    names = {(one.profile, one.start): one.name for one in live.names}
+    for one in live.instances:
+        place = one.profile.name, one.start
+        for part in sorted(one.compute, key=lambda part: part.id):
+            daemon = live.daemon(part.uuid)
+            found.append(
+                Device(
+                    *place,
+                    slices=part.profile.slices,
+                    whole=part.profile.slices == one.profile.slices,
+                    number=_count(found, place, part.profile.slices),
+                    uuid=part.uuid,
+                    name=names.get(place),
+                    mps=None if daemon is None else daemon.wish,
+                )
+            )
+    return found
+
+
+def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[Device]) -> list[Device]:
+    """Return the MIG devices of a shape that a change will leave; ``kept`` are those of now that it does not touch."""
+    whole = {profile.name: profile.slices for profile in profiles}
+    left, found = list(kept), []
+    for one in shape.instances:
+        for part in one.compute:
+            same = [k for k in left if k.place == one.place and k.slices == part.slices]
+            if same:
+                left.remove(same[0])
+                found.append(same[0])
+                continue
+            number = _count(found, one.place, part.slices)
+            found.append(Device(*one.place, part.slices, part.slices == whole.get(one.profile), number))
+    return found
+
+
+def _count(found: Sequence[Device], place: tuple[str, int], slices: int) -> int:
+    return sum((one.place, one.slices) == (place, slices) for one in found)
+
+
+def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[Seat]:
+    seats = []
+    for one in entry.mig:
+        for request in parse_wish(one.wish):
+            profile = resolve(request, profiles)
+            seats += [
+                Seat(wish=one, profile=profile.name, start=request.start, slices=slices)
+                for _ in range(request.count)
+                for slices in request.compute or (profile.slices,)
+            ]
+    return seats
+
+
+def _named_first(seats: list[Seat]) -> list[int]:
+    return sorted(range(len(seats)), key=lambda number: (seats[number].wish.name is None, number))
+
+
+def _fits(seat: Seat, one: Device) -> bool:
+    return (seat.profile, seat.slices) == (one.profile, one.slices) and seat.start in {None, one.start}
+
+
+def _is_it(seat: Seat, one: Device) -> bool:
+    return seat.wish.name == one.name and _same_mps(seat.wish.mps, one.mps)
+
+
+def _is_named(seat: Seat, one: Device) -> bool:
+    return seat.wish.name is not None and seat.wish.name == one.name
+
+
+def _is_served(seat: Seat, one: Device) -> bool:
+    return one.name is None and (seat.wish.mps is None) == (one.mps is None)
+
+
+def _is_bare(_seat: Seat, one: Device) -> bool:
+    return one.name is None
+
+
+def _same_mps(wanted: MpsWish | None, there: MpsWish | None) -> bool:
+    if wanted is None or there is None:
+        return wanted is there
+    return same_limits(wanted, there)
+
+
+def same_limits(one: MpsWish, other: MpsWish) -> bool:
+    """Return whether two daemons would hold the same; ``replicas`` are for other engines."""
+    return limits_key(one) == limits_key(other)
+
+
+def limits_key(wish: MpsWish) -> tuple[object, ...]:
+    """Return what a daemon holds: no limit of threads is 100 percent."""
+    threads = 100.0 if wish.threads_percent is None else wish.threads_percent
+    return threads, wish.memory_limit_bytes, wish.priority, tuple(sorted(wish.users)), wish.exclusive

@@ -1,0 +1,253 @@
+"""How each GPU of a host is shared now, for ``capture``, ``diff`` and ``apply``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpushare.errors import GpushareError, InUse, NotFound
+from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.cdi import local_path
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_bounded, replace_file, writing
+from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
+from gpushare.hostfile.live import LiveGpu, LiveMps, LiveName
+from gpushare.mig.grant import plan_reapply
+from gpushare.mig.layouts import layouts_of
+from gpushare.mig.names import names_of
+from gpushare.mig.profile import Layout
+from gpushare.model import ComputeMode, Priority
+from gpushare.mps.control import parse_memory
+from gpushare.mps.daemons import find_daemons
+from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, old_pipe_directory, pipe_directory, pipe_users, unit_at
+from gpushare.mps.start import is_there
+from gpushare.units import mps_memory_readback, parse_memory_limit
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.names import NamedInstance
+    from gpushare.model import Gpu, MpsDaemon, TimeSlice
+    from gpushare.mps.daemons import FoundDaemon
+
+
+def is_unit(daemon: MpsDaemon) -> bool:
+    """Return whether a daemon that `with_units` looked at is a unit's."""
+    return not daemon.ours and daemon.device_uuid is not None
+
+
+def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
+    """Return the daemons; those of units with the device that they serve, and their exact memory limit."""
+    devices = [unit_device(host, one, gpus) for one in found]
+    return [
+        one if uuid is None else replace(one, daemon=_served(host, one.daemon, uuid))
+        for one, uuid in zip(found, devices, strict=True)
+    ]
+
+
+def unit_device(host: Host, found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
+    """Return the UUID of the device that a unit's daemon serves, or None when it is no unit's.
+
+    Any user can start a program that says it listens there: only root's and our own counts.
+    """
+    where = found.daemon.pipe_directory
+    if found.daemon.ours or not found.trusted or where is None or not where.startswith(f"{UNIT_PIPES}/"):
+        return None
+    uuids = [uuid for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
+    for uuid in uuids:
+        if where == pipe_directory(uuid):
+            return uuid
+    # Devices can share the directory of an older unit; the daemon names its own.
+    visible = (host.processes.environment(found.daemon.pid or 0) or {}).get("CUDA_VISIBLE_DEVICES")
+    return next((uuid for uuid in uuids if uuid == visible and where == old_pipe_directory(uuid)), None)
+
+
+def _served(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
+    held = daemon.memory_limit_bytes
+    try:
+        text = (
+            local_path(host, daemon.pipe_directory or pipe_directory(uuid))
+            .with_name(LIMIT_FILE)
+            .read_text(encoding="utf-8")
+            .strip()
+        )
+        noted = parse_memory_limit(text)
+        if held is not None and held in {parse_memory(mps_memory_readback(noted)), noted}:
+            held = noted
+    except (OSError, ValueError, GpushareError):
+        # An older unit: as the daemon prints it, whole GiB.
+        pass
+    return replace(daemon, device_uuid=uuid, memory_limit_bytes=held)
+
+
+def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
+    """Return who may be a client of a daemon; nobody named: everybody."""
+    if daemon.pipe_directory is None:
+        return ()
+    path = Path(daemon.pipe_directory) if daemon.ours else local_path(host, daemon.pipe_directory)
+    return pipe_users(path) or ()
+
+
+def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
+    """Return the daemon of a unit as it is in force."""
+    unit = unit_at(daemon.pipe_directory or pipe_directory(daemon.device_uuid or ""))
+    if daemon.error is not None:
+        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error, unit=unit)
+    whole = daemon.device_uuid == gpu.uuid
+    wish = MpsWish(
+        threads_percent=None if daemon.threads_percent == 100.0 else daemon.threads_percent,
+        memory_limit_bytes=daemon.memory_limit_bytes,
+        priority=daemon.priority or Priority.NORMAL,
+        users=users_of(host, daemon),
+        exclusive=whole and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS,
+    )
+    return LiveMps(pid=daemon.pid, wish=wish, unit=unit)
+
+
+def refuse_units(live: LiveGpu) -> None:
+    """Raise InUse where units run daemons on a GPU that is to change: systemd would start them again."""
+    units = [one.unit for one in live.units if one.unit is not None]
+    if units:
+        raise InUse(
+            f"GPU {live.gpu.index} is served by {', '.join(units)}, and is not as the file has it",
+            f"take it off first: sudo systemctl disable --now {' '.join(units)}; after apply: gpushare export systemd",
+            gpu=str(live.gpu.index),
+            code="unit_daemon",
+        )
+
+
+def look(host: Host, gpus: Sequence[Gpu]) -> list[LiveGpu]:
+    """Return how these GPUs are shared: modes, time-slice, daemons with their limits, MIG with names and grants.
+
+    A GPU that does not answer is there with its error only; a host without nvidia-smi has no time-slice.
+
+    Raises:
+        GpushareError: NVML does not answer.
+    """
+    levels = _levels(host)
+    found = with_units(host, find_daemons(host, gpus), gpus)
+    answering = [gpu for gpu in gpus if gpu.error is None]
+    layouts = {one.gpu: one for one in layouts_of(host, [gpu for gpu in answering if gpu.mig_capable])}
+    named = names_of(host)
+    return [_live(host, gpu, levels, found, layouts.get(gpu.index), named.values()) for gpu in gpus]
+
+
+def _levels(host: Host) -> dict[int, TimeSlice | None]:
+    try:
+        return host.policy.read()
+    except GpushareError:
+        return {}
+
+
+def _live(
+    host: Host,
+    gpu: Gpu,
+    levels: dict[int, TimeSlice | None],
+    found: Sequence[FoundDaemon],
+    layout: Layout | None,
+    named: Iterable[NamedInstance],
+) -> LiveGpu:
+    mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
+    ours = [one for one in found if one.daemon.ours and one.daemon.device_uuid in mine]
+    units = [one.daemon for one in found if is_unit(one.daemon) and one.daemon.device_uuid in mine]
+    others = [one for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
+    there = (one for one in others if gpu.index in one.daemon.gpu_indexes and is_there(host, one, gpu.index))
+    foreign = [one.daemon for one in there]
+    names = [one for one in named if one.gpu_uuid == gpu.uuid]
+    return LiveGpu(
+        gpu=gpu,
+        time_slice=levels.get(gpu.index),
+        has_time_slice=gpu.index in levels,
+        daemons={
+            **{one.daemon.device_uuid or "": _mps(one) for one in ours},
+            **{one.device_uuid or "": live_unit(host, gpu, one) for one in units},
+        },
+        foreign=tuple(
+            f"an MPS daemon that gpushare did not start (process {one.pid}, {one.pipe_directory})" for one in foreign
+        ),
+        layout=layout if gpu.error is None else None,
+        names=tuple(_name(host, one) for one in names),
+    )
+
+
+def _mps(found: FoundDaemon) -> LiveMps:
+    daemon, record, home = found.daemon, found.record, found.home
+    transient = daemon.transient or (record is not None and record.transient)
+    if daemon.error is not None or record is None or home is None or record.interrupted:
+        # Whether all that an interrupted start wanted is set is not known.
+        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient)
+    threads = daemon.threads_percent
+    wish = MpsWish(
+        threads_percent=None if threads == 100.0 else threads,
+        memory_limit_bytes=daemon.memory_limit_bytes,
+        priority=daemon.priority or Priority.NORMAL,
+        users=pipe_users(home.pipe) or (),
+        exclusive=record.previous_compute_mode is not None,
+    )
+    return LiveMps(pid=daemon.pid, wish=wish, transient=transient)
+
+
+def _name(host: Host, one: NamedInstance) -> LiveName:
+    users = tuple(sorted(_known(user) for user in one.users))
+    try:
+        held = not plan_reapply(host, [one])
+    except GpushareError:
+        held = False
+    return LiveName(name=one.name, profile=one.profile, start=one.start, users=users, held=held)
+
+
+def _known(user: str) -> str:
+    try:
+        return user_name(user_id(user))
+    except NotFound:
+        return user
+
+
+def with_known_users(entry: Entry, shown: str) -> Entry:
+    """Return an entry with its users by name, where the file may have ids.
+
+    Raises:
+        NotFound: the host has no such user.
+    """
+
+    def known(users: tuple[str, ...], at: object) -> tuple[str, ...]:
+        try:
+            return tuple(sorted({user_name(user_id(user)) for user in users}))
+        except NotFound as error:
+            raise NotFound(f"{shown}:{at}: {error.message}", error.hint, code=error.code) from None
+
+    def mps(wish: MpsWish | None, at: object) -> MpsWish | None:
+        return None if wish is None else replace(wish, users=known(wish.users, at))
+
+    def instance(one: InstanceWish) -> InstanceWish:
+        return replace(one, users=known(one.users, one.mark), mps=mps(one.mps, one.mark))
+
+    return replace(entry, mps=mps(entry.mps, entry.mark), mig=tuple(map(instance, entry.mig)))
+
+
+NAME = "applied.yaml"
+
+
+def applied_path(host: Host) -> Path:
+    """Return where the file is kept."""
+    return host.state_directory / NAME
+
+
+def keep_applied(host: Host, text: str) -> Path:
+    """Keep the text of a file that held, atomically and on the disk; return where.
+
+    One that is kept already is not written again: at boot the disk may be full, or not writable.
+
+    Raises:
+        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); what was kept before stands.
+    """
+    path = applied_path(host)
+    with contextlib.suppress(OSError, ValueError):
+        if is_trusted_directory(host.state_directory) and read_bounded(path) == text.encode():
+            return path
+    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
+    with writing(path, "the file for the next boot", code="not_kept"):
+        replace_file(path, text, durable=True)
+    return path

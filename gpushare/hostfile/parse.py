@@ -1,0 +1,274 @@
+"""Reading ``gpushare.yaml``: strict, and each error with the line and column that it is about. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from gpushare.errors import BadUsage
+from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
+from gpushare.inputs import Located, LocatedList, Mark, documents
+from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.units import parse_memory_limit
+
+T = TypeVar("T")
+
+HINT: Final = "write one from what is there: gpushare capture > gpushare.yaml"
+# Each stands in schema.json too. `$(?!\n)`: Python's $ also fits before a last line break.
+_COMPUTE: Final = "|".join(f"{slices}c\\.[{slices}-9]" for slices in range(1, 9))
+WISH: Final = rf"^(?:(?:{_COMPUTE})|[1-9])g(?:\.[1-9][0-9]{{0,3}}gb)?(?:[+-][a-z]{{1,8}}(?:\.[a-z]{{1,8}})?){{0,3}}(?::[0-9]{{1,2}})?(?:\*[1-9][0-9]{{0,2}})?$(?!\n)"
+NAME: Final = (
+    r"^(?!(?:[mM][iI][gG]|[gG][pP][uU])-)(?!(?:[mM][iI][gG]|[aA][lL][lL])$)[A-Za-z][A-Za-z0-9_.-]{0,31}$(?!\n)"
+)
+USER: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}[$]?$(?!\n)"
+UUID: Final = r"^GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$(?!\n)"
+MODEL: Final = r"^[A-Za-z0-9][A-Za-z0-9 ._()+/-]{0,79}$(?!\n)"
+MEMORY: Final = r"^[1-9][0-9]{0,5}(?:M|MiB|G|GiB)$(?!\n)"
+LEVELS: Final = {level.title: level for level in TimeSlice}
+PRIORITIES: Final = {level.title: level for level in Priority}
+_SCHEMA: Final = Path(__file__).with_name("hostfile_schema.json")
+_WAYS: Final = tuple(way.value for way in Sharing)
+_LEAST_THREADS: Final = 0.05
+_MAX_INDEX: Final = 1023
+_MAX_REPLICAS: Final = 1024
+
+
+def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
+    """Return the file that a text is.
+
+    Raises:
+        BadUsage: it is none; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).
+    """
+    found = documents(text, shown, HINT)
+    if len(found) > 1:
+        raise BadUsage(f"{shown}: {len(found)} YAML documents", "give one", code="bad_file")
+    return read(found[0], shown)
+
+
+def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
+    """Return the file that loaded YAML is; errors as `parse`. Where nobody noted places, all is at 1:1."""
+    top = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown).fields(
+        "version", "gpus", need=("version", "gpus")
+    )
+    version = top["version"]
+    if isinstance(version.raw, bool) or version.raw != VERSION:
+        raise version.wrong(f"is not {VERSION}, the only version there is")
+    return HostFile(entries=tuple(_entry(one) for one in top["gpus"].items()), shown=shown)
+
+
+def schema_text() -> str:
+    """Return the JSON Schema of the file, which accepts and refuses what `read` does."""
+    return _SCHEMA.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One value, where it stands and what it is called."""
+
+    raw: Any
+    mark: Mark
+    what: str
+    shown: str
+
+    def wrong(self, problem: str, hint: str = HINT, *, at: Mark | None = None) -> BadUsage:
+        return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint, code="bad_file")
+
+    def fields(self, *known: str, need: Sequence[str] = ()) -> dict[str, _Value]:
+        if not isinstance(self.raw, dict):
+            raise self.wrong(f"is {_short(self.raw)}, not a mapping (keys: {', '.join(known)})", self._as_mapping())
+        located = self.raw if isinstance(self.raw, Located) else Located()
+        for key in self.raw:
+            if key not in known:
+                raise self._unknown(key, known, located.keys_at.get(key))
+        for key in need:
+            if key not in self.raw:
+                raise self.wrong(f"lacks the key '{key}'")
+        return {
+            key: _Value(value, located.values_at.get(key, self.mark), f"'{key}'", self.shown)
+            for key, value in self.raw.items()
+        }
+
+    def _as_mapping(self) -> str:
+        """Return how to write it, where that is plain."""
+        key = self.what.strip("'")
+        if self.raw is None and key == Sharing.MPS.value:
+            return "a daemon without limits is: mps: {}"
+        if key == "match" and not isinstance(self.raw, list | bool | None):
+            return f"for one GPU write: match: {{index: {self.raw}}}; for each: match: all"
+        if key == "match" and isinstance(self.raw, list):
+            return "for some GPUs write: match: {index: [0, 1]}; for each: match: all"
+        return HINT
+
+    def _unknown(self, key: object, known: Sequence[str], at: Mark | None) -> BadUsage:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+        hint = f"did you mean '{close[0]}'?" if close else f"its keys: {', '.join(known)}"
+        return self.wrong(f"has an unknown key '{str(key)[:40]}'", hint, at=at)
+
+    def items(self) -> list[_Value]:
+        if not isinstance(self.raw, list):
+            one = isinstance(self.raw, str | int) and not isinstance(self.raw, bool) and self.what.startswith("'")
+            hint = f"write it as one: {self.what.strip(chr(39))}: [{self.raw}]" if one else HINT
+            if isinstance(self.raw, dict) and self.what == "'mig'" and self.raw:
+                # As mig-parted has it.
+                hint = (
+                    f"write it as a list: mig: [{', '.join(f'{key}*{count}' for key, count in self.raw.items())[:80]}]"
+                )
+            raise self.wrong(f"is {_short(self.raw)}, not a list", hint)
+        places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
+        return [
+            _Value(
+                one,
+                places[number] if number < len(places) else self.mark,
+                f"item {number + 1} of {self.what}",
+                self.shown,
+            )
+            for number, one in enumerate(self.raw)
+        ]
+
+    def text(self, pattern: str, meaning: str) -> str:
+        if not isinstance(self.raw, str) or re.search(pattern, self.raw) is None:
+            raise self.wrong(f"is {_short(self.raw)}, not {meaning}")
+        return self.raw
+
+    def one_of(self, known: dict[str, T]) -> T:
+        if not isinstance(self.raw, str) or self.raw not in known:
+            raise self.wrong(f"is {_short(self.raw)}, not one of: {', '.join(known)}")
+        return known[self.raw]
+
+    def whole(self, least: int, most: int) -> int:
+        good = isinstance(self.raw, int | float) and not isinstance(self.raw, bool)
+        if not good or not least <= self.raw <= most or self.raw != int(self.raw):
+            raise self.wrong(f"is {_short(self.raw)}, not a whole number from {least} to {most}")
+        return int(self.raw)
+
+    def several(self, read_one: Callable[[_Value], T], *, least: int) -> tuple[T, ...]:
+        found: list[T] = []
+        for one in self.items():
+            value = read_one(one)
+            if value in found:
+                raise one.wrong(f"stands twice: {_short(one.raw)}")
+            found.append(value)
+        if len(found) < least:
+            raise self.wrong("is empty")
+        return tuple(found)
+
+    def one_or_several(self, read_one: Callable[[_Value], T]) -> tuple[T, ...]:
+        return self.several(read_one, least=1) if isinstance(self.raw, list) else (read_one(self),)
+
+
+def _short(raw: object) -> str:
+    if isinstance(raw, dict | list):
+        return "a mapping" if isinstance(raw, dict) else "a list"
+    return repr(raw)[:60] if raw is not None else "empty"
+
+
+def _entry(value: _Value) -> Entry:
+    fields = value.fields("match", *_WAYS, need=("match",))
+    ways = [key for key in fields if key != "match"]
+    if len(ways) != 1:
+        said = " and ".join(ways) or "none"
+        raise value.wrong(f"has {said}: it takes exactly one of {', '.join(_WAYS)}")
+    sharing, how = Sharing(ways[0]), fields[ways[0]]
+    entry = Entry(match=_match(fields["match"]), sharing=sharing, mark=value.mark)
+    if sharing is Sharing.EXCLUSIVE:
+        if how.raw is not True:
+            raise how.wrong("is not true: leave the entry out, or give another way")
+        return entry
+    if sharing is Sharing.TIMESLICE:
+        level, replicas = _time_slice(how)
+        return Entry(**{**vars(entry), "time_slice": level, "replicas": replicas})
+    if sharing is Sharing.MPS:
+        return Entry(**{**vars(entry), "mps": _mps(how, in_instance=False)})
+    return Entry(**{**vars(entry), "mig": tuple(_instance(one) for one in how.items())})
+
+
+def _match(value: _Value) -> Match:
+    if isinstance(value.raw, str):
+        value.one_of({"all": None})
+        return Match(by=Exactness.ALL)
+    fields = value.fields("index", "uuid", "model")
+    if len(fields) != 1:
+        raise value.wrong("takes exactly one of index, uuid, model; or the word all")
+    ((key, named),) = fields.items()
+    if key == "index":
+        indexes = named.one_or_several(lambda one: one.whole(0, _MAX_INDEX))
+        return Match(by=Exactness.INDEX, values=tuple(map(str, indexes)))
+    if key == "uuid":
+        return Match(by=Exactness.UUID, values=named.one_or_several(lambda one: one.text(UUID, "the UUID of a GPU")))
+    return Match(by=Exactness.MODEL, values=named.one_or_several(lambda one: one.text(MODEL, "the model of a GPU")))
+
+
+def _time_slice(value: _Value) -> tuple[TimeSlice, int | None]:
+    if not isinstance(value.raw, dict):
+        return value.one_of(LEVELS), None
+    fields = value.fields("level", "replicas")
+    level = fields["level"].one_of(LEVELS) if "level" in fields else TimeSlice.DEFAULT
+    return level, _replicas(fields)
+
+
+def _replicas(fields: dict[str, _Value]) -> int | None:
+    return fields["replicas"].whole(2, _MAX_REPLICAS) if "replicas" in fields else None
+
+
+def _mps(value: _Value, *, in_instance: bool) -> MpsWish:
+    known = ("threads", "memory", "priority", "users", "replicas")
+    fields = value.fields(*known, *(() if in_instance else ("exclusive",)))
+    exclusive = fields["exclusive"].raw if "exclusive" in fields else False
+    if not isinstance(exclusive, bool):
+        raise fields["exclusive"].wrong("is neither true nor false")
+    return MpsWish(
+        threads_percent=_threads(fields["threads"]) if "threads" in fields else None,
+        memory_limit_bytes=(
+            parse_memory_limit(fields["memory"].text(MEMORY, "a size like 4G or 1500M")) if "memory" in fields else None
+        ),
+        priority=fields["priority"].one_of(PRIORITIES) if "priority" in fields else Priority.NORMAL,
+        users=_users(fields),
+        exclusive=exclusive,
+        replicas=_replicas(fields),
+    )
+
+
+def _threads(value: _Value) -> float:
+    number = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
+    if not number or not _LEAST_THREADS <= value.raw <= 100:
+        raise value.wrong(f"is {_short(value.raw)}, not a percentage above 0 and up to 100")
+    # One decimal is all that MPS keeps.
+    return round(float(value.raw), 1)
+
+
+def _users(fields: dict[str, _Value]) -> tuple[str, ...]:
+    if "users" not in fields:
+        return ()
+    return fields["users"].several(lambda one: one.text(USER, "the name or id (in quotes) of a user"), least=1)
+
+
+def _instance(value: _Value) -> InstanceWish:
+    if isinstance(value.raw, str):
+        return InstanceWish(wish=_wish(value), mark=value.mark)
+    fields = value.fields("wish", "name", "users", "mps", "timeslice", need=("wish",))
+    wish = _wish(fields["wish"])
+    if "name" in fields and "*" in wish:
+        raise fields["name"].wrong("is for one instance: give each its own item", "leave the *COUNT out")
+    if "users" in fields and "name" not in fields:
+        raise fields["users"].wrong("needs a name: a grant goes with the name of an instance", "add: name: NAME")
+    if "mps" in fields and "timeslice" in fields:
+        raise value.wrong("has mps and timeslice: it takes one of them")
+    replicas = _replicas(fields["timeslice"].fields("replicas")) if "timeslice" in fields else None
+    return InstanceWish(
+        wish=wish,
+        name=fields["name"].text(NAME, "a name: a letter first, then letters, digits, - _ . (all and mig mean others)")
+        if "name" in fields
+        else None,
+        users=_users(fields),
+        mps=_mps(fields["mps"], in_instance=True) if "mps" in fields else None,
+        replicas=replicas,
+        mark=value.mark,
+    )
+
+
+def _wish(value: _Value) -> str:
+    return value.text(WISH, "a MIG profile: 3g.40gb, 1g.10gb:6, 1g.10gb*2, 1c.3g.40gb")

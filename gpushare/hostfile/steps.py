@@ -1,0 +1,427 @@
+"""The steps of ``gpushare apply`` that are not MIG's own: compute mode, time-slice, names, grants.
+
+They look at the host when they act, not when they are planned: most of them follow a change of MIG.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
+from gpushare.host.compute_mode import set_compute_mode
+from gpushare.host.program import missing_program
+from gpushare.host.smi import compute_mode_command, set_argv
+from gpushare.hostfile.diff import points
+from gpushare.hostfile.file import MpsWish
+from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, start_command
+from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke
+from gpushare.mig.names import NamedInstance, names_changed, names_of
+from gpushare.model import ComputeMode, MigInstance, Priority
+from gpushare.mps import control
+from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
+from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, let_in, pipe_users
+from gpushare.mps.limits import MpsLimits, check_memory, plan_limits
+from gpushare.mps.start import plan_start
+from gpushare.mps.stop import stop
+from gpushare.plan import Step, carry_out
+from gpushare.selection import Device
+from gpushare.timeslice.policy import plan_level
+from gpushare.units import mps_memory
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.hostfile.file import Entry
+    from gpushare.hostfile.live import Device as Seated
+    from gpushare.hostfile.live import LiveGpu, WantedName
+    from gpushare.model import Gpu, TimeSlice
+
+
+def deferred(
+    what: str, command: str, makes: Iterable[Callable[[], Sequence[Step]]], *, undo: str | None = None
+) -> Step:
+    """Return one step of several that are planned only when it acts, each after the one before was done."""
+    done: list[Step] = []
+
+    def act() -> None:
+        for make in makes:
+            for step in make():
+                # Noted before it acts, as in `carry_out`.
+                done.append(step)
+                step.do()
+
+    def back() -> None:
+        while done:
+            step = done.pop()
+            if step.revert is not None:
+                step.revert()
+
+    return Step(what=what, command=command, undo=undo, do=act, revert=back)
+
+
+def mode_step(host: Host, gpu: Gpu, mode: ComputeMode) -> Step:
+    """Return the step that sets a compute mode, and notes nothing to restore: the file is what holds."""
+    device, before = Device(gpu=gpu), gpu.compute_mode
+    changed: list[ComputeMode] = []
+
+    def act() -> None:
+        now = host.nvml.compute_mode(gpu.index)
+        if now is not None and now is not mode:
+            changed.append(now)
+        set_compute_mode(host, device, mode)
+
+    def back() -> None:
+        while changed:
+            set_compute_mode(host, device, changed.pop())
+
+    return Step(
+        what=f"set the compute mode of GPU {gpu.index} to {mode.title}",
+        command=compute_mode_command(device.uuid, mode.name),
+        undo=None if before is None else compute_mode_command(device.uuid, before.name),
+        do=act,
+        revert=back,
+    )
+
+
+def ask_levels(host: Host) -> None:
+    """Raise where nvidia-smi is missing, or hangs: then no GPU tells a time-slice, whatever it has.
+
+    Raises:
+        NotSupported: it is not installed.
+        TimedOut: it does not answer.
+    """
+    try:
+        host.policy.read()
+    except GpushareError as error:
+        if isinstance(error, TimedOut) or error.code == "program_missing":
+            raise
+
+
+def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None) -> Step:
+    """Return the step that sets a time-slice level; what it needs is looked at when it acts."""
+    device = Device(gpu=gpu)
+    return deferred(
+        f"set the time-slice of GPU {gpu.index} to {level.title}",
+        " ".join(set_argv(device.uuid, level)),
+        [lambda: plan_level(host, [device], level, beside_mps=True).steps],
+        undo=None if before is None else " ".join(set_argv(device.uuid, before)),
+    )
+
+
+# -- names and grants ------------------------------------------------------------------------------
+
+
+def revoke_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], staying: set[tuple[str, int]]) -> list[Step]:
+    """Return the steps that open instances that stay and lose their name: a grant goes with the name."""
+    kept = {(one.name, one.profile, one.start) for one in wanted}
+    return [
+        deferred(
+            f"take the grants of '{one.name}' ({one.profile}:{one.start}) back",
+            f"gpushare mig revoke {shlex.quote(one.name)}",
+            [lambda name=one.name: plan_revoke(host, name).steps],  # type: ignore[misc]
+        )
+        for one in live.names
+        if one.users and (one.profile, one.start) in staying and (one.name, one.profile, one.start) not in kept
+    ]
+
+
+def names_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName]) -> list[Step]:
+    """Return the step that gives a GPU exactly these names, or none: bound before the instances are there.
+
+    A crash in the middle then loses no name. Grants follow when the instances are there.
+    """
+    there = {one.name: (one.profile, one.start) for one in live.names}
+    want = {one.name: (one.profile, one.start) for one in wanted}
+    if there == want:
+        return []
+    uuid = live.gpu.uuid or ""
+    before: dict[str, NamedInstance] = {}
+    gone = [name for name in there if name not in want]
+    new = [name for name, place in want.items() if there.get(name) != place]
+
+    def act() -> None:
+        with names_changed(host) as names:
+            before.update({name: names_of(host)[name] for name in (*gone, *new) if name in names_of(host)})
+            for name in gone:
+                if name in names and names[name].gpu_uuid == uuid:
+                    del names[name]
+            for name in new:
+                profile, start = want[name]
+                names[name] = NamedInstance(name=name, gpu_uuid=uuid, profile=profile, start=start)
+
+    def back() -> None:
+        with names_changed(host) as names:
+            for name in new:
+                names.pop(name, None)
+            names.update(before)
+
+    words = [f"call {profile}:{start} '{name}'" for name, (profile, start) in want.items() if name in new]
+    words += [f"forget the name '{name}'" for name in gone]
+    commands = [f"gpushare mig name {name} {profile}:{start}" for name, (profile, start) in want.items() if name in new]
+    commands += [f"gpushare mig name --forget {name}" for name in gone]
+    return [
+        Step(
+            what=f"GPU {live.gpu.index}: {', '.join(words)}",
+            command="\n".join(commands),
+            do=act,
+            revert=back,
+        )
+    ]
+
+
+def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], made: set[tuple[str, int]]) -> list[Step]:
+    """Return the steps that give named instances to exactly their users; ``made`` are those that are new."""
+    there = {one.name: one for one in live.names}
+    steps = []
+    for one in wanted:
+        now = there.get(one.name)
+        stays = now is not None and (now.profile, now.start) == (one.profile, one.start)
+        before = now.users if now is not None and stays else ()
+        fresh = (one.profile, one.start) in made or (now is not None and not now.held)
+        if set(before) == set(one.users) and not (one.users and (fresh or not stays)):
+            continue
+        whom = ", ".join(one.users) or "everybody"
+        command = f"gpushare mig grant {one.name} USER" if one.users else f"gpushare mig revoke {one.name}"
+        steps.append(
+            deferred(
+                f"open '{one.name}' ({one.profile}:{one.start}) to {whom}",
+                "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users) or command,
+                _grants(host, one, before),
+            )
+        )
+    return steps
+
+
+def _grants(host: Host, one: WantedName, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
+    """First to those who get it, then away from the others: in between it is nobody else's."""
+    new = [user for user in one.users if user not in before]
+    old = [user for user in before if user not in one.users]
+    makes: list[Callable[[], Sequence[Step]]] = [
+        lambda user=user: plan_grant(host, one.name, user).steps  # type: ignore[misc]
+        for user in new
+    ]
+    makes += [lambda user=user: plan_revoke(host, one.name, user).steps for user in old]  # type: ignore[misc]
+    if one.users:
+        makes.append(lambda: plan_reapply(host, [names_of(host)[one.name]]))
+    return makes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckStep(Step):
+    """A step that only looks."""
+
+
+def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> CheckStep:
+    """Return the step that looks at a GPU at the end: it is as the file has it, or all of it is taken back."""
+
+    def act() -> None:
+        left = points(look(), entry)
+        if left:
+            raise OperationFailed(
+                f"GPU {index}: all was done, and it is not as the file has it: {'; '.join(map(str, left))}",
+                "see: gpushare diff -f FILE; gpushare doctor",
+                gpu=str(index),
+                code="not_held",
+            )
+
+    return CheckStep(what=f"check that GPU {index} is as the file has it", command="gpushare diff -f FILE", do=act)
+
+
+Find = Callable[[], Device]
+
+
+def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
+    """Return the steps that stop our idle daemons on these devices, and clear away what dead ones left.
+
+    Raises:
+        InUse: one has clients, is used by a `gpushare run`, or does not answer.
+        NoPermission: one is another user's.
+    """
+    steps = []
+    for own in own_daemons(host, live.gpu):
+        if own.device.uuid in unwanted:
+            refuse_used(host, own)
+            steps.append(_stop_step(host, own))
+    running = {own.device.uuid for own in own_daemons(host, live.gpu)}
+    dead = [uuid for uuid in live.daemons if uuid in unwanted - running]
+    for found in find_daemons(host, [live.gpu], deep=False) if dead else ():
+        if found.daemon.device_uuid in dead:
+            steps.append(_clear_step(host, found, live.gpu))
+    return steps
+
+
+def _stop_step(host: Host, own: OwnDaemon) -> Step:
+    users = pipe_users(own.home.pipe) or ()
+
+    def act() -> None:
+        stop(host, own.found, own.device, drain_seconds=0.0, force=False)
+        # The next daemon here is everybody's again, unless its file says otherwise.
+        if users:
+            let_in(own.home.pipe, ())
+
+    def back() -> None:
+        if users:
+            let_in(own.home.pipe, users)
+        start_again(host, own.record, own.device)
+
+    return Step(
+        what=f"stop the idle MPS daemon {own.found.daemon.pid} of {own.device.title}",
+        command=f"gpushare mps stop -g {own.device.selector}",
+        undo=start_command(own.record, own.device),
+        do=act,
+        revert=back,
+    )
+
+
+def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
+    device = Device(gpu=gpu) if gpu.uuid == found.daemon.device_uuid else None
+    return Step(
+        what=f"clear away what a dead MPS daemon of GPU {gpu.index} left",
+        command=f"gpushare mps stop -g {found.daemon.device_uuid}",
+        do=lambda: _clear(host, found, device),
+    )
+
+
+def _clear(host: Host, found: FoundDaemon, device: Device | None) -> None:
+    stop(host, found, device, drain_seconds=0.0, force=False)
+
+
+def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
+    """Return the step that gives a device a daemon with exactly these limits and users; it is left running if it has one."""
+    work = _Daemon(host, find, wish)
+    words = _words(wish)
+    return Step(
+        what=f"let an MPS daemon serve {title}" + (f": {', '.join(words)}" if words else ""),
+        command=_command(wish, selector),
+        undo=f"gpushare mps stop -g {selector}",
+        do=work.do,
+        revert=work.back,
+    )
+
+
+class _Daemon:
+    """One daemon while it is made what a file wants."""
+
+    def __init__(self, host: Host, find: Find, wish: MpsWish) -> None:
+        self._host, self._find, self._wish = host, find, wish
+        self._device: Device | None = None
+        self._started = False
+        self._before: DaemonRecord | None = None
+        self._users: tuple[str, ...] | None = None
+
+    def do(self) -> None:
+        device = self._device = self._find()
+        try:
+            home, record = own_daemon(self._host, device, to_change=True)
+        except NotFound:
+            self._start(device)
+            return
+        with home.locked():
+            if _limits_of(record) != _limits(self._wish):
+                self._before = record
+            carry_out(plan_limits(self._host, device, _limits(self._wish)))
+            self._let_in(home)
+
+    def _start(self, device: Device) -> None:
+        home = home_of(self._host.run_directory, device.uuid)
+        home.create()
+        with home.locked():
+            # Closed before anybody could come.
+            self._let_in(home)
+            carry_out(plan_start(self._host, device, _start_limits(self._wish), exclusive=self._wish.exclusive))
+            self._started = True
+
+    def _let_in(self, home: DaemonHome) -> None:
+        now = pipe_users(home.pipe)
+        if now is not None and now != self._wish.users:
+            self._users = now
+            let_in(home.pipe, self._wish.users)
+
+    def back(self) -> None:
+        device = self._device
+        if device is None:
+            return
+        home = home_of(self._host.run_directory, device.uuid)
+        if self._started:
+            found = next((one for one in own_daemons(self._host, device.gpu) if one.device.uuid == device.uuid), None)
+            if found is not None:
+                stop(self._host, found.found, device, drain_seconds=0.0, force=False)
+        elif self._before is not None:
+            with home.locked():
+                carry_out(plan_limits(self._host, device, _limits_of(self._before)))
+        if self._users is not None:
+            let_in(home.pipe, self._users)
+
+
+def _limits(wish: MpsWish) -> MpsLimits:
+    """Return all limits, those that are none too: what a running daemon holds is to be exactly this."""
+    return MpsLimits(
+        threads_percent=wish.threads_percent or 100.0,
+        memory_limit_bytes=wish.memory_limit_bytes,
+        no_memory_limit=wish.memory_limit_bytes is None,
+        priority=wish.priority,
+    )
+
+
+def _limits_of(record: DaemonRecord) -> MpsLimits:
+    return MpsLimits(
+        threads_percent=record.threads_percent or 100.0,
+        memory_limit_bytes=record.memory_limit_bytes,
+        no_memory_limit=record.memory_limit_bytes is None,
+        priority=Priority(record.priority or 0),
+    )
+
+
+def _start_limits(wish: MpsWish) -> MpsLimits:
+    limits = replace(_limits(wish), no_memory_limit=False, threads_percent=wish.threads_percent)
+    return replace(limits, priority=None) if wish.priority is Priority.NORMAL else limits
+
+
+def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
+    """Raise before anything is changed when a daemon cannot be had on a device.
+
+    Raises:
+        NotSupported: the MPS program is missing.
+        BadUsage: the memory limit is above the device's memory.
+        InUse: programs run there outside MPS, and would stay outside.
+    """
+    if host.programs.find(control.PROGRAM) is None:
+        raise missing_program(control.PROGRAM)
+    check_memory(device, wish.memory_limit_bytes)
+    refuse_outside(device.title, device.gpu, outside)
+
+
+def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0) -> None:
+    """Raise InUse when more programs than ``may`` are on a device that is to be shared in another way."""
+    if len(outside) > may:
+        more = f" and {len(outside) - 4} more" if len(outside) > 4 else ""
+        raise InUse(
+            f"{title} is in use: {', '.join(outside[:4])}{more}",
+            f"wait for them: gpushare apply -f FILE --wait 600; see: gpushare status -g {gpu.index}",
+            gpu=str(gpu.index),
+            code="gpu_in_use",
+        )
+
+
+def future(gpu: Gpu, seated: Seated, memory: int | None) -> Device:
+    """Return a MIG device that is, or is to be, on a GPU."""
+    mig = next((one for one in gpu.mig_instances if one.uuid == seated.uuid), None)
+    return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(seated), memory_total_bytes=memory))
+
+
+def _words(wish: MpsWish) -> list[str]:
+    words = [] if wish.threads_percent is None else [f"{wish.threads_percent:g} % of the threads"]
+    words += [] if wish.memory_limit_bytes is None else [mps_memory(wish.memory_limit_bytes)]
+    words += [] if wish.priority is Priority.NORMAL else [f"priority {wish.priority.title}"]
+    words += [f"for {', '.join(wish.users)}"] if wish.users else []
+    return words + (["nothing beside it"] if wish.exclusive else [])
+
+
+def _command(wish: MpsWish, selector: str) -> str:
+    parts = [f"gpushare mps start -g {selector}"]
+    parts += [] if wish.threads_percent is None else [f"--threads {wish.threads_percent:g}"]
+    parts += [] if wish.memory_limit_bytes is None else [f"--memory {mps_memory(wish.memory_limit_bytes)}"]
+    parts += [] if wish.priority is Priority.NORMAL else [f"--priority {wish.priority.title}"]
+    return " ".join(parts + (["--exclusive"] if wish.exclusive else []))

@@ -1,0 +1,208 @@
+"""Reading a file that a user names, or stdin: bounded, and as UTF-8 text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gpushare.errors import BadUsage, NoPermission, NotFound
+
+# Some hundred times what any of our files needs.
+_MAX_BYTES: Final = 256 << 10
+
+
+def text_of(path: str, kind: str, hint: str) -> str:
+    """Return the text of a file; ``-`` is stdin. ``kind`` is what it should be (``mig-parted``), for errors.
+
+    Raises:
+        NotFound: there is none (code ``no_file``).
+        NoPermission: it cannot be read.
+        BadUsage: a directory, too large, or no text (code ``bad_file``).
+    """
+    shown = shown_as(path)
+    give = f"give a {kind} file"
+    if not path:
+        raise BadUsage("the name of the file is empty", give, code="bad_file")
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {shown}", hint, code="no_file") from None
+    except IsADirectoryError:
+        raise BadUsage(f"{shown} is a directory", give, code="bad_file") from None
+    except PermissionError:
+        raise NoPermission(f"{shown} cannot be read", "read it as its owner, or as root", code="bad_file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadUsage(f"{shown} cannot be read: {reason}", give, code="bad_file") from None
+    if len(data) > _MAX_BYTES:
+        raise BadUsage(f"{shown} is larger than 256 KiB", give, code="bad_file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadUsage(f"{shown} is not UTF-8 text", give, code="bad_file") from None
+
+
+def shown_as(path: str) -> str:
+    """Return what a file is called in messages."""
+    return "stdin" if path == "-" else path
+
+
+# A merge key (<<) may double a mapping at each level; no honest one comes near.
+_MAX_KEYS: Final = 4096
+_MAX_MERGED: Final = 64
+_MAX_DIGITS: Final = 40
+
+
+class Mark(NamedTuple):
+    """A place in a file, from 1 on."""
+
+    line: int = 1
+    column: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.line}:{self.column}"
+
+
+class Located(dict[Any, Any]):
+    """A mapping that knows where it begins, and where its keys and their values stand."""
+
+    line: int | None = None
+    mark: Mark = Mark()
+    keys_at: Mapping[Any, Mark] = {}
+    values_at: Mapping[Any, Mark] = {}
+
+
+class LocatedList(list[Any]):
+    """A list that knows where its items stand."""
+
+    items_at: tuple[Mark, ...] = ()
+
+
+class _Refused(Exception):
+    """YAML that no file of ours has, and where."""
+
+    def __init__(self, problem: str, node: Any) -> None:
+        super().__init__(problem)
+        self.problem, self.at = problem, _at(node)
+
+
+def documents(text: str, shown: str, hint: str) -> list[Any]:
+    """Return the YAML documents of a text; an empty one is one document, None. ``shown`` is the file, for errors.
+
+    Raises:
+        BadUsage: it is not YAML, or holds what no file of ours does: a key twice, endless values (code ``bad_file``).
+    """
+    import yaml
+
+    try:
+        return list(yaml.load_all(text, _loader())) or [None]
+    except _Refused as error:
+        raise BadUsage(f"{shown}:{error.at}: {error.problem}", hint, code="bad_file") from None
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
+        raise BadUsage(f"{shown}{_where(error, text)}: this is not YAML: {problem}", hint, code="bad_file") from None
+    except RecursionError:
+        raise BadUsage(f"{shown} is nested too deep", hint, code="bad_file") from None
+    except ValueError as error:
+        raise BadUsage(f"{shown} has a value that YAML cannot have: {error}", hint, code="bad_file") from None
+
+
+def _where(error: Any, text: str) -> str:
+    mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+    if mark is not None:
+        return f":{mark.line + 1}:{mark.column + 1}"
+    if isinstance(position, int):
+        # A character that YAML has not: the reader counts characters.
+        before = text[:position]
+        return f":{before.count(chr(10)) + 1}:{position - before.rfind(chr(10))}"
+    return ""
+
+
+def _at(node: Any) -> Mark:
+    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
+    """Return PyYAML's safe loader, with places, and without duplicate keys and endless values."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - PyYAML's
+            try:
+                return super().construct_object(node, deep=deep)
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+                # A tag (!!timestamp, !!int) promises what the text is not: PyYAML does not look.
+                kind = str(node.tag).rpartition(":")[2]
+                raise _Refused(f"this is no {kind[:40]}", node) from None
+
+        def flatten_mapping(self, node: Any) -> None:
+            for key, value in node.value:
+                # Each alias in such a list may stand for thousands of keys.
+                if key.tag == "tag:yaml.org,2002:merge" and len(getattr(value, "value", "")) > _MAX_MERGED:
+                    raise _Refused("too many merged mappings", key)
+            before = len(node.value)
+            super().flatten_mapping(node)
+            # All merges of a file count: a chain of them copies its keys again and again.
+            self.merged = getattr(self, "merged", 0) + max(0, len(node.value) - before)
+            if len(node.value) > _MAX_KEYS or self.merged > 4 * _MAX_KEYS:
+                raise _Refused("too many keys", node)
+
+        def mapping(self, node: Any) -> Any:
+            found = Located()
+            found.mark = _at(node)
+            found.line = found.mark.line
+            yield found
+            written = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    if key.value in written:
+                        raise _Refused(f"the key '{key.value[:40]}' stands twice", key)
+                    written.add(key.value)
+            found.update(self.construct_mapping(node))
+            # A merge was flattened meanwhile: what it brought in comes first, and its own key is gone.
+            pairs = [(self.construct_object(key, deep=True), _at(key), _at(value)) for key, value in node.value]
+            found.keys_at = {key: at for key, at, _ in pairs}
+            found.values_at = {key: at for key, _, at in pairs}
+
+        def sequence(self, node: Any) -> Any:
+            found = LocatedList()
+            yield found
+            found.extend(self.construct_sequence(node))
+            found.items_at = tuple(map(_at, node.value))
+
+        def number(self, node: Any) -> Any:
+            if len(node.value) > _MAX_DIGITS:
+                raise _Refused("the number is too long", node)
+            return self.construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:map", Loader.mapping)
+    Loader.add_constructor("tag:yaml.org,2002:seq", Loader.sequence)
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.number)
+    return Loader
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as YAML that every YAML 1.1 and 1.2 parser reads alike."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Blocks for text of several lines, and lists indented as people write them."""
+
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002
+            return super().increase_indent(flow, False)
+
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+            return True
+
+    def text(dumper: Any, said: str) -> Any:
+        style = "|" if "\n" in said else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", said, style=style)
+
+    Dumper.add_representer(str, text)
+    return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=10_000, allow_unicode=True))

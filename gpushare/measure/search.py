@@ -1,0 +1,540 @@
+"""The search for the largest cap that a production job does not feel: which setting to try next, and the answer. Pure.
+
+The order comes from measurements on an H200: a cap of 60 percent with low priority ends the harm in most pairs, the
+knee is steep and depends on the pair, low priority alone hardly helps, and no number of a GPU predicts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from gpushare.measure.statistics import deviation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production.
+
+    ``duty_percent``: it runs only so much of the time while production works, and is stopped for the rest of it.
+    """
+
+    threads: float
+    low: bool = True
+    production_threads: float | None = None
+    duty_percent: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Return it for people."""
+        words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
+        words += ["low priority"] if self.low else []
+        words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
+        words += [] if self.duty_percent is None else [f"duty cycle {self.duty_percent:g} %"]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What production must keep: a share of its rate alone, and its p99 within a factor (None: not asked for)."""
+
+    keep: float = 0.97
+    p99_factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
+
+    ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured; ``p99_error``
+    that of ``p99``, from how many latencies it was read off (None: too few to tell).
+    """
+
+    setting: Setting
+    kept: float
+    error: float = 0.0
+    p99: float | None = None
+    p99_error: float | None = None
+    opportunistic: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails.
+
+    ``error`` is the standard error of ``kept``; ``safe_margin`` is the margin when ``kept`` and ``p99`` are by their errors
+    worse than measured.
+    """
+
+    setting: Setting
+    trials: int
+    kept: float
+    error: float
+    p99: float | None
+    opportunistic: float | None
+    margin: float
+    safe_margin: float
+
+    @property
+    def meets(self) -> bool:
+        """Return whether the goal is met."""
+        return self.margin >= 1
+
+    @property
+    def safe(self) -> bool:
+        """Return whether the goal is met, and not only because the windows happened to fall so."""
+        return self.meets and self.safe_margin >= 1
+
+
+def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
+    """Return the runs by setting, in the order in which the settings were first tried."""
+    found = []
+    for setting in dict.fromkeys(trial.setting for trial in trials):
+        runs = [trial for trial in trials if trial.setting == setting]
+        kept = _mean([run.kept for run in runs])
+        tails = [(run.p99, run.p99_error) for run in runs if run.p99 is not None]
+        p99 = _mean_known([run.p99 for run in runs])
+        error = _scattered([run.kept for run in runs], _pooled([run.error for run in runs]))
+        tail = safe_tail = math.inf
+        if goal.p99_factor is not None and p99 is not None and p99 > 0:
+            tail = goal.p99_factor / p99
+            late = _late(tails)
+            # Of one run of which nobody knows how exact it is, nothing is safe.
+            safe_tail = 0.0 if late is None else goal.p99_factor / (p99 + late)
+        found.append(
+            Judged(
+                setting=setting,
+                trials=len(runs),
+                kept=kept,
+                error=error,
+                p99=p99,
+                opportunistic=_mean_known([run.opportunistic for run in runs]),
+                margin=min(kept / goal.keep, tail),
+                safe_margin=min((kept - error) / goal.keep, safe_tail),
+            )
+        )
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _pooled(errors: Sequence[float]) -> float:
+    """Return the standard error of the mean of several."""
+    return math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)
+
+
+def _scattered(values: Sequence[float], error: float) -> float:
+    """Return the standard error of the mean of runs: larger than their own errors say, where the runs lie further apart."""
+    if len(values) < 2:
+        return error
+    return max(error, deviation(values) / math.sqrt(len(values)))
+
+
+def _late(tails: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the standard error of the mean of p99s with their own errors; None for one whose error is unknown."""
+    known = [error for _, error in tails if error is not None]
+    if len(known) < len(tails) < 2:
+        return None
+    return _scattered([one for one, _ in tails], _pooled(known) if len(known) == len(tails) else 0.0)
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _mean(known) if known else None
+
+
+# Percent: below it a job is hardly worth the memory that it holds.
+LEAST_DUTY: Final = 10.0
+# So many duty cycles are tried, of all settings together.
+MOST_DUTIES: Final = 4
+# Powers outside are noise, more likely than not.
+_LEAST_POWER: Final = 0.3
+_MOST_POWER: Final = 4.0
+_NO_LOSS: Final = 1e-3
+# Two that lie nearer to each other tell no power, unless their losses differ by so many errors.
+_APART_PERCENT: Final = 80.0
+_SURE_ERRORS: Final = 3.0
+
+
+def next_duty(goal: Goal, judged: Sequence[Judged], beaten: float | None) -> Setting | None:
+    """Return the next setting for a part of the time; None: none promises to give the other job more than ``beaten``."""
+    tried = [one for one in judged if one.setting.duty_percent is not None]
+    found: list[tuple[float, Setting]] = []
+    for whole in judged if len(tried) < MOST_DUTIES else ():
+        if whole.setting.duty_percent is not None or whole.safe or whole.opportunistic is None:
+            continue
+        parts = [one for one in tried if replace(one.setting, duty_percent=None) == whole.setting]
+        duty = _duty(goal, whole, parts)
+        gives = whole.opportunistic * (duty or 0.0) / 100
+        if duty is not None and (beaten is None or gives > beaten):
+            found.append((gives, replace(whole.setting, duty_percent=duty)))
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _duty(goal: Goal, whole: Judged, parts: Sequence[Judged]) -> float | None:
+    """Return the duty cycle of a setting, in whole percent, that should be safe with room for another error; or None."""
+    high = min((_percent(one) for one in parts if not one.safe), default=100.0)
+    low = max((_percent(one) for one in parts if one.safe and _percent(one) < high), default=0.0)
+    # The mean of all: a single one may be large or small by luck.
+    error = math.fsum(one.error for one in (whole, *parts)) / (1 + len(parts))
+    room = 1 - goal.keep - error
+    if room <= 0:
+        return None
+    nearest = min([whole, *parts], key=lambda one: abs(_loss(one) - room))
+    duty = _percent(nearest) * (room / _loss(nearest)) ** (1 / _power(whole, nearest))
+    # A step that changes less than the error of a measurement tells nothing.
+    step = max(1.0, 100 * error / _loss(whole))
+    duty = math.floor(min(duty, high - step))
+    return float(duty) if duty >= low + step and duty >= LEAST_DUTY else None
+
+
+def _power(whole: Judged, part: Judged) -> float:
+    """Return with which power of the time the loss grows, as far as two measurements tell: 1 where they do not."""
+    sure = _SURE_ERRORS * math.hypot(whole.error, part.error)
+    near = _percent(part) > _APART_PERCENT and abs(_loss(whole) - _loss(part)) <= sure
+    if part is whole or near:
+        return 1.0
+    power = math.log(_loss(whole) / _loss(part)) / math.log(100 / _percent(part))
+    return min(max(power, _LEAST_POWER), _MOST_POWER)
+
+
+def _percent(one: Judged) -> float:
+    return 100.0 if one.setting.duty_percent is None else one.setting.duty_percent
+
+
+def _loss(one: Judged) -> float:
+    """Return what a setting surely costs of production's rate, at least a little."""
+    return max(1 - one.kept + one.error, _NO_LOSS)
+
+
+GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
+# Tried between two of the grid, but only where the larger gives the other job much more. An MPS client of an H200 gets its
+# 132 SMs by twos, 1.5 percent each: nothing finer makes a difference.
+FINE: Final = tuple(1.25 * step for step in range(80, 7, -1))
+# Caps on a production job that the memory's bandwidth bounds: half of the SMs draw all of it, and the other gets the rest.
+SPARED: Final = (99.0, 98.0, 96.0, 94.0, 92.0, 90.0, 85.0, 80.0)
+# Runs of one setting that are believed, and the most that are made of it.
+CONFIRMED: Final = 2
+MOST_TRIALS: Final = 3
+_STEP: Final = 10.0
+# So near to the goal one run may be wrong.
+_NARROW: Final = 0.015
+# A gain below this does not stand out of the spread.
+_FASTER: Final = 1.03
+# From here on the memory is what the jobs compete for, and half of the SMs draw all of it (H200).
+DRAM_FULL_PERCENT: Final = 85.0
+
+
+START: Final = Setting(threads=60.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How to search. ``fine`` are caps that may be tried between those of ``grid``.
+
+    ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs; ``spared`` are such
+    that are tried beside the best cap of the other. `tune` gives those where nothing is said of ``production_caps`` (None)
+    and the memory's bandwidth bounds production. With ``duty`` a setting that costs production too much may be taken for
+    a part of the time: where both compete for the memory's bandwidth, half of the time costs half as much, and gives half.
+    """
+
+    goal: Goal
+    grid: Sequence[float] = GRID
+    fine: Sequence[float] = ()
+    start: Setting = START
+    confirmed: int = CONFIRMED
+    most: int = 24
+    production_caps: Sequence[float] | None = None
+    spared: Sequence[float] = ()
+    duty: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a search found: the setting that meets the goal, or None and what comes nearest; the curve by cap."""
+
+    best: Judged | None
+    nearest: Judged | None
+    curve: tuple[Judged, ...]
+    stable: bool
+    low_priority_helps: bool | None
+
+
+def next_setting(search: Search, trials: Sequence[Trial]) -> Setting | None:
+    """Return the setting to run next, or None when the answer stands (or the most runs were made)."""
+    return None if len(trials) >= search.most else _wanted(search, trials)
+
+
+def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
+    """Return what is open, however many runs were made; None when the answer stands."""
+    if not trials:
+        return search.start
+    judged = judge(search.goal, trials)
+    wanted = (
+        _on_the_grid(search, judged)
+        or _other_priority(search, judged)
+        or _beside_a_cap(search, _rest(search), judged)
+        or _beside_a_cap(search, _spared(search, judged), judged)
+        or _part_of_the_time(search, judged)
+    )
+    if wanted is not None:
+        return wanted
+    # One that met the goal only by luck so far, and would be better, may turn out to be safe.
+    for one in (_most_of([one for one in judged if one.meets]), best_of(judged)):
+        if one is not None and one.trials < (min(search.confirmed, MOST_TRIALS) if one.safe else MOST_TRIALS):
+            return one.setting
+    return None
+
+
+def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
+    """Return what the runs so far say."""
+    judged = judge(search.goal, trials)
+    best = best_of(judged)
+    nearest = None if best is not None or not judged else max(judged, key=lambda one: one.margin)
+    order = sorted(
+        judged,
+        key=lambda one: (
+            one.setting.production_threads is not None,
+            -one.setting.threads,
+            not one.setting.low,
+            -(one.setting.production_threads or 0.0),
+            -(one.setting.duty_percent or 100.0),
+        ),
+    )
+    return Outcome(
+        best=best,
+        nearest=nearest,
+        curve=tuple(order),
+        stable=_wanted(search, trials) is None,
+        low_priority_helps=_low_helps(judged),
+    )
+
+
+def best_of(judged: Sequence[Judged]) -> Judged | None:
+    """Return the setting that meets the goal and lets the opportunistic job do most; None when none meets it.
+
+    Its own rate decides where it stands out, else the cap; of equals the one with low priority, which spares production
+    more. A job of which nothing was heard beside production has no rate: a setting in which it has one is better. One
+    that meets the goal only by the luck of its windows is taken where there is no other.
+    """
+    return _most_of([one for one in judged if one.safe] or [one for one in judged if one.meets])
+
+
+def _most_of(meeting: Sequence[Judged]) -> Judged | None:
+    """Return the one of them that lets the opportunistic job do most, as `best_of` says."""
+    most = max((one.opportunistic for one in meeting if one.opportunistic is not None), default=None)
+    if most is not None:
+        meeting = [one for one in meeting if one.opportunistic is not None and most <= _FASTER * one.opportunistic]
+    return max(
+        meeting,
+        key=lambda one: (
+            one.setting.duty_percent is None,
+            one.setting.production_threads is None,
+            one.setting.threads,
+            one.setting.low,
+            one.setting.production_threads or 0.0,
+        ),
+        default=None,
+    )
+
+
+def memory_warning(
+    dram_alone: float | None, dram_production: float | None, duty_percent: float | None = None
+) -> str | None:
+    """Return the warning where the memory's bandwidth is what both compete for; percent, by GPM.
+
+    ``dram_alone`` is the opportunistic job's without the other, ``dram_production`` the production job's;
+    ``duty_percent`` the part of the time that was found for the former.
+    """
+    if dram_alone is not None and dram_alone >= DRAM_FULL_PERCENT:
+        what = f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth"
+        why = "no thread cap protects a job that needs it too"
+        advice = "pause it while production works (run --opportunistic --pause), or use MIG"
+        given = "it runs"
+    elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
+        what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
+        why = "whatever the other reads is taken from it"
+        advice = "pause the other while it works, or use MIG"
+        given = "the other runs"
+    else:
+        return None
+    if duty_percent is not None:
+        advice = f"so {given} for {duty_percent:g} % of the time; a pause (--pause) or MIG protects it better"
+    return f"{what}: {why}; {advice}"
+
+
+def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next cap beside an uncapped production job, with the start's priority; None: the knee is found."""
+    line = _grid(search, judged, low=search.start.low)
+    return (
+        _on_a_line(search, line, judged, confirm=True)
+        or _between(search, line, judged)
+        or _better_if_safe(search, judged)
+    )
+
+
+def _better_if_safe(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the cap of a line that would be the best of it, but met the goal only by luck so far.
+
+    What is tried after it is tried beside the best, and would be tried once more beside another one.
+    """
+    line = _line_of_caps(search, judged)
+    best, most = best_of(line), _most_of([one for one in line if one.meets])
+    return most.setting if most is not None and most is not best and most.trials < MOST_TRIALS else None
+
+
+def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
+    """Return a cap between the best of a line and the next one known, where that gives the other job much more."""
+    best = _best_on_the_grid(search, judged)
+    if best is None:
+        return None
+    known = {one.setting.threads: one.opportunistic for one in judged if one.setting == line.get(one.setting.threads)}
+    above = min((threads for threads in known if threads > best.setting.threads), default=math.inf)
+    gives = known.get(above)
+    # Each half of the step has to stand out.
+    if gives is None or gives <= _FASTER**2 * (best.opportunistic or 0.0):
+        return None
+    open_ = sorted(threads for threads in search.fine if best.setting.threads < threads < above)
+    return replace(best.setting, threads=open_[(len(open_) - 1) // 2]) if open_ else None
+
+
+def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next cap with the other priority: the best so far, and lower ones while they may give more.
+
+    Under the same cap the one with normal priority takes more, and so costs more: a lower cap with normal priority may
+    be the better bargain (jobs that compete for the memory's bandwidth).
+    """
+    best = _best_on_the_grid(search, judged)
+    if best is None:
+        return None
+    line = _grid(search, judged, low=not search.start.low)
+    known = {one.setting.threads: one for one in judged if one.setting == line.get(one.setting.threads)}
+    compared = best.setting.threads in known
+    wanted = _on_a_line(search, line, judged, confirm=False) if compared else line[best.setting.threads]
+    if wanted is None:
+        return None
+    above = min((one for one in known if one >= wanted.threads), default=None)
+    if above is None:
+        return None if compared else wanted
+    # A lower cap gives less than the ones above it gave.
+    rate, beaten = known[above].opportunistic, best_of(judged)
+    gains = rate is not None and beaten is not None and rate > _FASTER * (beaten.opportunistic or 0.0)
+    return wanted if gains else None
+
+
+def _grid(search: Search, judged: Sequence[Judged], *, low: bool) -> dict[float, Setting]:
+    """Return the settings without a cap on production, by the cap: those of the grid, and what was tried between them."""
+    tried = {one.setting.threads for one in judged if one.setting.production_threads is None}
+    return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads, *tried})}
+
+
+def _best_on_the_grid(search: Search, judged: Sequence[Judged]) -> Judged | None:
+    return best_of(_line_of_caps(search, judged))
+
+
+def _line_of_caps(search: Search, judged: Sequence[Judged]) -> list[Judged]:
+    line = _grid(search, judged, low=search.start.low)
+    return [one for one in judged if one.setting == line.get(one.setting.threads)]
+
+
+def _rest(search: Search) -> dict[float, Setting]:
+    """Return the settings in which production is capped too and the other has the rest, by what is left to it."""
+    return {
+        100.0 - cap: Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
+        for cap in sorted(search.production_caps or (), reverse=True)
+        if 0 < cap < 100
+    }
+
+
+def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
+    """Return the settings in which production is capped too and the other keeps its best cap, by what is left to it.
+
+    None where two of them gave the other no more than it has anyway: production starts anew for each.
+    """
+    best = _best_on_the_grid(search, judged)
+    line = {
+        100.0 - cap: Setting(threads=best.setting.threads, low=best.setting.low, production_threads=cap)
+        for cap in sorted(search.spared, reverse=True)
+        if best is not None and 0 < cap < 100
+    }
+    gave = [one.opportunistic for one in judged if one.setting in line.values() and one.opportunistic is not None]
+    in_vain = best is not None and len(gave) > 1 and max(gave) <= _FASTER * (best.opportunistic or 0.0)
+    return {} if in_vain else line
+
+
+def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
+    """Return the next setting of a line in which production is capped too; None: the knee is found."""
+    if not line:
+        return None
+    # It is confirmed where it turns out to be the best of all: production starts anew for each.
+    if all(one.setting not in line.values() for one in judged):
+        return list(line.values())[(len(line) - 1) // 2]
+    return _on_a_line(search, line, judged, confirm=False)
+
+
+def _part_of_the_time(search: Search, judged: Sequence[Judged]) -> Setting | None:
+    """Return the next setting for a part of the time only, where that gives the other more than all of it does elsewhere."""
+    best = _most_of([one for one in judged if one.safe])
+    rate = None if best is None or best.opportunistic is None else _FASTER * best.opportunistic
+    return next_duty(search.goal, judged, rate) if search.duty else None
+
+
+def _on_a_line(
+    search: Search, line: Mapping[float, Setting], judged: Sequence[Judged], *, confirm: bool
+) -> Setting | None:
+    """Return the next of settings in a line, from the smallest share to the largest, of which one is known."""
+    by_setting = {one.setting: one for one in judged}
+    known = {share: by_setting[setting] for share, setting in line.items() if setting in by_setting}
+    meeting = [threads for threads in known if known[threads].meets]
+    if meeting:
+        low = max(meeting)
+        if open_ := _above(low, line, known):
+            return line[open_[(len(open_) - 1) // 2]]
+        if confirm and known[low].trials < min(search.confirmed, MOST_TRIALS):
+            return line[low]
+        # The one above failed so narrowly that it gets another chance.
+        above = known.get(min((threads for threads in known if threads > low), default=math.inf))
+        if above is not None and _narrow(above, search):
+            return above.setting
+        # It meets the goal only by luck, and a smaller one is safe: the largest safe one lies between them.
+        safe = max((threads for threads in known if known[threads].safe), default=low)
+        open_ = _above(safe, line, known) if safe < low else []
+        return line[open_[(len(open_) - 1) // 2]] if open_ else None
+    open_ = [threads for threads in line if threads < min(known)]
+    if not open_:
+        best = max(known.values(), key=lambda one: one.margin)
+        return best.setting if _narrow(best, search) else None
+    if len(known) == 1:
+        # The first step down is a small one; after that the rest is halved.
+        return line[max((threads for threads in open_ if threads <= min(known) - _STEP), default=open_[0])]
+    return line[open_[(len(open_) - 1) // 2]]
+
+
+def _above(low: float, line: Mapping[float, Setting], known: Mapping[float, Judged]) -> list[float]:
+    """Return the caps above a known one, up to the next known one."""
+    high = min((threads for threads in known if threads > low), default=math.inf)
+    return [threads for threads in line if low < threads < high]
+
+
+def _narrow(one: Judged, search: Search) -> bool:
+    return not one.meets and one.margin >= 1 - _NARROW and one.trials < min(search.confirmed, MOST_TRIALS)
+
+
+def _low_helps(judged: Sequence[Judged]) -> bool | None:
+    """Return whether low priority spares production by more than the spread; None when it was not compared."""
+    found = {
+        (one.setting.threads, one.setting.production_threads, one.setting.low): one
+        for one in judged
+        if one.setting.duty_percent is None
+    }
+    for (threads, production, low), one in found.items():
+        other = found.get((threads, production, False))
+        if low and other is not None:
+            better = one.kept > other.kept + max(0.01, 2 * math.hypot(one.error, other.error))
+            calmer = one.p99 is not None and other.p99 is not None and one.p99 < 0.95 * other.p99
+            return better or calmer
+    return None

@@ -1,0 +1,93 @@
+"""The CDI specification of containers after a MIG change: a warning when it is wrong, and --refresh-cdi."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpushare.errors import NotFound, OperationFailed
+from gpushare.host import cdi
+from gpushare.host.written_file import create_file
+from gpushare.plan import Step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+
+
+def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
+    """Return a warning for each CDI specification that is wrong after a MIG change; GPUs left out are looked at."""
+    notes = []
+    gpus = _all_gpus(host, gpus_after)
+    specs = {spec.path: spec for spec in cdi.find_specs(host)}
+    for one in cdi.stale(host, gpus):
+        wrong = f"containers: the CDI specification {one.path} {cdi.describe(one)}"
+        if not any(gpu.mig_instances or not gpu.mig_enabled for gpu in gpus):
+            notes.append(
+                f"{wrong}; there is no device to name: write it anew after the next mig create (--refresh-cdi)"
+            )
+            continue
+        command = " ".join(cdi.refresh_command(specs.get(one.path)))
+        notes.append(f"{wrong}; write it anew: sudo {command} (next time: --refresh-cdi)")
+    return tuple(notes)
+
+
+def refresh_steps(host: Host) -> tuple[Step, ...]:
+    """Return the steps of --refresh-cdi: write each CDI specification of this host anew; undone, its old bytes are back.
+
+    Raises:
+        NotFound: the host has no specification of nvidia.com/gpu.
+        NotSupported: nvidia-ctk is not installed.
+    """
+    specs = cdi.find_specs(host)
+    if not specs:
+        raise NotFound(
+            f"there is no CDI specification of {cdi.KIND} in {' or '.join(cdi.DIRECTORIES)}",
+            f"make one: sudo {' '.join(cdi.refresh_command())}; or leave --refresh-cdi out",
+            code="no_cdi_spec",
+        )
+    cdi.check_toolkit(host)
+    return tuple(_refresh_step(host, spec) for spec in specs)
+
+
+def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
+    file = cdi.local_path(host, spec.path)
+    before: list[bytes] = []
+
+    def act() -> None:
+        try:
+            before.append(file.read_bytes())
+        except OSError as error:
+            raise OperationFailed(
+                f"cannot read {spec.path}: {error.strerror}",
+                f"look: ls -l {shlex.quote(str(spec.path))}",
+                code="cdi_unreadable",
+            ) from None
+        cdi.refresh(host, spec)
+
+    def back() -> None:
+        for content in before:
+            _put_back(file, content)
+
+    command = " ".join(cdi.refresh_command(spec))
+    return Step(
+        what=f"write the CDI specification {spec.path} anew", command=command, undo=command, do=act, revert=back
+    )
+
+
+def _put_back(file: Path, content: bytes) -> None:
+    if file.exists() and file.read_bytes() == content:
+        return
+    temporary = file.with_name(f".{file.name}.gpushare")
+    temporary.unlink(missing_ok=True)
+    create_file(temporary, content)
+    temporary.chmod(0o644)
+    temporary.replace(file)
+
+
+def _all_gpus(host: Host, known: Sequence[Gpu]) -> list[Gpu]:
+    given = {gpu.index: gpu for gpu in known}
+    return [given.get(gpu.index, gpu) for gpu in host.nvml.identities()]

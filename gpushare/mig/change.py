@@ -1,0 +1,635 @@
+"""A change of MIG as a transaction: journal before each step, read back after it, the old placements on an error."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.capabilities import NODES
+from gpushare.host.claims import Claim, take_claim
+from gpushare.host.identity import ancestors, is_kernel_thread
+from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, idle_daemon_pids
+from gpushare.mig.driver import NOT_READ_BACK, MigChanges
+from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, named, remedy
+from gpushare.mig.plan import Destroyed, GpuPlan, Row, rows_of
+from gpushare.mig.plan import Step as MigStep
+from gpushare.mig.shape import GpuShape, differences, shape_after, shape_of
+from gpushare.mig.undo import begun_by, look, made_by, perform, restore
+from gpushare.model import ComputeMode, GpuProcess, Holder
+from gpushare.plan import NotUndone, Plan, Step, carry_out
+from gpushare.selection import Device
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.journal import Journal
+    from gpushare.mig.profile import GpuInstance, Layout
+    from gpushare.model import Gpu
+
+
+# The name in full, and as the kernel cuts it.
+_AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
+
+
+def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
+    """Return what a mode change brings with it, or raise because it would fail, at once or at the first instance.
+
+    From Hopper on the mode changes on a busy GPU, and only the first instance fails: so everybody must be off before.
+    ``bare``: the change makes no instance. ``ending``: PIDs that it ends before.
+
+    Raises:
+        NotSupported: no MIG here.
+        InUse: somebody is on the GPU.
+    """
+    if not gpu.mig_capable:
+        raise NotSupported(
+            f"GPU {gpu.index} ({gpu.name or 'unknown model'}) has no MIG",
+            "see the ways of sharing that it has: gpushare compare",
+            gpu=str(gpu.index),
+            code="no_mig",
+        )
+    if enable == bool(gpu.mig_enabled):
+        # Only a mode that is pending is taken back: nothing is reset for it.
+        return []
+    resetless = MigChanges(host.nvml).resetless(gpu.index)
+    _check_nobody(host, gpu, ending, needs_reset=not resetless)
+    notes = []
+    if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
+        notes.append(f"GPU {gpu.index}: its compute mode becomes default; with MIG there is no other")
+    if enable and bare:
+        notes.append(f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it")
+    if enable:
+        notes.append(
+            f"GPU {gpu.index}: a reboot or a reload of the driver turns MIG off again, and loses the instances"
+            if resetless
+            else f"GPU {gpu.index}: MIG stays on over a reboot, its instances do not"
+        )
+    if not resetless:
+        notes.append(f"GPU {gpu.index}: the driver resets the GPU for it")
+    if host.nvml.persistence(gpu.index) is False:
+        notes.append(
+            f"GPU {gpu.index}: persistence mode is off; without a program the driver may let go of the GPU: "
+            f"sudo nvidia-smi -i {gpu.index} -pm 1"
+        )
+    return notes
+
+
+def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset: bool) -> None:
+    blind = host.processes.namespace_is_host() is False and not gpu.processes
+    if gpu.processes is None or blind:
+        raise InUse(
+            f"GPU {gpu.index}: the driver does not tell who is on it, so its MIG mode is left alone",
+            "run it as root, outside a container",
+            gpu=str(gpu.index),
+            code="unknown_holders",
+        )
+    idle = idle_daemon_pids(host, gpu).union(ending)
+    there = [process for process in gpu.processes if process.pid not in idle]
+    if there:
+        names = ", ".join(_who(host, one) for one in there[:4])
+        more = f" and {len(there) - 4} more" if len(there) > 4 else ""
+        raise InUse(
+            f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
+            f"see all: gpushare status -g {gpu.index}; a program of yours: kill {there[0].pid}",
+            gpu=str(gpu.index),
+        )
+    # nvidia-persistenced and the driver agree about a reset among themselves.
+    held = [one for one in gpu_holders(host, gpu) if one.pid not in idle and one.name not in _AGREEING]
+    if held and needs_reset:
+        raise InUse(
+            f"GPU {gpu.index}: {blocking(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
+            remedy(held) or f"end it, then run this again: sudo kill {held[0].pid}",
+            gpu=str(gpu.index),
+        )
+
+
+def _who(host: Host, process: GpuProcess) -> str:
+    # NVML tells only the PID.
+    info = host.processes.describe(process.pid)
+    name, user = (None, None) if info is None else (info.name, info.user)
+    return f"{process.name or name or 'process'} ({process.pid}, {process.user or user or 'unknown user'})"
+
+
+def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:
+    """Return the step that switches the mode, read back; undone, also a mode that is only pending is taken back."""
+    word, changes = ("on", "off"), MigChanges(host.nvml)
+    now = bool(gpu.mig_enabled)
+
+    def act() -> None:
+        if host.uid != 0:
+            raise NoPermission(
+                f"GPU {gpu.index}: switching MIG needs root", "run it as root: sudo gpushare ...", gpu=str(gpu.index)
+            )
+        journal.note(f"MIG {word[not enable]} on GPU {gpu.index}: nvmlDeviceSetMigMode")
+        host.nvml.restart()
+        changes.set_mode(gpu.index, enabled=enable)
+
+    def back() -> None:
+        if changes.mode(gpu.index) != (now, now):
+            host.nvml.restart()
+            changes.set_mode(gpu.index, enabled=now)
+
+    return Step(
+        what=f"switch MIG {word[not enable]} on GPU {gpu.index}",
+        command=f"nvidia-smi -i {gpu.index} -mig {int(enable)}",
+        undo=f"nvidia-smi -i {gpu.index} -mig {int(not enable)}",
+        do=act,
+        revert=back,
+    )
+
+
+GRACE_SECONDS: Final = 10.0
+# A `gpushare run` gives its instance back when its program has ended.
+CLAIM_SECONDS: Final = 10.0
+_KILL_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending(Step):
+    """A step that ends programs: nothing brings them back. What it then holds is released at the end of the change."""
+
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False, compare=False)
+
+
+def holders_of(gone: Destroyed) -> list[int]:
+    """Return the PIDs of all who are in what goes, or hold its GPU instance; not those in a part that stays.
+
+    A claim alone is none: nothing proves that its process is in the instance.
+    """
+    return sorted({one.pid for one in _all(gone) if _is_proved(one)})
+
+
+def evict_step(host: Host, gpu: Gpu, gone: Destroyed) -> Ending:
+    """Return the step that ends everybody in what goes: SIGTERM, ten seconds, SIGKILL. There is no way back.
+
+    Without MPS a process in a MIG instance takes nobody with it; MPS daemons are stopped by their own step.
+
+    Raises:
+        InUse: only a claim holds it (``claimed``); a service (DCGM, persistence daemon) does, which is no program to be
+            killed (``held_by_service``); or it is this gpushare's own shell, or cannot be told apart (``not_evictable``).
+    """
+    eviction = _Eviction(host, gpu, gone)
+    eviction.check()
+    pids = sorted(eviction.started)
+    count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
+    held = contextlib.ExitStack()
+    return Ending(
+        what=f"end {count} in {eviction.title} on GPU {gpu.index}: {named(host, pids, most=len(pids))}",
+        command=f"kill {' '.join(map(str, pids))}",
+        undo=None,
+        do=lambda: eviction.end(held),
+        held=held,
+    )
+
+
+def refuse_claimed(host: Host, gpu: Gpu, gone: Destroyed) -> None:
+    """Raise InUse when nobody is known to be in what goes, and a claim holds it."""
+    claims = [one for one in _all(gone) if isinstance(one, Holder) and one.what == CLAIM]
+    if claims and not holders_of(gone):
+        raise _claimed(host, gpu, _title(gone), claims[0].pid)
+
+
+def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
+    return InUse(
+        f"GPU {gpu.index}: {title} is claimed by process {named(host, [pid])}{then}; "
+        "the driver does not name it, so --evict does not end it",
+        f"wait until it ends, or look at it and end it yourself: ps -fp {pid}",
+        gpu=str(gpu.index),
+        code="claimed",
+    )
+
+
+class _Eviction:
+    """The end of all who were in what goes when it was planned."""
+
+    def __init__(self, host: Host, gpu: Gpu, gone: Destroyed) -> None:
+        self._host, self._gpu, self._gone = host, gpu, gone
+        self.title = _title(gone)
+        # When each started: a PID is given out again.
+        self.started: dict[int, float | None] = {pid: self._start_of(pid) for pid in holders_of(gone)}
+
+    def check(self) -> None:
+        """Raise unless all of them may be ended."""
+        held = [one for one in _all(self._gone) if isinstance(one, Holder) and one.what != CLAIM]
+        known = remedy(held)
+        if known is not None:
+            raise InUse(
+                f"GPU {self._gpu.index}: {blocking(held)} holds {self.title}, and is not ended by --evict",
+                known,
+                gpu=str(self._gpu.index),
+                code="held_by_service",
+            )
+        if self._host.processes.namespace_is_host() is False:
+            raise self._refused(
+                self.started, "has another PID here than the driver tells", "run it on the host, outside the container"
+            )
+        listed = {one.pid for one in _all(self._gone) if isinstance(one, GpuProcess)}
+        for pid in sorted(self.started):
+            if pid in ancestors():
+                raise self._refused([pid], "runs this gpushare", "run it from another shell, or leave this one")
+            if is_kernel_thread(pid):
+                raise self._refused([pid], "is a thread of the kernel", "see why: gpushare doctor")
+            if pid not in listed and self._host.processes.uses_driver(pid) is not True:
+                why = "has only its device node open, and not the driver's library"
+                raise self._refused([pid], why, f"look at it and end it yourself: ps -fp {pid}")
+
+    def end(self, held: contextlib.ExitStack) -> None:
+        """End them, and hold what they were in, so that no `gpushare run` starts there."""
+        left = self._signalled(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
+        left = self._signalled(left, signal.SIGKILL, _KILL_SECONDS)
+        if left:
+            raise InUse(
+                f"GPU {self._gpu.index}: {named(self._host, left)} in {self.title} would not end",
+                f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, left))}",
+                gpu=str(self._gpu.index),
+            )
+        for part in self._gone.compute:
+            if part.uuid:
+                self._take(part.uuid, held)
+
+    def _take(self, uuid: str, held: contextlib.ExitStack) -> None:
+        deadline = time.monotonic() + CLAIM_SECONDS
+        while isinstance(claim := take_claim(self._host, uuid), Claim):
+            if time.monotonic() > deadline:
+                then = ", although all who were in it have ended"
+                raise _claimed(self._host, self._gpu, self.title, claim.pid, then)
+            time.sleep(0.05)
+        held.callback(claim.release)
+
+    def _signalled(self, pids: list[int], number: int, seconds: float) -> list[int]:
+        """Send a signal to those who are still the same, and still there; return who of them lives after so long.
+
+        Whoever has left, as a client whose MPS daemon this change has stopped, is not in the way.
+        """
+        inside = self._inside() if pids else set()
+        pids = [pid for pid in pids if pid in inside]
+        for pid in pids:
+            started = self.started[pid]
+            if started is not None:
+                with contextlib.suppress(NotFound):
+                    self._host.processes.send_to(pid, started, number)
+        deadline = time.monotonic() + seconds
+        while (left := [pid for pid in pids if self._lives(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+    def _inside(self) -> set[int]:
+        """Return who is in what goes at this moment: by NVML, and by the capability nodes."""
+        self._host.nvml.restart()
+        try:
+            gpu = self._host.nvml.gpu(self._gpu.index)
+            nodes = instance_holders(self._host, gpu)
+        except GpushareError:
+            return set()
+        instance = self._gone.instance.id
+        parts = {one.id for one in self._gone.compute}
+        found = {
+            one.pid
+            for one in gpu.processes or ()
+            if one.gpu_instance_id == instance and one.compute_instance_id in {None, *parts}
+        }
+        for place, holders in nodes.items():
+            if place[0] == instance and (place[1] is None or place[1] in parts):
+                found |= {one.pid for one in holders}
+        # Our own look holds handles.
+        self._host.nvml.restart()
+        return found
+
+    def _lives(self, pid: int) -> bool:
+        return self._host.processes.alive(pid, self.started[pid])
+
+    def _start_of(self, pid: int) -> float | None:
+        info = self._host.processes.describe(pid)
+        return None if info is None else info.started_at
+
+    def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
+        return InUse(
+            f"GPU {self._gpu.index}: {named(self._host, pids)} in {self.title} {why}; it is not ended by --evict",
+            hint,
+            gpu=str(self._gpu.index),
+            code="not_evictable",
+        )
+
+
+def _all(gone: Destroyed) -> list[GpuProcess | Holder]:
+    parts = (gone.instance.holders or (), *(one.holders or () for one in gone.compute))
+    return [one for part in parts for one in part]
+
+
+def _is_proved(one: GpuProcess | Holder) -> bool:
+    return isinstance(one, GpuProcess) or one.what.startswith(f"{NODES}/")
+
+
+def _title(gone: Destroyed) -> str:
+    return f"{gone.instance.profile.name}:{gone.instance.start}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuChange:
+    """What happens to one GPU: its instances, and its mode (None: stays)."""
+
+    gpu: Gpu
+    layout: Layout
+    plan: GpuPlan
+    enable: bool | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Return whether anything is to be done."""
+        return self.plan.changes or self.enable is not None
+
+    @property
+    def before(self) -> GpuShape:
+        """Return what is there."""
+        return shape_of(self.layout, mig_enabled=self.gpu.mig_enabled)
+
+    @property
+    def after(self) -> GpuShape:
+        """Return what is to be."""
+        return shape_after(self.plan, mig_enabled=self.gpu.mig_enabled if self.enable is None else self.enable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigChange:
+    """A change of several GPUs, with the plan that carries it out."""
+
+    gpus: tuple[GpuChange, ...]
+    plan: Plan
+    notes: tuple[str, ...] = field(default=())
+    # The names that it gives.
+    names: tuple[str, ...] = field(default=())
+
+
+def plan_change(
+    host: Host,
+    changes: Sequence[GpuChange],
+    journal: Journal,
+    *,
+    title: str,
+    evict: Collection[tuple[int, int]] = (),
+    first: Sequence[Step] = (),
+    after: Sequence[Step] = (),
+) -> MigChange:
+    """Return the transaction for what the planner found; ``evict`` holds (GPU index, GPU instance id).
+
+    ``first`` are steps before everything: a name is bound early, so that a crash does not lose it. ``after`` are steps
+    that follow when the instances are there.
+
+    Raises:
+        InUse: somebody is on a GPU whose mode is to change, or in an MPS daemon on an instance that goes.
+        NotSupported: the GPU has no MIG.
+    """
+    steps: list[Step] = []
+    daemons: list[Step] = []
+    last: list[Step] = []
+    notes: list[str] = []
+    for change in changes:
+        if not change.changes:
+            continue
+        if change.enable is not None:
+            ending = [pid for gone in _evicted(change, evict) for pid in holders_of(gone)]
+            bare = not change.plan.created
+            notes += check_mode_change(host, change.gpu, enable=change.enable, bare=bare, ending=ending)
+        work, then, forgetting = _steps(host, change, journal, evict)
+        steps += work
+        daemons += then
+        last += forgetting
+    # What was stopped is forgotten only when nothing can be undone any more.
+    everything = (*first, *steps, *daemons, *after, *last)
+    return MigChange(gpus=tuple(changes), plan=Plan(title=title, steps=everything), notes=tuple(notes))
+
+
+def _evicted(change: GpuChange, evict: Collection[tuple[int, int]]) -> list[Destroyed]:
+    return [gone for gone in change.plan.destroyed if (change.gpu.index, gone.instance.id) in evict]
+
+
+def _steps(
+    host: Host, change: GpuChange, journal: Journal, evict: Collection[tuple[int, int]]
+) -> tuple[list[Step], Sequence[Step], Sequence[Step]]:
+    """Return the steps of one GPU, those for its daemons when the instances of all GPUs are there, and the very last."""
+    gpu = change.gpu
+    going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
+    if change.enable and gpu.uuid:
+        # MIG takes the whole GPU away from a daemon that serves it.
+        going.add(gpu.uuid)
+    evicted = _evicted(change, evict)
+    forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
+    steps = list(daemon_steps_before(host, gpu, going, evicted=forced))
+    for gone in evicted:
+        refuse_claimed(host, gpu, gone)
+    steps += [evict_step(host, gpu, gone) for gone in evicted if holders_of(gone)]
+    if change.enable:
+        steps.append(mode_step(host, gpu, journal, enable=True))
+    steps += _instance_steps(host, change, journal)
+    if change.enable is False:
+        steps.append(mode_step(host, gpu, journal, enable=False))
+    devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
+    back = set(_coming_back(change.plan))
+    then, last = daemon_steps_after(
+        host,
+        {uuid: device for uuid, device in devices.items() if uuid in back},
+        gone=going - back,
+        stayed=[device for uuid, device in devices.items() if uuid not in going],
+    )
+    return steps, then, last
+
+
+def _coming_back(plan: GpuPlan) -> Iterator[str]:
+    """Yield the UUIDs of the MIG devices that go and are made again: of the same size, in the same place."""
+    made = [(new.profile.name, new.placement.start, part) for new in plan.created for part in new.compute]
+    for gone in plan.destroyed:
+        place = gone.instance.profile.name, gone.instance.start
+        for part in gone.compute:
+            # Without a placement the driver chooses, and may choose the same.
+            again = next(
+                (
+                    one
+                    for one in made
+                    if one[:2] == place
+                    and one[2].profile.slices == part.profile.slices
+                    and one[2].placement in {None, part.placement}
+                ),
+                None,
+            )
+            if part.uuid and again is not None:
+                made.remove(again)
+                yield part.uuid
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceStep(Step):
+    """A step on the instances of a GPU; ``work`` knows what its rollback left alone."""
+
+    work: _Instances = field(repr=False, compare=False)
+
+
+def _instance_steps(host: Host, change: GpuChange, journal: Journal) -> list[Step]:
+    work = _Instances(host, change, journal)
+    lines = list(rows_of(change.plan))
+
+    def step(number: int, row: Row) -> Step:
+        return InstanceStep(
+            work=work,
+            what=row.what,
+            command=row.command,
+            undo=row.undo,
+            do=lambda: work.do(row, last=number == len(lines) - 1),
+            # Undoing one is undoing all of this GPU: read from the host, not from what was meant.
+            revert=work.restore if number == 0 else None,
+        )
+
+    return [step(number, row) for number, row in enumerate(lines)]
+
+
+class _Instances:
+    """The instances of one GPU while they change."""
+
+    def __init__(self, host: Host, change: GpuChange, journal: Journal) -> None:
+        self._host, self._change, self._journal = host, change, journal
+        self._made: dict[int, int] = {}
+        self._begun = False
+        # In words, what a rollback found and left, because others made it.
+        self.left_alone: tuple[str, ...] = ()
+
+    def do(self, row: Row, *, last: bool) -> None:
+        if not self._begun:
+            # Our own handles on MIG devices would keep them in use.
+            self._host.nvml.restart()
+            self._begun = True
+        for step in row.steps:
+            self._do(row, step)
+        if last:
+            self._verify()
+
+    def _do(self, row: Row, step: MigStep) -> None:
+        """Do one call of the driver, and note what it makes: before with what is there, after with its ids."""
+        changes = MigChanges(self._host.nvml)
+        begun = begun_by(changes, self._change.before.uuid, step, self._made)
+        self._journal.note(f"{row.what}: {step.action.value}", begun)
+        try:
+            made = perform(changes, step, self._made)
+        except GpushareError as error:
+            if error.code != NOT_READ_BACK:
+                self._journal.refused()
+            raise
+        if begun is not None and made is not None:
+            self._journal.made(made_by(self._host, begun, step.gpu, made))
+
+    def _verify(self) -> None:
+        now = look(self._host, self._change.gpu.index)
+        wrong = differences(now, shape_after(self._change.plan, mig_enabled=True))
+        if wrong:
+            raise OperationFailed(
+                f"the driver accepted all, and the layout is another: {'; '.join(wrong)}",
+                "see: gpushare mig status",
+                gpu=str(self._change.gpu.index),
+                code="not_held",
+            )
+
+    def restore(self) -> None:
+        if self._begun:
+            self.left_alone = restore(self._host, self._change.before, self._change.after, self._journal.proof)
+
+
+def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:
+    """Return the GPU instances that a change has made, as they are now, each with its GPU's index."""
+    places = {(one.gpu.index, new.profile.name, new.placement.start) for one in change.gpus for new in one.plan.created}
+    return [
+        (index, instance)
+        for index, layout in layouts.items()
+        for instance in layout.instances
+        if (index, instance.profile.name, instance.start) in places
+    ]
+
+
+def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
+    """Carry a change out under the journal, whose lock is held.
+
+    Raises:
+        InUse: a `gpushare run` took an instance that goes, since the plan was made.
+        GpushareError: of the step that failed; everything is as before, or the error names what is not.
+    """
+    if not change.plan.steps:
+        return
+    with contextlib.ExitStack() as claims:
+        for step in change.plan.steps:
+            if isinstance(step, Ending):
+                claims.enter_context(step.held)
+        _take_claims(host, change, claims)
+        _carry_out(journal, change, on_step)
+
+
+def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
+    """Hold what goes, so that no `gpushare run` starts in it meanwhile; what is evicted is taken when it is empty."""
+    for one in change.gpus:
+        for gone in one.plan.destroyed:
+            for part in gone.compute:
+                if not part.uuid or part.busy or gone.instance.busy:
+                    continue
+                claim = take_claim(host, part.uuid)
+                if isinstance(claim, Claim):
+                    title = f"{gone.instance.profile.name}:{gone.instance.start}"
+                    raise InUse(
+                        f"GPU {one.gpu.index}: a gpushare run has just taken {title}: process {named(host, [claim.pid])}",
+                        f"see who: gpushare mig status -g {one.gpu.index}",
+                        gpu=str(one.gpu.index),
+                    )
+                claims.callback(claim.release)
+
+
+def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
+    touched = [one for one in change.gpus if one.changes]
+    shapes = [one.before for one in touched], [one.after for one in touched]
+    journal.begin(change.plan.title, *shapes, names=change.names)
+    step = _Watched(on_step)
+    # What an error that nobody foresaw leaves may be anything; it is compared with what is there.
+    over = journal.give_up
+    try:
+        carry_out(change.plan, step)
+        over = journal.end
+    except NotUndone as error:
+        if step.last is not None:
+            raise error.restated(message=f"could not {step.last.what}: {error.message}") from error
+        raise
+    except KeyboardInterrupt:
+        over = journal.end
+        raise
+    except GpushareError as error:
+        over = journal.end
+        if step.last is not None:
+            raise _undone(error, step.last, _left_alone(change), ended=step.ended) from error
+        raise
+    finally:
+        # Killed in between, the journal stays as that of a change that was interrupted.
+        over()
+
+
+class _Watched:
+    """Remembers the step that was begun last, and whether one ended programs."""
+
+    def __init__(self, on_step: Callable[[Step], None] | None) -> None:
+        self.last: Step | None = None
+        self.ended = False
+        self._on_step = on_step
+
+    def __call__(self, step: Step) -> None:
+        self.last = step
+        self.ended = self.ended or isinstance(step, Ending)
+        if self._on_step is not None:
+            self._on_step(step)
+
+
+def _left_alone(change: MigChange) -> list[str]:
+    works = {id(step.work): step.work for step in change.plan.steps if isinstance(step, InstanceStep)}
+    return [words for work in works.values() for words in work.left_alone]
+
+
+def _undone(error: GpushareError, step: Step, others: Sequence[str], *, ended: bool) -> GpushareError:
+    but = ["the programs that --evict ended"] if ended else []
+    but += [f"{one}, which somebody else made and which stays" for one in others]
+    exceptions = f", but for {' and '.join(but)}" if but else ""
+    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

@@ -1,0 +1,411 @@
+"""What a MIG change owes to others: MPS daemons of ours on its instances, and the CDI specification (`mig_cdi`).
+
+An MPS daemon holds its instance also while it has no clients (NVML_ERROR_IN_USE): ours are stopped first and, where the
+instance comes back, started again with their limits. Those of others are never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed
+from gpushare.mig.cdi import cdi_notes, refresh_steps
+from gpushare.model import Gpu, MigInstance, Priority
+from gpushare.mps import home as mps_aside
+from gpushare.mps.daemons import FoundDaemon, find_daemons, is_running
+from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
+from gpushare.mps.limits import MpsLimits, control_command
+from gpushare.mps.start import is_there, naming, plan_start
+from gpushare.mps.stop import stop
+from gpushare.plan import Step, carry_out
+from gpushare.selection import Device
+from gpushare.units import counted, mps_memory
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+
+@dataclass(frozen=True)
+class OwnDaemon:
+    """A live daemon of ours, its device, and what is known of its servers."""
+
+    found: FoundDaemon
+    home: DaemonHome
+    record: DaemonRecord
+    device: Device
+
+
+def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
+    """Return the PIDs of our daemons on a GPU or its MIG devices that nobody uses, with their servers' PIDs.
+
+    They hold an instance, but `daemon_steps_before` stops them: a plan need not go round them.
+    """
+    pids: set[int] = set()
+    for own in own_daemons(host, gpu):
+        try:
+            servers, clients = _servers_and_clients(host, own)
+        except GpushareError:
+            # It does not answer: nobody knows who uses it.
+            continue
+        if not clients and not own.home.live_leases() and _is_mine(own):
+            pids |= {own.found.daemon.pid or 0, *servers}
+    return frozenset(pids)
+
+
+def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
+    """Return our live daemons on a GPU and on its MIG devices."""
+    devices = {device.uuid: device for device in devices_of(gpu)}
+    directories = [host.run_directory, *host.shared_run_directories]
+    records = (home.read() for home in homes_in(directories))
+    known = any(record is not None and record.device_uuid in devices for record in records)
+    if not known and not unrecorded(directories):
+        # Whoever plans asks for each GPU, and the process table is long.
+        return []
+    found = []
+    for one in find_daemons(host, [gpu], deep=False):
+        device = devices.get(one.daemon.device_uuid or "")
+        # One with an error is dead: it holds nothing.
+        if device is not None and one.home is not None and one.record is not None and one.daemon.error is None:
+            found.append(OwnDaemon(one, one.home, one.record, device))
+    return found
+
+
+def _servers_and_clients(host: Host, own: OwnDaemon) -> tuple[list[int], list[int]]:
+    overview = own.found.control(host).overview()
+    return [server.pid for server in overview.servers], [client.pid for client in overview.clients]
+
+
+def _is_mine(own: OwnDaemon) -> bool:
+    return os.geteuid() in {0, own.record.uid}
+
+
+def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
+    """Raise unless a daemon of ours may be stopped; with ``force`` its users do not count.
+
+    Raises:
+        NoPermission: it is another user's.
+        InUse: it has clients, a `gpushare run` uses it, or nobody can tell because it does not answer.
+    """
+    pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
+    ending = f"gpushare mps stop -g {own.device.selector}"
+    if not _is_mine(own):
+        raise NoPermission(
+            f"the MPS daemon {pid} on {title} belongs to user {own.record.uid}",
+            "ask its owner, or run as root: sudo gpushare ...",
+            gpu=gpu,
+            code="not_your_daemon",
+        )
+    if force:
+        return
+    try:
+        clients = _servers_and_clients(host, own)[1]
+    except GpushareError as error:
+        raise InUse(
+            f"the MPS daemon {pid} on {title} does not answer: {error.message}",
+            f"stop it first: {ending} --force",
+            gpu=gpu,
+            code="daemon_silent",
+        ) from error
+    if clients:
+        names = ", ".join(map(str, clients[:8]))
+        raise InUse(
+            f"the MPS daemon {pid} on {title} has {counted(len(clients), 'client')}: {names}",
+            f"wait for them: {ending} --drain 60; or force it: {ending} --force",
+            gpu=gpu,
+            code="daemon_clients",
+        )
+    leases = own.home.live_leases()
+    if leases:
+        raise InUse(
+            f"the MPS daemon {pid} on {title} is used by gpushare run: {', '.join(map(str, leases[:8]))}",
+            "wait until it ends; see: gpushare mps status",
+            gpu=gpu,
+            code="daemon_leased",
+        )
+
+
+def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
+    """Raise InUse when a daemon that gpushare did not start serves one of these devices, or may serve it."""
+    for one in find_daemons(host, [gpu], deep=False):
+        daemon = one.daemon
+        if daemon.ours or gpu.index not in daemon.gpu_indexes or daemon.pid is None:
+            continue
+        if not is_there(host, one, gpu.index):
+            continue
+        # Only one that names other MIG devices holds none of these.
+        visible = (host.processes.environment(daemon.pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
+        words = [word.strip().lower() for word in visible.split(",") if word.strip()]
+        elsewhere = words and all(
+            word.startswith("mig-") and not any(uuid.lower().startswith(word) for uuid in going) for word in words
+        )
+        if elsewhere and gpu.uuid not in going:
+            continue
+        raise InUse(
+            f"an MPS daemon that gpushare did not start serves GPU {gpu.index} ({naming(one)})",
+            f"stop it: gpushare mps stop --pipe-directory {shlex.quote(daemon.pipe_directory or '')} --yes",
+            gpu=str(gpu.index),
+            code="foreign_daemon",
+        )
+
+
+def devices_of(gpu: Gpu | None) -> list[Device]:
+    """Return a GPU and its MIG devices."""
+    return [] if gpu is None else [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
+
+
+_ASIDE: Final = "aside.json"
+
+# All that a MIG change asks for, in one place.
+__all__ = [
+    "cdi_notes",
+    "daemon_steps_after",
+    "daemon_steps_before",
+    "forget_gone",
+    "idle_daemon_pids",
+    "recover_daemons",
+    "refresh_steps",
+    "start_again",
+    "start_command",
+]
+
+
+def daemon_steps_before(
+    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
+) -> tuple[Step, ...]:
+    """Return the steps that stop our idle MPS daemons on devices that a MIG change takes away.
+
+    ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Daemons of
+    ours on ``evicted`` ones are forced down: their clients lose their contexts. What a daemon was started with is set
+    aside, for `daemon_steps_after` and `recover_daemons`. The steps take the daemon's lock themselves.
+
+    Raises:
+        InUse: a daemon of ours has clients, is used by a `gpushare run`, or does not answer (``daemon_clients``,
+            ``daemon_leased``, ``daemon_silent``); or a daemon that gpushare did not start serves one (``foreign_daemon``).
+        NoPermission: one belongs to another user.
+    """
+    if not going:
+        return ()
+    refuse_foreign(host, gpu, going)
+    steps = []
+    for own in own_daemons(host, gpu):
+        if own.device.uuid in going:
+            force = own.device.uuid in evicted
+            refuse_used(host, own, force=force)
+            steps.append(_stop_step(host, own, force=force))
+    return tuple(steps)
+
+
+def daemon_steps_after(
+    host: Host, restored: Mapping[str, Device], *, gone: Collection[str] = (), stayed: Collection[Device] = ()
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return the steps that start our daemons again, with the limits that they had, and those that forget them.
+
+    What was set aside is forgotten after everything else: as long as something may be undone, a daemon may have to come
+    back, and where that fails `recover_daemons` must know of it.
+
+    ``restored``: devices that come back with their profile and place, as they are before, by UUID. ``gone``: UUIDs that
+    do not come back; what was set aside of their daemons is forgotten. ``stayed``: devices that the change leaves
+    alone; a daemon whose process is dead there is started again. Called when the change is planned. The own daemon of
+    a `gpushare run` is not started again.
+    """
+    steps, last = [], []
+    for device in restored.values():
+        record = _record_of(host, device.uuid)
+        if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
+            steps.append(_start_step(host, record, device))
+            last.append(_forget_step(host, record, f"note that the MPS daemon of {device.title} runs again"))
+    for device in stayed:
+        record = _record_of(host, device.uuid)
+        if record is not None and not is_running(host, home_of(host.run_directory, record.device_uuid), record):
+            steps.append(_start_step(host, record, device))
+    for uuid in gone:
+        record = _record_of(host, uuid)
+        if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
+            why = "its instance is gone" if uuid.startswith("MIG-") else "MIG has the GPU"
+            last.append(_forget_step(host, record, f"leave the MPS daemon of {uuid} stopped: {why}"))
+    return tuple(steps), tuple(last)
+
+
+def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
+    """Start our daemons that a change which was killed had stopped, where their device is back; return what was done.
+
+    ``gpu`` as it is now. What cannot be started is said, not raised: recovering is about the layout.
+    """
+    said = []
+    for device in devices_of(gpu):
+        home = home_of(host.run_directory, device.uuid)
+        kept = mps_aside.aside(home)
+        if kept is None or kept[0].device_uuid != device.uuid:
+            continue
+        record, profile = kept
+        wanted = device if device.mig is None else replace(device, mig=MigInstance(uuid=device.uuid, profile=profile))
+        try:
+            start_again(host, record, wanted)
+        except GpushareError as error:
+            said.append(f"the MPS daemon of {device.title} was not started again: {error.message}")
+        else:
+            said.append(f"started the MPS daemon of {device.title} again")
+            mps_aside.forget_aside(home)
+    return tuple(said)
+
+
+def forget_gone(host: Host) -> None:
+    """Forget what was set aside of daemons whose device is not there any more; where one cannot be seen, nothing is.
+
+    For after a recovery: what is not back then does not come back.
+    """
+    found = (host.run_directory / "mps").glob(f"*/{_ASIDE}")
+    homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
+    if not homes:
+        return
+    gpus = [host.nvml.gpu(one.index) for one in host.nvml.identities()]
+    hidden = [gpu.mig_hidden or (gpu.mig_enabled is None and gpu.mig_capable is not False) for gpu in gpus]
+    if any(hidden) or any(gpu.error is not None for gpu in gpus):
+        return
+    # With MIG on, no daemon serves the GPU itself.
+    there = {device.uuid for gpu in gpus for device in devices_of(gpu) if device.mig is not None or not gpu.mig_enabled}
+    for home in homes:
+        kept = mps_aside.aside(home)
+        if kept is not None and kept[0].device_uuid not in there:
+            _forget(home)
+
+
+def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
+    """Start a daemon with the limits of a record, unless it runs.
+
+    Raises:
+        NotFound: its device is not there (any more).
+        GpushareError: it does not start, see `plan_start`.
+    """
+    now = _device_now(host, device)
+    home = home_of(host.run_directory, now.uuid)
+    running = home.read()
+    if (
+        running is not None
+        and running.device_uuid == now.uuid
+        and not running.interrupted
+        and is_running(host, home, running)
+    ):
+        return
+    limits = MpsLimits(
+        threads_percent=record.threads_percent,
+        memory_limit_bytes=record.memory_limit_bytes,
+        priority=None if record.priority is None else Priority(record.priority),
+    )
+    # No compute mode is exclusive inside MIG.
+    exclusive = record.previous_compute_mode is not None and now.mig is None
+    with home.locked():
+        carry_out(plan_start(host, now, limits, exclusive=exclusive))
+
+
+def start_command(record: DaemonRecord, device: Device) -> str:
+    """Return the gpushare command that starts a daemon with the limits of a record."""
+    parts = [f"gpushare mps start -g {device.selector}"]
+    if record.threads_percent is not None:
+        parts.append(f"--threads {record.threads_percent:g}")
+    if record.memory_limit_bytes is not None:
+        parts.append(f"--memory {mps_memory(record.memory_limit_bytes)}")
+    if record.priority is not None:
+        parts.append(f"--priority {Priority(record.priority).title}")
+    if record.previous_compute_mode is not None and device.mig is None:
+        parts.append("--exclusive")
+    return " ".join(parts)
+
+
+def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
+    def act() -> None:
+        if not own.record.transient:
+            mps_aside.set_aside(own.home, own.record, None if own.device.mig is None else own.device.mig.profile)
+        stop(host, own.found, own.device, drain_seconds=0.0, force=force)
+
+    def back() -> None:
+        if not own.record.transient:
+            start_again(host, own.record, own.device)
+        mps_aside.forget_aside(own.home)
+
+    return Step(
+        what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
+        + (", and end its servers" if force else ""),
+        command=control_command(own.home, "quit -t 1" if force else "quit"),
+        undo=start_command(own.record, own.device),
+        do=act,
+        revert=back,
+    )
+
+
+def _record_of(host: Host, uuid: str) -> DaemonRecord | None:
+    """Return the record of a daemon that we started for good on a device; whether it lives is another question."""
+    record = home_of(host.run_directory, uuid).read()
+    return record if record is not None and record.device_uuid == uuid and not record.transient else None
+
+
+def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:
+    home = home_of(host.run_directory, record.device_uuid)
+    return Step(
+        what=what,
+        command=f"rm -f {shlex.quote(str(home.directory))}/aside.json",
+        do=lambda: _forget(home),
+    )
+
+
+def _forget(home: DaemonHome) -> None:
+    """Forget what was set aside of a daemon.
+
+    Raises:
+        OperationFailed: it is there still; then the daemon would be started again some day.
+    """
+    mps_aside.forget_aside(home)
+    if mps_aside.aside(home) is not None:
+        path = shlex.quote(str(home.directory))
+        raise OperationFailed(
+            f"the record of a stopped MPS daemon in {home.directory} cannot be removed",
+            f"see what is in the way: ls -ld {path} {path}/aside.json",
+            code="file_unwritable",
+        )
+
+
+def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
+    def act() -> None:
+        start_again(host, record, device)
+
+    def back() -> None:
+        now = _device_now(host, device)
+        for own in own_daemons(host, now.gpu):
+            if own.device.uuid == now.uuid:
+                stop(host, own.found, own.device, drain_seconds=0.0, force=False)
+
+    return Step(
+        what=f"start the MPS daemon of {device.title} again, with its limits",
+        command=start_command(record, device),
+        undo=f"gpushare mps stop -g {device.selector}",
+        do=act,
+        revert=back,
+    )
+
+
+def _device_now(host: Host, device: Device) -> Device:
+    """Return a device as the host has it now.
+
+    A UUID alone is no proof: at the same place an instance of another size comes back with it.
+    """
+    host.nvml.restart()
+    gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == device.gpu.uuid), None)
+    if gpu is not None and device.mig is None:
+        return Device(gpu=gpu)
+    for found in devices_of(gpu):
+        if found.mig is not None and _same(found.mig, device):
+            return found
+    raise NotFound(
+        f"{device.title} ({device.uuid}) is not there, and its MPS daemon is not started again",
+        "see what is there: gpushare mig status",
+        gpu=str(device.gpu.index),
+        code="device_gone",
+    )
+
+
+def _same(now: MigInstance, before: Device) -> bool:
+    return before.mig is not None and now.uuid == before.mig.uuid and before.mig.profile in {None, now.profile}

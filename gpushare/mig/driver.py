@@ -1,0 +1,537 @@
+"""MIG as the driver reports it: profiles, placements, instances and who is in them.
+
+Everything is asked of NVML; no table stands in for a driver that is there. Traps of the bindings: list
+calls take raw arrays and counts, and the end of the profiles is INVALID_ARGUMENT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from ctypes import byref, c_uint
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, read_processes
+from gpushare.mig.profile import (
+    ComputeInstance,
+    ComputeProfile,
+    Engines,
+    GpuInstance,
+    Layout,
+    Placement,
+    Profile,
+    standard_compute_profiles,
+)
+from gpushare.model import GpuProcess
+from gpushare.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpushare.host.host import Host
+    from gpushare.host.nvml import NvmlReader
+    from gpushare.model import Gpu, MigInstance
+
+
+# The code of an error for instances that the driver does not tell.
+HIDDEN: Final = "instances_hidden"
+# nvmlReturn_t.
+_INVALID_ARGUMENT: Final = 2
+# More than nvml.h has (NVML_GPU_INSTANCE_PROFILE_COUNT, 0x12): a newer driver's are found too.
+_PROFILES: Final = 64
+_COMPUTE_PROFILES: Final = 16
+# The only engine profile (NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED).
+_SHARED_ENGINES: Final = 0
+
+
+class MigReader:
+    """Reads the MIG layout of GPUs."""
+
+    def __init__(self, nvml: NvmlReader) -> None:
+        self._nvml = nvml
+
+    def layout(self, gpu: Gpu) -> Layout:
+        """Return profiles with placements, and what exists; ``gpu`` with its processes and MIG devices.
+
+        Profiles are listed also while MIG is off, from driver 580 on; a GPU without MIG has none.
+
+        Raises:
+            NoPermission: the driver does not tell which instances there are (code ``instances_hidden``): that none is
+                there is not known.
+            GpushareError: NVML does not answer.
+        """
+        profiles = self.profiles(gpu.index)
+        if gpu.mig_enabled and not profiles:
+            raise _hidden(gpu, "profiles")
+        found = tuple(self._instances(gpu, profiles)) if gpu.mig_enabled else ()
+        return Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=profiles, instances=found)
+
+    def profiles(self, index: int) -> tuple[Profile, ...]:
+        """Return the GPU instance profiles with their placements (``nvidia-smi mig -lgip``, ``-lgipp``)."""
+        handle, gpu = self._nvml.handle(index), str(index)
+        infos = self._nvml.ask(
+            lambda nvml: list(
+                _infos(nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _PROFILES)
+            ),
+            gpu,
+        )
+        return tuple(self._profile(handle, gpu, number, info) for number, info in infos or ())
+
+    def free(self, index: int, profile: Profile) -> int | None:
+        """Return how many more of a profile fit (nvmlDeviceGetGpuInstanceRemainingCapacity; the Free column of -lgip)."""
+        handle = self._nvml.handle(index)
+        count = self._nvml.ask(
+            lambda nvml: nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, profile.id), str(index)
+        )
+        return None if count is None else int(getattr(count, "value", count))
+
+    def _profile(self, handle: Any, gpu: str, number: int, info: Any) -> Profile:
+        name = str(info.name).removeprefix("MIG ") or f"{info.sliceCount}g.{round(info.memorySizeMB / 1024)}gb"
+        placements = self._nvml.ask(lambda nvml: _placements(nvml, handle, info.id), gpu)
+        return Profile(
+            name=name,
+            id=int(info.id),
+            nvml_profile=number,
+            slices=int(info.sliceCount),
+            memory_bytes=int(info.memorySizeMB) * MIB,
+            multiprocessors=int(info.multiprocessorCount),
+            engines=Engines(
+                copy=int(info.copyEngineCount),
+                decoders=int(info.decoderCount),
+                encoders=int(info.encoderCount),
+                jpeg=int(info.jpegCount),
+                optical_flow=int(info.ofaCount),
+            ),
+            instances=int(info.instanceCount),
+            placements=placements,
+            # The driver lists compute instance profiles only inside an existing GPU instance.
+            compute=standard_compute_profiles(int(info.sliceCount), number),
+        )
+
+    def _instances(self, gpu: Gpu, profiles: tuple[Profile, ...]) -> Iterator[GpuInstance]:
+        handle = self._nvml.handle(gpu.index)
+        for profile in profiles:
+            room = profile.instances or _PROFILES
+            list_them = partial(_gpu_instances, handle=handle, profile_id=profile.id, room=room)
+            handles = self._nvml.ask(list_them, str(gpu.index))
+            if handles is None:
+                raise _hidden(gpu, "GPU instances")
+            for instance in handles:
+                yield self._instance(gpu, profile, instance)
+
+    def _instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
+        info = self._nvml.demand(lambda nvml: nvml.nvmlGpuInstanceGetInfo(handle), str(gpu.index))
+        compute = self._compute_profiles(gpu, profile, handle)
+        profile = replace(profile, compute=compute)
+        return GpuInstance(
+            id=int(info.id),
+            profile=profile,
+            placement=Placement(int(info.placement.start), int(info.placement.size)),
+            compute=tuple(self._compute_instances(gpu, handle, int(info.id), compute)),
+            # Who is in the GPU instance but in none of its compute instances that NVML names.
+            holders=_in(gpu, int(info.id), None),
+        )
+
+    def _compute_profiles(self, gpu: Gpu, profile: Profile, handle: Any) -> tuple[ComputeProfile, ...]:
+        infos = self._nvml.ask(lambda nvml: list(_compute_infos(nvml, handle)), str(gpu.index))
+        found = tuple(
+            ComputeProfile(
+                slices=int(info.sliceCount),
+                id=int(info.id),
+                instances=int(info.instanceCount),
+                multiprocessors=int(info.multiprocessorCount),
+            )
+            for info in infos or ()
+        )
+        return found or profile.compute
+
+    def _compute_instances(
+        self, gpu: Gpu, handle: Any, gpu_instance: int, profiles: tuple[ComputeProfile, ...]
+    ) -> Iterator[ComputeInstance]:
+        uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
+        for profile in profiles:
+            room = profile.instances or _PROFILES
+            list_them = partial(_compute_instances, handle=handle, profile_id=profile.id, room=room)
+            handles = self._nvml.ask(list_them, str(gpu.index))
+            if handles is None:
+                raise _hidden(gpu, f"compute instances in GPU instance {gpu_instance}")
+            for one in handles:
+                info = self._nvml.demand(partial(_compute_info, handle=one), str(gpu.index))
+                yield ComputeInstance(
+                    id=int(info.id),
+                    profile=profile,
+                    placement=Placement(int(info.placement.start), int(info.placement.size)),
+                    uuid=uuids.get((gpu_instance, int(info.id))),
+                    holders=_in(gpu, gpu_instance, int(info.id)),
+                )
+
+
+def compute_profile_id(nvml: Any, instance: Any, slices: int) -> int | None:
+    """Return the id of the compute instance profile with so many slices in an NVML GPU instance; None: not offered."""
+    return next((int(info.id) for info in _compute_infos(nvml, instance) if int(info.sliceCount) == slices), None)
+
+
+def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
+    """Yield the compute instance profiles of a GPU instance (``nvidia-smi mig -lcip``)."""
+
+    def ask(number: int) -> Any:
+        return nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES)
+
+    return (info for _, info in _infos(nvml, ask, _COMPUTE_PROFILES))
+
+
+def _hidden(gpu: Gpu, what: str) -> NoPermission:
+    return NoPermission(
+        f"the driver does not list the {what} of GPU {gpu.index} for this user",
+        "run as root; or let root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor); or name it by UUID: -g MIG-...",
+        gpu=str(gpu.index),
+        code=HIDDEN,
+    )
+
+
+def _in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
+    if gpu.processes is None:
+        return None
+    return tuple(
+        process
+        for process in gpu.processes
+        if process.gpu_instance_id == gpu_instance and process.compute_instance_id == compute_instance
+    )
+
+
+def _infos(nvml: Any, ask: Any, most: int) -> Iterator[tuple[int, Any]]:
+    """Yield the profiles by number: NOT_SUPPORTED is a gap, INVALID_ARGUMENT the end."""
+    for number in range(most):
+        try:
+            yield number, ask(number)
+        except nvml.NVMLError as error:
+            if error.value == _INVALID_ARGUMENT:
+                return
+            if error.value != NOT_SUPPORTED:
+                raise
+
+
+def _placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...]:
+    count = c_uint()
+    nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, byref(count))
+    rows = (nvml.c_nvmlGpuInstancePlacement_t * max(1, count.value))()
+    nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, rows, byref(count))
+    return tuple(Placement(int(row.start), int(row.size)) for row in rows[: count.value])
+
+
+def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int) -> list[Any]:
+    count, rows = c_uint(), (nvml.c_nvmlGpuInstance_t * room)()
+    nvml.nvmlDeviceGetGpuInstances(handle, profile_id, rows, byref(count))
+    return list(rows[: count.value])
+
+
+def gpu_instance_ids(nvml: Any, handle: Any, profile_id: int) -> list[int]:
+    """Return the ids of the GPU instances of a profile."""
+    found = _gpu_instances(nvml, handle, profile_id, _PROFILES)
+    return [int(nvml.nvmlGpuInstanceGetInfo(one).id) for one in found]
+
+
+def compute_instance_ids(nvml: Any, handle: Any, gpu_instance: int, slices: int) -> list[int]:
+    """Return the ids of the compute instances of so many slices in a GPU instance."""
+    instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
+    profile = compute_profile_id(nvml, instance, slices)
+    found = [] if profile is None else _compute_instances(nvml, instance, profile, _PROFILES)
+    return [int(nvml.nvmlComputeInstanceGetInfo(one).id) for one in found]
+
+
+def _compute_info(nvml: Any, handle: Any) -> Any:
+    return nvml.nvmlComputeInstanceGetInfo(handle)
+
+
+def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int) -> list[Any]:
+    count, rows = c_uint(), (nvml.c_nvmlComputeInstance_t * room)()
+    nvml.nvmlGpuInstanceGetComputeInstances(handle, profile_id, rows, byref(count))
+    return list(rows[: count.value])
+
+
+# nvmlReturn_t values of activationStatus (nvml.h): success of the call is not success of the change.
+_NOT_SUPPORTED: Final = 3
+_TIMEOUT: Final = 10
+_RESET_REQUIRED: Final = 16
+_IN_USE: Final = 19
+_INSUFFICIENT_RESOURCES: Final = 23
+_RESETLESS_FIELD: Final = 184
+# The code of an error of a call that made something, of which then nothing could be read.
+NOT_READ_BACK: Final = "not_read_back"
+
+
+def may_change(host: Host) -> bool:
+    """Return whether this user may create and destroy instances: root, or the mig/config capability is open to it.
+
+    ``/proc/driver/nvidia/capabilities/mig/config`` tells its minor, 1, and with it the node (MIG user guide).
+    """
+    return host.uid == 0 or (not host.is_simulated and os.access("/dev/nvidia-caps/nvidia-cap1", os.R_OK))
+
+
+class MigChanges:
+    """The changing calls; each raises what `nvml_error` says. The mode needs root, the others root or mig/config."""
+
+    def __init__(self, nvml: NvmlReader) -> None:
+        self._nvml = nvml
+
+    def mode(self, index: int) -> tuple[bool, bool] | None:
+        """Return MIG mode, current and pending (nvmlDeviceGetMigMode); None: no MIG."""
+        handle = self._nvml.handle(index)
+        mode = self._nvml.ask(lambda nvml: nvml.nvmlDeviceGetMigMode(handle), str(index))
+        return None if mode is None else (bool(mode[0]), bool(mode[1]))
+
+    def set_mode(self, index: int, *, enabled: bool) -> None:
+        """Switch MIG mode (nvmlDeviceSetMigMode; ``nvidia-smi -i N -mig 1``). Success is both modes as wished.
+
+        Raises:
+            InUse: somebody is on the GPU; the mode is only pending.
+            OperationFailed: the GPU must be reset, or the host rebooted, first (code ``reset_required``).
+            TimedOut, NoPermission, NotSupported: as NVML says.
+        """
+        handle, gpu = self._nvml.handle(index), str(index)
+        status = self._nvml.demand(lambda nvml: nvml.nvmlDeviceSetMigMode(handle, int(enabled)), gpu)
+        # "May unbind or reset the device": handles of before are not to be used again.
+        self._nvml.restart()
+        if status:
+            raise _not_activated(int(status), index, enabled=enabled)
+        held = self.mode(index)
+        if held != (enabled, enabled):
+            now = "unknown" if held is None else f"{_word(held[0])}, pending {_word(held[1])}"
+            raise OperationFailed(
+                f"GPU {index}: MIG {_word(enabled)} was accepted, and the mode is {now}",
+                f"with nobody on it, reset the GPU: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+                gpu=gpu,
+                code="mode_pending",
+            )
+
+    def create_gpu_instance(self, index: int, profile_id: int, placement: Placement) -> int:
+        """Create a GPU instance at an explicit placement and return its id, read back (``-cgi ID:START``).
+
+        Raises:
+            InUse: it would be the first, and somebody is on the GPU.
+            OperationFailed: the place is taken, or another one was given.
+        """
+        handle, gpu = self._nvml.handle(index), str(index)
+
+        def create(nvml: Any) -> Any:
+            place = nvml.c_nvmlGpuInstancePlacement_t(start=placement.start, size=placement.size)
+            # The bindings pass it on as it is: without byref the process crashes.
+            return nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
+
+        info = self._read_back(self._demand(create, gpu), "nvmlGpuInstanceGetInfo", index)
+        if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
+            # It is known to be ours, and at a place where nobody would look for it.
+            with contextlib.suppress(GpushareError):
+                self.destroy_gpu_instance(index, int(info.id))
+            raise OperationFailed(
+                f"GPU {index}: profile {profile_id} was asked for at {placement} "
+                f"and came as {info.profileId} at {info.placement.start}",
+                "see: gpushare mig status",
+                gpu=gpu,
+                code="not_held",
+            )
+        return int(info.id)
+
+    def create_compute_instance(
+        self, index: int, gpu_instance: int, slices: int, placement: Placement | None = None
+    ) -> int:
+        """Create a compute instance of so many slices and return its id, read back (``-cci ID[:START] -gi N``).
+
+        A driver that knows no placement for compute instances chooses itself.
+
+        Raises:
+            NotSupported: the GPU instance offers none of this size.
+            OperationFailed: there is no room.
+        """
+        handle, gpu = self._nvml.handle(index), str(index)
+
+        def create(nvml: Any) -> Any:
+            instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
+            profile = compute_profile_id(nvml, instance, slices)
+            if profile is None:
+                return None
+            if placement is not None:
+                place = nvml.c_nvmlComputeInstancePlacement_t(start=placement.start, size=placement.size)
+                try:
+                    return nvml.nvmlGpuInstanceCreateComputeInstanceWithPlacement(instance, profile, byref(place))
+                except nvml.NVMLError as error:
+                    if error.value != FUNCTION_NOT_FOUND:
+                        raise
+            return nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile)
+
+        made = self._demand(create, gpu)
+        if made is None:
+            raise NotSupported(
+                f"GPU {index}: GPU instance {gpu_instance} offers no compute instance of {slices} slices",
+                f"see what it offers: nvidia-smi mig -i {index} -gi {gpu_instance} -lcip",
+                gpu=gpu,
+                code="mig_profile_unknown",
+            )
+        return int(self._read_back(made, "nvmlComputeInstanceGetInfo", index).id)
+
+    def _read_back(self, made: Any, call: str, index: int) -> Any:
+        try:
+            return self._nvml.demand(lambda nvml: getattr(nvml, call)(made), str(index))
+        except GpushareError as error:
+            raise OperationFailed(
+                f"GPU {index}: an instance was made, and cannot be read: {error.message}",
+                error.hint,
+                gpu=str(index),
+                code=NOT_READ_BACK,
+            ) from error
+
+    def gpu_instance_ids(self, index: int, profile_id: int) -> tuple[int, ...] | None:
+        """Return the ids of the GPU instances of a profile; None: the driver would not tell."""
+        return self._ids(index, lambda nvml, handle: gpu_instance_ids(nvml, handle, profile_id))
+
+    def compute_instance_ids(self, index: int, gpu_instance: int, slices: int) -> tuple[int, ...] | None:
+        """Return the ids of the compute instances of so many slices in a GPU instance; None: the driver would not tell."""
+        return self._ids(index, lambda nvml, handle: compute_instance_ids(nvml, handle, gpu_instance, slices))
+
+    def _ids(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
+        try:
+            handle = self._nvml.handle(index)
+            return tuple(self._nvml.demand(lambda nvml: read(nvml, handle), str(index)))
+        except GpushareError:
+            return None
+
+    def resetless(self, index: int) -> bool | None:
+        """Return whether the mode changes without a reset of the GPU (NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED, 184)."""
+        handle = self._nvml.handle(index)
+
+        def ask(nvml: Any) -> bool | None:
+            value = nvml.nvmlDeviceGetFieldValues(handle, [_RESETLESS_FIELD])[0]
+            return None if value.nvmlReturn else bool(value.value.uiVal)
+
+        return self._nvml.ask(ask, str(index))
+
+    def destroy_compute_instance(self, index: int, gpu_instance: int, compute_instance: int) -> None:
+        """Destroy a compute instance and see that it is gone (``-dci``).
+
+        Raises:
+            InUse: a process or an NVML handle is in it.
+        """
+        handle = self._nvml.handle(index)
+
+        def find(nvml: Any) -> Any:
+            instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
+            return nvml.nvmlGpuInstanceGetComputeInstanceById(instance, compute_instance)
+
+        self._demand(lambda nvml: nvml.nvmlComputeInstanceDestroy(find(nvml)), str(index))
+        self._gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
+
+    def destroy_gpu_instance(self, index: int, gpu_instance: int) -> None:
+        """Destroy a GPU instance that has no compute instance and see that it is gone (``-dgi``).
+
+        Raises:
+            InUse: a compute instance, a process or an NVML handle is in it.
+        """
+        handle = self._nvml.handle(index)
+
+        def find(nvml: Any) -> Any:
+            return nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
+
+        self._demand(lambda nvml: nvml.nvmlGpuInstanceDestroy(find(nvml)), str(index))
+        self._gone(index, f"GPU instance {gpu_instance}", find)
+
+    def _gone(self, index: int, what: str, find: Any) -> None:
+        try:
+            self._nvml.demand(partial(find), str(index))
+        except NotFound:
+            return
+        raise OperationFailed(
+            f"GPU {index}: the driver said that {what} was destroyed, and it is still there",
+            "see: gpushare mig status",
+            gpu=str(index),
+            code="not_held",
+        )
+
+    def _demand(self, call: Any, gpu: str) -> Any:
+        def ask(nvml: Any) -> Any:
+            try:
+                return call(nvml)
+            except nvml.NVMLError as error:
+                if error.value == _INSUFFICIENT_RESOURCES:
+                    return error
+                raise
+
+        answer = self._nvml.demand(ask, gpu)
+        if isinstance(answer, Exception):
+            raise OperationFailed(
+                f"GPU {gpu}: the driver has no room for it there (Insufficient Resources)",
+                "see what is free: gpushare mig status",
+                gpu=gpu,
+                code="insufficient_resources",
+            )
+        return answer
+
+
+def _word(enabled: object) -> str:
+    return "on" if enabled else "off"
+
+
+def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
+    what, gpu = f"GPU {index}: MIG {_word(enabled)}", str(index)
+    if status == _IN_USE:
+        return InUse(
+            f"{what} is only pending, because somebody uses the GPU",
+            f"see who: gpushare status -g {index}; sudo fuser -v /dev/nvidia*; end them, then run it again",
+            gpu=gpu,
+        )
+    if status == _NOT_SUPPORTED:
+        return NotSupported(
+            f"{what} is only pending: the GPU cannot be reset here",
+            "in a virtual machine, reboot it; on the host, reboot or unload the driver",
+            gpu=gpu,
+            code="mode_pending",
+        )
+    if status == _TIMEOUT:
+        return TimedOut(f"{what} timed out", "see why: sudo dmesg | grep -i nvrm", gpu=gpu)
+    why = "the GPU must be reset first" if status == _RESET_REQUIRED else f"NVML says {status}"
+    return OperationFailed(
+        f"{what} is only pending: {why}",
+        f"with nobody on it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+        gpu=gpu,
+        code="reset_required" if status == _RESET_REQUIRED else "mode_pending",
+    )
+
+
+def processes_in(nvml: NvmlReader, mig: MigInstance, gpu: int) -> tuple[GpuProcess, ...] | None:
+    """Return the processes in an instance (compute, graphics and MPS lists of its handle), by PID.
+
+    None when the driver will not tell, or the instance is gone.
+
+    Raises:
+        GpushareError: NVML does not answer.
+    """
+    try:
+        handle = nvml.ask(lambda api: api.nvmlDeviceGetHandleByUUID(mig.uuid), str(gpu))
+        if handle is None:
+            return None
+        lists = {
+            kind: nvml.ask(
+                partial(read_processes, name=f"nvmlDeviceGet{kind}RunningProcesses_v3", handle=handle), str(gpu)
+            )
+            for kind in ("Compute", "Graphics", "MPSCompute")
+        }
+    except NotFound:
+        return None
+    if lists["Compute"] is None:
+        return None
+    pids = {kind: {row[0]: row[1] for row in rows or ()} for kind, rows in lists.items()}
+    return tuple(
+        GpuProcess(
+            pid=pid,
+            compute=pid in pids["Compute"],
+            graphics=pid in pids["Graphics"],
+            mps=pid in pids["MPSCompute"],
+            gpu_instance_id=mig.gpu_instance_id,
+            compute_instance_id=mig.compute_instance_id,
+            memory_used_bytes=pids["Compute"].get(pid),
+        )
+        for pid in sorted({pid for known in pids.values() for pid in known})
+    )

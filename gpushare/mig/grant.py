@@ -1,0 +1,458 @@
+"""Granting a named MIG instance to users, by the capability nodes of it and of its compute instances.
+
+By default every local user may use every instance: their nodes are 0444. One user gets the nodes as their owner (0400),
+several by an access control list. nvidia-modprobe would put a node back at its next use, so it is told to leave them
+alone first (``DeviceFileModify: 0``). All of it goes with the instance; the grant is kept with its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
+from gpushare.mig.driver import MigReader
+from gpushare.mig.names import NamedInstance, check_name, names_changed, names_of
+from gpushare.mig.places import unknown_name
+from gpushare.mig.target import need_name
+from gpushare.plan import Plan, Step
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.plan import Created, GpuPlan
+
+
+_CLOSED: Final = 0o400
+_STILL_OPEN: Final = (
+    "/dev/nvidiaN, nvidiactl and nvidia-uvm stay open to everybody: CUDA needs them; they give no instance"
+)
+_RUNNING: Final = "programs that are in the instance already stay in it"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One node of an instance: ``title`` is what people call its instance."""
+
+    title: str
+    minor: int
+    place: tuple[int, int | None]
+    capability: Capability
+
+
+def plan_grant(host: Host, name: str, user: str) -> Plan:
+    """Return the plan that lets a user, besides those who have it already, and nobody else use a named instance.
+
+    Raises:
+        BadUsage: it is no name, but a UUID, an id or a place.
+        NotFound: no such name, user or instance.
+        NotSupported: the driver shows no capabilities.
+        GpushareError: NVML does not answer.
+    """
+    named = _named(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
+    granted = user_name(user_id(user))
+    users = tuple(dict.fromkeys((*named.users, granted)))
+    nodes = _nodes(host, named)
+    if not nodes:
+        raise _no_instance(named)
+    # Noted first: killed before the nodes are his, it is known whose they are to be, and this completes it.
+    steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
+    return Plan(
+        title=f"grant {name} to {granted}",
+        steps=tuple(steps),
+        undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)}",
+        notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
+    )
+
+
+def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
+    """Return the plan that takes a user's grant, or every grant, back; without one the instance is everybody's again.
+
+    Raises:
+        BadUsage: it is no name, but a UUID, an id or a place.
+        NotFound: no such name, or the user has no grant on it.
+        GpushareError: NVML does not answer.
+    """
+    named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
+    # A user that was removed from the machine since has only its name left.
+    gone = named.users if user is None else tuple(one for one in named.users if one in {user, _known(user)})
+    if user is not None and not gone:
+        have = ", ".join(named.users) or "nobody in particular"
+        raise NotFound(
+            f"'{user[:60]}' has no grant on '{name}': it is granted to {have}",
+            "see the grants: gpushare mig status",
+            code="not_granted",
+        )
+    users = tuple(one for one in named.users if one not in gone)
+    nodes: list[_Node] = []
+    # Where the driver shows no capabilities (any more), only the record is left to change.
+    with contextlib.suppress(NotSupported):
+        nodes = _nodes(host, named)
+    # Noted last: killed before, it is still known that there is something to take back. Without a grant, too: a node
+    # that is closed is one that an older gpushare had not noted yet when it was killed.
+    steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)]
+    notes = [_RUNNING] if steps else [f"{name} is granted to nobody in particular; nothing to do"]
+    if steps and not users:
+        notes.append(f"then every local user may use {name}")
+    return Plan(
+        title=f"revoke {name}" if user is None else f"revoke {name} from {user}",
+        steps=tuple(steps),
+        undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(one)}" for one in gone) or None,
+        notes=tuple(notes),
+    )
+
+
+def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]:
+    """Return the steps that give instances of these names, as they are now, to the users they are granted to.
+
+    For after a re-creation, which opens an instance to everybody: call it when the instances are there again. Names
+    without a grant, or without an instance now, take no step. A user that the machine has no more counts as nobody:
+    the instance is closed to all others still.
+
+    Raises:
+        NotSupported: the driver shows no capabilities, so the grant cannot be had.
+        GpushareError: NVML does not answer.
+    """
+    granted = [named for named in names if named.users]
+    return tuple(step for named in granted for step in _node_steps(host, _nodes(host, named), named.users))
+
+
+def _named(host: Host, name: str) -> NamedInstance:
+    known = names_of(host)
+    named = known.get(name)
+    if named is None:
+        raise unknown_name(name, known)
+    return named
+
+
+def _no_instance(named: NamedInstance) -> NotFound:
+    return NotFound(
+        f"'{named.name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
+        "see which are there: gpushare mig status",
+        code="no_instance",
+    )
+
+
+def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
+    """Return the nodes of a named instance, its own first; none when there is no such instance now."""
+    gpu = next((one for one in host.nvml.identities() if one.uuid == named.gpu_uuid), None)
+    if gpu is None or gpu.error is not None or not gpu.mig_enabled:
+        return []
+    wanted = (named.profile, named.start)
+    found = [one for one in MigReader(host.nvml).layout(gpu).instances if (one.profile.name, one.start) == wanted]
+    minor = host.nvml.minor_number(gpu.index)
+    if not found or minor is None:
+        return []
+    capabilities = host.capabilities.of_gpu(minor)
+    places = [(found[0].id, None), *((found[0].id, one.id) for one in found[0].compute)]
+    missing = [place for place in places if place not in capabilities]
+    if missing:
+        raise NotSupported(
+            f"the driver shows no capability of {named.name} below /proc/driver/nvidia/capabilities",
+            "access per instance needs nv_cap_enable_devfs=1 of the module nvidia; in a container: run it on the host",
+            gpu=str(gpu.index),
+            code="no_capabilities",
+        )
+    return [_Node(_title(named.name, place), minor, place, capabilities[place]) for place in places]
+
+
+def _title(name: str, place: tuple[int, int | None]) -> str:
+    return f"{name} (GPU instance {place[0]}" + (")" if place[1] is None else f", compute instance {place[1]})")
+
+
+def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> list[Step]:
+    steps: list[Step] = []
+    for node in nodes:
+        wanted = _access_of(users, node.capability)
+        free = not users
+        now = host.capabilities.access(node.capability)
+        closing = [] if node.capability.modify == free else [_modify_step(host, node, modify=free)]
+        changing = [] if now == wanted else [_access_step(host, node, now, wanted, users)]
+        # Left alone first, then changed; on the way back nvidia-modprobe may have it when it is as it gives it.
+        steps += [*changing, *closing] if free else [*closing, *changing]
+    return steps
+
+
+def _access_of(users: Sequence[str], capability: Capability) -> NodeAccess:
+    ids = sorted({uid for uid in map(_known_id, users) if uid is not None})
+    if not users:
+        return NodeAccess(mode=capability.mode)
+    # One needs no access control list, which not every file system of /dev has.
+    return NodeAccess(owner=ids[0], mode=_CLOSED) if len(ids) == 1 else NodeAccess(mode=_CLOSED, users=tuple(ids))
+
+
+def _known_id(user: str) -> int | None:
+    try:
+        return user_id(user)
+    except NotFound:
+        return None
+
+
+def _known(user: str) -> str:
+    uid = _known_id(user)
+    return user if uid is None else user_name(uid)
+
+
+def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
+    def write(wanted: bool) -> Callable[[], None]:  # noqa: FBT001
+        def act() -> None:
+            _need_root(host)
+            if wanted is False and host.capabilities.access(node.capability) is None:
+                # Nobody used it yet, and nvidia-modprobe makes no node that it must leave alone.
+                host.programs.run(["nvidia-modprobe", "-f", node.capability.path])
+            host.capabilities.set_modify(node.capability, modify=wanted)
+            held = host.capabilities.read(node.minor, *node.place)
+            if held is None or held.modify is not wanted:
+                raise _not_held(node.capability.path, modify_line(modify=wanted).strip())
+
+        return act
+
+    return Step(
+        what=f"let nvidia-modprobe {'see to' if modify else 'leave'} the node of {node.title}{'' if modify else ' alone'}",
+        command=_echo(node.capability, modify=modify),
+        undo=_echo(node.capability, modify=not modify),
+        do=write(modify),
+        revert=_reverting(host, node, write(not modify)),
+    )
+
+
+def _reverting(host: Host, node: _Node, back: Callable[[], None]) -> Callable[[], None]:
+    def revert() -> None:
+        # A step that failed before it changed anything (no root) has nothing to undo.
+        held = host.capabilities.read(node.minor, *node.place)
+        if held is not None and held.modify is not node.capability.modify:
+            back()
+
+    return revert
+
+
+def _access_step(host: Host, node: _Node, now: NodeAccess | None, wanted: NodeAccess, users: Sequence[str]) -> Step:
+    before = now or NodeAccess(mode=node.capability.mode)
+
+    def give(access: NodeAccess) -> None:
+        _need_root(host)
+        host.capabilities.set_access(node.capability, access)
+        if host.capabilities.access(node.capability) != access:
+            raise _not_held(node.capability.node, f"mode {access.mode:04o}")
+
+    def back() -> None:
+        if host.capabilities.access(node.capability) not in {before, None}:
+            give(before)
+
+    whom = "everybody" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
+    return Step(
+        what=f"open {node.title} to {whom}",
+        command=_commands(node.capability, before, wanted),
+        undo=_commands(node.capability, wanted, before),
+        do=lambda: give(wanted),
+        revert=back,
+    )
+
+
+def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, root: bool = False) -> list[Step]:
+    if named.users == users:
+        return []
+
+    def write(wanted: tuple[str, ...]) -> None:
+        if root:
+            # What is to follow needs it: a record alone would tell of a grant that is none.
+            _need_root(host)
+        with names_changed(host) as names:
+            # Root may grant by a name that another directory holds: it is kept in its own.
+            names[named.name] = replace(names.get(named.name, named), users=wanted)
+
+    def back() -> None:
+        if names_of(host).get(named.name) != named:
+            write(named.users)
+
+    path = shlex.quote(str(host.state_directory / "mig-names.json"))
+    return [
+        Step(
+            what=f"keep with the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
+            command=f"write {shlex.quote(str(path))}",
+            undo=f"write {shlex.quote(str(path))}",
+            do=lambda: write(users),
+            revert=back,
+        )
+    ]
+
+
+def _echo(capability: Capability, *, modify: bool) -> str:
+    return f"echo '{modify_line(modify=modify).strip()}' | sudo tee {shlex.quote(str(capability.path))}"
+
+
+def _commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) -> str:
+    node = capability.node
+    # chmod would change the mask of a list that stays.
+    lines = [f"sudo setfacl -b {node}"] if before.users else []
+    lines += [f"sudo chmod {wanted.mode:04o} {node}"]
+    if wanted.owner != before.owner:
+        lines.append(f"sudo chown {shlex.quote(user_name(wanted.owner))}:root {node}")
+    if wanted.users:
+        lines.append(f"sudo setfacl {' '.join(f'-m u:{user_name(uid)}:r' for uid in wanted.users)} {node}")
+    return "\n".join(lines)
+
+
+def _need_root(host: Host) -> None:
+    if host.uid != 0:
+        raise NoPermission(
+            "changing who may use a MIG instance needs root",
+            "run it as root: sudo gpushare ...; or look first: --dry-run",
+        )
+
+
+def _not_held(path: str, wanted: str) -> GpushareError:
+    return OperationFailed(
+        f"{path} was changed, but does not hold {wanted}", f"see: ls -l {shlex.quote(str(path))}", code="not_held"
+    )
+
+
+def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:
+    """Return the names of what plans create: ``name`` for one instance, ``name-1`` ... for several.
+
+    A name whose instance does not exist any more may be given anew.
+
+    Raises:
+        BadUsage: no name, or one that is given already.
+    """
+    made = [(plan, new) for plan in plans for new in plan.created]
+    words = [name] if len(made) == 1 else [f"{name}-{number}" for number in range(1, len(made) + 1)]
+    check_name(name)
+    there = {(plan.uuid, one.profile.name, one.start) for plan in plans for one in plan.kept}
+    looked_at = {plan.uuid for plan in plans}
+    for word in words:
+        one = names_of(host).get(check_name(word))
+        if one is None:
+            continue
+        if one.gpu_uuid not in looked_at or (one.gpu_uuid, one.profile, one.start) in there:
+            raise name_taken(one, {plan.uuid: plan.gpu for plan in plans})
+    return [_new_name(word, plan, new) for word, (plan, new) in zip(words, made, strict=True)]
+
+
+def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
+    """Return the error for a name that is given; ``indices`` are those of the GPUs that were looked at, by UUID."""
+    index = indices.get(one.gpu_uuid)
+    where = one.gpu_uuid if index is None else f"GPU {index}"
+    return BadUsage(
+        f"the name '{one.name}' is given to {one.profile}:{one.start} of {where}",
+        f"choose another, or forget it: gpushare mig name --forget {one.name}",
+        code="name_taken",
+    )
+
+
+def _new_name(word: str, plan: GpuPlan, new: Created) -> NamedInstance:
+    return NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.placement.start)
+
+
+def bind_step(host: Host, one: NamedInstance, gpu: int) -> Step:
+    """Return the step that binds a name; ``gpu`` is the index of its GPU."""
+    before: list[NamedInstance] = []
+
+    def act() -> None:
+        with names_changed(host) as names:
+            before.extend(filter(None, [names.get(one.name)]))
+            names[one.name] = one
+
+    def back() -> None:
+        with names_changed(host) as names:
+            names.pop(one.name, None)
+            names.update({old.name: old for old in before})
+
+    return Step(
+        what=f"name {one.profile}:{one.start} on GPU {gpu} '{one.name}'",
+        command=f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}",
+        undo=f"gpushare mig name --forget {one.name}",
+        do=act,
+        revert=back,
+    )
+
+
+def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
+    """Return the step that forgets a name; ``gpu`` is the index of its GPU, where that is known."""
+
+    def act() -> None:
+        with names_changed(host) as names:
+            if names.pop(one.name, None) is None and one.name in names_of(host):
+                raise NoPermission(f"the name '{one.name}' was given by root", "run it as root: sudo gpushare ...")
+
+    def back() -> None:
+        with names_changed(host) as names:
+            names.setdefault(one.name, one)
+
+    return Step(
+        what=f"forget the name '{one.name}' ({one.profile}:{one.start})",
+        command=f"gpushare mig name --forget {one.name}",
+        undo=f"gpushare mig name {one.name} {one.profile}:{one.start}" + ("" if gpu is None else f" -g {gpu}"),
+        do=act,
+        revert=back,
+    )
+
+
+def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
+    """Return what a change means for the names that exist.
+
+    A name whose instance goes and does not come back is forgotten; one whose instance is made again, perhaps after a
+    reboot, gets its grants again.
+    """
+    steps = []
+    for plan in plans:
+        gone = {(one.instance.profile.name, one.instance.start) for one in plan.destroyed if one.whole}
+        made = {(one.profile.name, one.placement.start) for one in plan.created}
+        for one in names_of(host).values():
+            place = (one.profile, one.start)
+            if one.gpu_uuid != plan.uuid or place not in gone | made:
+                continue
+            if place not in made:
+                steps.append(forget_step(host, one, plan.gpu))
+            elif one.users:
+                steps.append(_grant_step(host, one))
+    return steps
+
+
+def regrant(host: Host, gpu_uuid: str) -> list[str]:
+    """Give what is named on a GPU to the users that it is granted to, where that is lost; return what failed."""
+    failed = []
+    for one in names_of(host).values():
+        if one.gpu_uuid != gpu_uuid or not one.users:
+            continue
+        try:
+            for step in plan_reapply(host, [one]):
+                step.do()
+        except GpushareError as error:
+            failed.append(f"the grant of '{one.name}': {error.message}")
+    return failed
+
+
+def forget(host: Host, names: Collection[str]) -> None:
+    """Forget names, those that there are."""
+    if names:
+        with names_changed(host) as known:
+            for name in names:
+                known.pop(name, None)
+
+
+def _grant_step(host: Host, one: NamedInstance) -> Step:
+    users = ", ".join(one.users)
+    done: list[Step] = []
+
+    def act() -> None:
+        # Only now the instance is there, with nodes of its own.
+        for step in plan_reapply(host, [one]):
+            done.append(step)
+            step.do()
+
+    def back() -> None:
+        for step in reversed(done):
+            if step.revert is not None:
+                step.revert()
+
+    return Step(
+        what=f"grant '{one.name}' to {users} again",
+        command="\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users),
+        undo=None,
+        do=act,
+        revert=back,
+    )

@@ -1,0 +1,194 @@
+"""Who holds a GPU or a MIG instance besides those in NVML's process lists: by an open device node (``fuser -v``).
+
+Such a process blocks the destruction of an instance, a reset, and on Hopper and later the first GPU instance. Only root
+sees all of them. What cannot be read is absent: none of this ever fails a command.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from gpushare.errors import GpushareError
+from gpushare.model import Holder
+
+if TYPE_CHECKING:
+    from gpushare.host.capabilities import Place
+    from gpushare.host.claims import Claim
+    from gpushare.host.host import Host
+    from gpushare.host.process import OpenFiles
+    from gpushare.model import Gpu
+
+_PREFIX: Final = "/dev/nvidia"
+# What a `Holder` holds that has claimed an instance; older than claims, and part of the JSON.
+CLAIM: Final = "lease"
+
+
+class Remedy(NamedTuple):
+    """How a known holder is made to let go; ``names`` are beginnings of process names."""
+
+    names: tuple[str, ...]
+    what: str
+
+
+REMEDIES: Final = (
+    # github.com/NVIDIA/DCGM issues 95 and 276: NVML handles of nv-hostengine keep a GPU instance in use.
+    Remedy(("nv-hostengine", "dcgm-hostengine"), "sudo systemctl stop nvidia-dcgm"),
+    # The exporter runs the same engine in itself: as a container, or as a pod of the GPU operator.
+    Remedy(("dcgm-exporter",), "stop dcgm-exporter: its container, or its pod on this node"),
+    # github.com/NVIDIA/gpu-operator issue 118: it blocks a reset.
+    Remedy(("nvidia-persiste",), "sudo systemctl stop nvidia-persistenced, and start it again after the change"),
+    # MIG User Guide, "Enable MIG Mode", and gpu-clients.yaml of NVIDIA's mig-parted: DGX systems run it.
+    Remedy(("nvsm",), "sudo systemctl stop nvsm"),
+    # MIG User Guide: no display server on a GPU that changes its mode.
+    Remedy(("Xorg", "Xwayland", "X", "gdm", "gnome-shell", "sddm", "kwin"), "sudo systemctl isolate multi-user.target"),
+    # Slurm FAQ: hwloc's OpenCL look opens the GPUs.
+    Remedy(("slurmstepd", "slurmd"), "set HWLOC_COMPONENTS=-opencl for slurmd and restart it"),
+    # NVIDIA's forum, GH200: a profiler's allocations make the first GPU instance fail.
+    Remedy(("nsys", "nsight", "ncu"), "end the profiler: nsys shutdown, or close its window"),
+    # HGX systems: no reset of a GPU while it runs.
+    Remedy(("nv-fabricmanage",), "sudo systemctl stop nvidia-fabricmanager, and start it again after the change"),
+    # github.com/NVIDIA/go-nvml issue 146; kubernetes device plugins hold NVML as the monitors do.
+    Remedy(("nvidia-device-p", "gpu-feature-dis"), "stop the NVIDIA device plugin on this node"),
+    Remedy(("nvidia-smi", "nvtop", "nvitop", "gpustat"), "end it: it looks at the GPU again and again"),
+    Remedy(("nvidia-cuda-mps",), "stop the daemon: gpushare mps stop; see: gpushare mps status"),
+)
+
+
+def look(host: Host) -> OpenFiles:
+    """Return who has which NVIDIA device nodes open; one look serves several GPUs. ``complete`` needs root."""
+    from gpushare.host.process import OpenFiles
+
+    try:
+        return host.processes.open_files(_PREFIX)
+    except (GpushareError, OSError):
+        return OpenFiles(by_pid={}, complete=False)
+
+
+def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[Place, tuple[Holder, ...]]:
+    """Return who has the capability nodes of a GPU's instances open, and is not in ``gpu.processes`` for them.
+
+    By GPU instance id and compute instance id; None is the GPU instance's own node. Nobody: no entry. ``files`` is
+    an earlier `look`.
+    """
+    minor = _minor(host, gpu)
+    if minor is None:
+        return {}
+    try:
+        capabilities = host.capabilities.of_gpu(minor)
+    except (GpushareError, OSError):
+        return {}
+    if not capabilities:
+        return {}
+    files = files or look(host)
+    found = {}
+    for place, capability in capabilities.items():
+        pids = set(files.holders_of(capability.node)) - _listed(gpu, place)
+        holders = _described(host, pids, capability.node)
+        if holders:
+            found[place] = holders
+    return found
+
+
+def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[Holder, ...]:
+    """Return who has ``/dev/nvidiaN`` of a GPU open and is not in ``gpu.processes``; ``files`` is an earlier `look`."""
+    minor = _minor(host, gpu)
+    if minor is None:
+        return ()
+    node = f"{_PREFIX}{minor}"
+    pids = set((files or look(host)).holders_of(node)) - {one.pid for one in gpu.processes or ()}
+    return _described(host, pids, node)
+
+
+def claimed_instances(host: Host) -> dict[str, Holder] | None:
+    """Return who has claimed which MIG instance (`gpushare run --mig`), by MIG UUID; None: it cannot be told.
+
+    A claim keeps others out, no more.
+    """
+    from gpushare.host.claims import live_claims
+
+    claims = live_claims(host)
+    if claims is None:
+        return None
+    return {key: holder_of(host, one) for key, one in claims.items() if key.startswith("MIG-")}
+
+
+def holder_of(host: Host, claim: Claim) -> Holder:
+    """Return the first living process of a claim; its user is the owner of the file."""
+    from gpushare.host.capabilities import user_name
+
+    info = host.processes.describe(claim.pid)
+    return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
+
+
+def named(host: Host, pids: Iterable[int], most: int = 4) -> str:
+    """Return processes for messages: ``7 (train.py, user alice: python3 train.py)``."""
+    pids = sorted(set(pids))
+    words = [_named(host, pid) for pid in pids[:most]]
+    return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
+
+
+def _named(host: Host, pid: int) -> str:
+    info = host.processes.describe(pid)
+    if info is None:
+        return str(pid)
+    facts = ", ".join(filter(None, [info.name, f"user {info.user}" if info.user else None]))
+    command = " ".join(info.command_line or ())
+    return f"{pid} ({facts or 'unknown'}{f': {command[:80]}' if command else ''})"
+
+
+def blocking(holders: Iterable[Holder]) -> str:
+    """Return holders as one line: ``nv-hostengine (pid 812, root)``; each process once."""
+    once = {holder.pid: holder for holder in holders}
+    return ", ".join(
+        f"{one.name or 'a process'} ({', '.join(filter(None, [f'pid {one.pid}', one.user]))})" for one in once.values()
+    )
+
+
+def remedy(holders: Iterable[Holder]) -> str | None:
+    """Return how the known ones among holders are made to let go, in one line; None when none is known."""
+    return "; ".join(dict.fromkeys(one.what for holder in holders for one in _remedies_of(holder.name))) or None
+
+
+def _remedies_of(name: str | None) -> Sequence[Remedy]:
+    if name is None:
+        return ()
+    # One letter is a whole name, not a beginning.
+    return [
+        one
+        for one in REMEDIES
+        if any(name == known or (len(known) > 1 and name.startswith(known)) for known in one.names)
+    ][:1]
+
+
+def _minor(host: Host, gpu: Gpu) -> int | None:
+    if gpu.error is not None:
+        return None
+    try:
+        return host.nvml.minor_number(gpu.index)
+    except GpushareError:
+        return None
+
+
+def _listed(gpu: Gpu, place: Place) -> set[int]:
+    """Return who NVML lists in an instance; a process in a compute instance has its GPU instance open too."""
+    return {
+        one.pid
+        for one in gpu.processes or ()
+        if one.gpu_instance_id == place[0] and place[1] in {None, one.compute_instance_id}
+    }
+
+
+def _described(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]:
+    found = []
+    for pid in sorted(set(pids) - {os.getpid()}):
+        try:
+            info = host.processes.describe(pid)
+        except (GpushareError, OSError):
+            found.append(Holder(pid=pid, what=node))
+        else:
+            # None: it ended since the look.
+            if info is not None:
+                found.append(Holder(pid=pid, what=node, user=info.user, name=info.name))
+    return tuple(found)

@@ -1,0 +1,362 @@
+"""The journal of a MIG change: what was there, what is to be, and the step that was begun. It outlives a crash.
+
+``<run>/mig/journal.json``, beside the lock that every change holds from its plan to its end. A journal whose lock
+nobody holds is that of a change that died in the middle.
+
+Root and a user to whom mig/config is open have different run directories. So the device node of that capability, which
+both can open and nobody else can, is locked too. A journal is undone by the user whose it is.
+
+What could not be undone stays beside it, as ``not-restored-N.json``, until it is back or is accepted; a journal that
+cannot be read stays where it is, and in the way of every change, until it is set aside as ``set-aside-N.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError, OperationFailed
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.identity import Identity, boot_id, identity_of, lives, real_uid
+from gpushare.host.records import clear_leftovers, open_lock, read_understood, replace_file, sync_directory, writing
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.shape import Begun, GpuShape, Made, Proof
+
+
+SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEntry:
+    """One change: shapes by GPU, before and as planned, and the step that was begun last."""
+
+    title: str
+    pid: int
+    # When that process started, in clock ticks since boot; None in the journal of an older gpushare.
+    started: int | None = None
+    # Instances do not survive a reboot: what a journal of before it tells is over.
+    boot_id: str | None
+    before: tuple[GpuShape, ...]
+    after: tuple[GpuShape, ...]
+    # The names that it gives.
+    names: tuple[str, ...] = ()
+    step: str | None = None
+    # What it has made; None in the journal of an older gpushare.
+    proof: Proof | None = None
+    # It was tried once to undo it, and the driver refused: who tries in vain again keeps it apart.
+    tried: bool = False
+    schema: int = SCHEMA
+
+
+def read_entry(path: Path) -> JournalEntry | None:
+    """Return the entry of a file; None: there is none, or it is of another boot, and over.
+
+    Raises:
+        ValueError: it cannot be understood; the message says why.
+    """
+    try:
+        raw = read_understood(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    if isinstance(raw, dict) and isinstance(raw.get("boot_id"), str) and raw["boot_id"] != boot_id():
+        return None
+    if isinstance(raw, dict) and isinstance(raw.get("schema"), int) and raw["schema"] > SCHEMA:
+        raise ValueError(f"it is a newer gpushare's (schema {raw['schema']})")
+    try:
+        return _entry_of(raw)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("it is not what gpushare writes") from None
+
+
+def _entry_of(raw: Any) -> JournalEntry:
+    # Not at the top: there is hardly ever a journal, and shapes bring the planner's types with them.
+    from gpushare.mig.shape import from_json, proof_from_json
+
+    before, after = (tuple(from_json(one) for one in raw[key]) for key in ("before", "after"))
+    # A change has both of each GPU.
+    if [one.uuid for one in before] != [one.uuid for one in after]:
+        raise ValueError("before and after tell of different GPUs")
+    names = tuple(str(name) for name in raw["names"])
+    entry = JournalEntry(
+        **{key: raw[key] for key in ("title", "pid", "boot_id", "step")},
+        started=raw.get("started"),
+        names=names,
+        before=before,
+        after=after,
+        proof=None if raw.get("proof") is None else proof_from_json(raw["proof"]),
+        tried=raw.get("tried") is True,
+    )
+    if type(raw["pid"]) is not int or type(raw.get("started")) not in {int, type(None)}:
+        raise TypeError("no process")
+    if not isinstance(raw["title"], str) or not all(isinstance(raw[key] or "", str) for key in ("boot_id", "step")):
+        raise TypeError("no text")
+    return entry
+
+
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC
+_WHAT: Final = "of the MIG journal"
+_UNWRITABLE: Final = "journal_unwritable"
+UNREADABLE: Final = "journal_unreadable"
+CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
+
+
+class Journal:
+    """The journal of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._directory = host.run_directory / "mig"
+        self._path = self._directory / "journal.json"
+        self._entry: JournalEntry | None = None
+        self._locks = [self._directory / "lock", *([] if host.is_simulated else [CONFIG_NODE])]
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float = 120.0) -> Iterator[None]:
+        """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
+
+        Raises:
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
+            NoPermission: the directory or the lock is not this user's.
+        """
+        make_private_directory(self._directory.parent)
+        make_private_directory(self._directory)
+        deadline = time.monotonic() + seconds
+        with contextlib.ExitStack() as held:
+            for path in self._locks:
+                if path.parent == self._directory:
+                    descriptor = open_lock(path, _WHAT, code=_UNWRITABLE)
+                else:
+                    try:
+                        descriptor = os.open(path, _READ)
+                    except OSError:
+                        # No such node before R450, or MIG was never used: then nobody else can change it either.
+                        continue
+                held.callback(os.close, descriptor)
+                _wait_for(descriptor, path, seconds, deadline)
+            # What a crash in the middle of a write left.
+            clear_leftovers(self._directory)
+            yield
+
+    def running(self) -> bool:
+        """Return whether a change is going on at this moment.
+
+        Whoever cannot open the lock, which is its owner's alone, reads in the journal which process changes MIG.
+        """
+        if not self._is_trusted():
+            return False
+        try:
+            descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except PermissionError:
+            return self._is_told()
+        except OSError:
+            return False
+        try:
+            # Shared, so that two who ask do not take each other for a change.
+            return not _lock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+    def _is_trusted(self) -> bool:
+        return is_trusted_directory(self._directory.parent, self._directory.name)
+
+    def _is_told(self) -> bool:
+        """Return whether the process that wrote the journal lives, and is the user's who owns it."""
+        try:
+            entry, owner = read_entry(self._path), os.lstat(self._path).st_uid
+        except (OSError, ValueError):
+            return False
+        if entry is None:
+            return False
+        if entry.started is None:
+            return real_uid(entry.pid) == owner
+        return lives(Identity(entry.pid, entry.started), owner)
+
+    def left(self) -> JournalEntry | None:
+        """Return the entry of a change that died in the middle; None: there is none, or one is going on.
+
+        Raises:
+            OperationFailed: as `begun`.
+        """
+        there = os.path.lexists(self._path) and self._is_trusted()
+        return None if not there or self.running() else self.begun()
+
+    def begun(self) -> JournalEntry | None:
+        """Return the entry that stands there; for who holds the lock.
+
+        Raises:
+            OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).
+        """
+        try:
+            return read_entry(self._path)
+        except ValueError as error:
+            raise OperationFailed(
+                f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}; what was being "
+                "changed cannot be known, so nothing is changed",
+                "look whether all is as it should be: gpushare mig status; then set the journal aside: "
+                "gpushare mig recover --forget",
+                code=UNREADABLE,
+            ) from None
+
+    def not_restored(self) -> list[tuple[Path, JournalEntry | None]]:
+        """Return the entries whose changes could not be undone, each with its file; None: it cannot be read."""
+        found: list[tuple[Path, JournalEntry | None]] = []
+        if not self._is_trusted():
+            return found
+        for path in sorted(self._directory.glob("not-restored-*.json")):
+            try:
+                entry = read_entry(path)
+            except ValueError:
+                found.append((path, None))
+            else:
+                found += [] if entry is None else [(path, entry)]
+        return found
+
+    def begin(
+        self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
+    ) -> None:
+        """Write down what is there and what is to be, before the first step.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
+        from gpushare.mig.shape import Proof
+
+        self._outdate(before)
+        me = identity_of(os.getpid())
+        self._entry = JournalEntry(
+            title=title,
+            pid=os.getpid(),
+            started=None if me is None else me.started,
+            boot_id=boot_id(),
+            before=tuple(before),
+            after=tuple(after),
+            names=tuple(names),
+            proof=Proof(),
+        )
+        self._write(self._entry)
+
+    def _outdate(self, changing: Sequence[GpuShape]) -> None:
+        """Take from what is kept its proof for GPUs that change now: the driver gives ids again, to others too."""
+        from gpushare.mig.shape import Proof
+
+        gpus = {shape.uuid for shape in changing}
+        for path, entry in self.not_restored():
+            if entry is not None and entry.proof != Proof() and gpus & {shape.uuid for shape in entry.before}:
+                self._write(replace(entry, proof=Proof()), path)
+
+    @property
+    def proof(self) -> Proof | None:
+        """Return what the change has made until now."""
+        return None if self._entry is None else self._entry.proof
+
+    def note(self, step: str, begun: Begun | None = None) -> None:
+        """Write down the step that is begun now, on the disk before it acts; ``begun`` is what it is about to make.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
+        if self._entry is not None and self._entry.proof is not None:
+            self._entry = replace(self._entry, step=step, proof=self._entry.proof.with_begun(begun))
+            self._write(self._entry)
+
+    def made(self, one: Made) -> None:
+        """Write down what the driver has made, before anything else is done.
+
+        Raises:
+            OperationFailed: it cannot be written.
+        """
+        if self._entry is not None and self._entry.proof is not None:
+            # Known also when it cannot be written: a rollback asks.
+            self._entry = replace(self._entry, proof=self._entry.proof.with_made(one))
+            self._write(self._entry)
+
+    def refused(self) -> None:
+        """Write down that what was begun was not made: whatever appears there is another's."""
+        if self._entry is not None and self._entry.proof is not None:
+            self._entry = replace(self._entry, proof=self._entry.proof.with_begun(None))
+            # The rollback that follows knows; only one that dies, too, would not.
+            with contextlib.suppress(GpushareError):
+                self._write(self._entry)
+
+    def end(self) -> None:
+        """The change is done, or undone."""
+        self._entry = None
+        self.drop(self._path)
+
+    def give_up(self) -> None:
+        """The change is over, and not all of it could be undone: it is kept for `not_restored`.
+
+        Where it cannot be kept apart, it stands as one that was interrupted.
+        """
+        self._entry = None
+        with contextlib.suppress(GpushareError):
+            self._rename("not-restored")
+
+    def try_again(self, entry: JournalEntry) -> None:
+        """Keep the journal of a change whose undoing the driver refused: the next gpushare tries once more."""
+        with contextlib.suppress(GpushareError):
+            self._write(replace(entry, tried=True))
+
+    def set_aside(self) -> Path:
+        """Put a journal that cannot be read out of the way, and return where; for who holds the lock.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be moved.
+        """
+        return self._rename("set-aside")
+
+    def drop(self, path: Path) -> None:
+        """Remove an entry that is over; for who holds the lock.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be removed.
+        """
+        if os.path.lexists(path):
+            with writing(path, _WHAT, code=_UNWRITABLE):
+                path.unlink(missing_ok=True)
+                sync_directory(self._directory)
+
+    def _rename(self, name: str) -> Path:
+        target = next(path for n in itertools.count(1) if not os.path.lexists(path := self._named(name, n)))
+        with writing(self._path, _WHAT, code=_UNWRITABLE):
+            self._path.rename(target)
+            sync_directory(self._directory)
+        return target
+
+    def _named(self, name: str, number: int) -> Path:
+        return self._directory / f"{name}-{number}.json"
+
+    def _write(self, entry: JournalEntry, path: Path | None = None) -> None:
+        with writing(path or self._path, _WHAT, code=_UNWRITABLE):
+            replace_file(path or self._path, json.dumps(asdict(entry)), durable=True)
+
+
+def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:
+    while not _lock(descriptor):
+        if time.monotonic() > deadline:
+            raise OperationFailed(
+                f"another gpushare has been changing MIG for {seconds:g} s",
+                f"see which: fuser -v {shlex.quote(str(path))}",
+                code="locked",
+            )
+        time.sleep(0.02)
+
+
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

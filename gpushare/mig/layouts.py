@@ -1,0 +1,103 @@
+"""The MIG layouts of GPUs with everything that a change must know: names, and all who hold an instance."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpushare.errors import GpushareError, NoPermission
+from gpushare.mig.daemons import idle_daemon_pids
+from gpushare.mig.driver import HIDDEN, MigReader
+from gpushare.mig.holders import claimed_instances, instance_holders, look
+from gpushare.mig.names import NamedInstance, names_of
+from gpushare.mig.profile import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpushare.host.host import Host
+    from gpushare.host.process import OpenFiles
+    from gpushare.mig.profile import ComputeInstance, GpuInstance
+    from gpushare.model import Gpu, GpuProcess, Holder
+
+
+def layouts_of(host: Host, gpus: Sequence[Gpu], hidden: dict[int, GpushareError] | None = None) -> list[Layout]:
+    """Return the layouts of GPUs (with their processes): what NVML tells, names, open files, leases.
+
+    Our own MPS daemons without a client hold nothing that matters: a change stops them first.
+
+    ``hidden`` gets the GPUs whose instances the driver does not tell, with the error: their layouts stand there empty.
+
+    Raises:
+        NoPermission: the driver does not tell the instances of one, and there is no ``hidden``.
+        GpushareError: NVML does not answer.
+    """
+    reader, names = MigReader(host.nvml), names_of(host)
+    # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
+    claims = claimed_instances(host)
+    leases = None if claims is None else {uuid: one for uuid, one in claims.items() if one.pid != os.getpid()}
+    # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
+    blind = host.processes.namespace_is_host() is False
+    found, files = [], None
+    for gpu in gpus:
+        try:
+            layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
+        except NoPermission as error:
+            if hidden is None or error.code != HIDDEN:
+                raise
+            hidden[gpu.index] = error
+            layout = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=())
+        if layout.instances:
+            files = files or look(host)
+            seen = _Seen(host, gpu, names, leases, files)
+            layout = replace(layout, instances=tuple(seen.instance(one) for one in layout.instances))
+        found.append(layout)
+    return found
+
+
+class _Seen:
+    """What is known of one GPU beside NVML."""
+
+    def __init__(
+        self,
+        host: Host,
+        gpu: Gpu,
+        names: Mapping[str, NamedInstance],
+        leases: Mapping[str, Holder] | None,
+        files: OpenFiles,
+    ) -> None:
+        self._host, self._gpu, self._leases = host, gpu, leases
+        self._names = {(one.profile, one.start): one for one in names.values() if one.gpu_uuid == gpu.uuid}
+        self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
+
+    def instance(self, one: GpuInstance) -> GpuInstance:
+        named = self._names.get((one.profile.name, one.start))
+        return replace(
+            one,
+            name=None if named is None else named.name,
+            granted=() if named is None else named.users,
+            holders=self._joined(one.holders, self._held.get((one.id, None), ())),
+            compute=tuple(self._compute(one.id, part) for part in one.compute),
+        )
+
+    def _compute(self, instance: int, one: ComputeInstance) -> ComputeInstance:
+        lease = None if self._leases is None else self._leases.get(one.uuid or "")
+        more = (*self._held.get((instance, one.id), ()), *([] if lease is None else [lease]))
+        return replace(one, holders=self._joined(one.holders, more))
+
+    def _joined(
+        self, told: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
+    ) -> tuple[GpuProcess | Holder, ...] | None:
+        # Who may have claimed it is not known either.
+        if told is None or self._leases is None:
+            return None
+        return tuple(self._named(one) for one in (*told, *more) if one.pid not in self._idle)
+
+    def _named(self, one: GpuProcess | Holder) -> GpuProcess | Holder:
+        """NVML tells numbers only."""
+        if one.name is not None:
+            return one
+        info = self._host.processes.describe(one.pid)
+        return one if info is None else replace(one, name=info.name, user=info.user)

@@ -1,0 +1,290 @@
+"""Which MIG instance a name or a profile means, verified against the driver.
+
+A MIG UUID is a locator: after a change an instance of another size may have it. So nothing here trusts a UUID that it
+has not just read together with the profile and the first memory slice.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported
+from gpushare.mig.driver import MigReader
+from gpushare.mig.names import NamedInstance, names_of
+from gpushare.mig.wish import Request, find_profile, parse_wish
+from gpushare.selection import Device, select_for_change
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.mig.profile import ComputeInstance, GpuInstance
+    from gpushare.model import Gpu, MigInstance
+
+_UUID: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)", re.ASCII | re.IGNORECASE)
+_IDS: Final = re.compile(r"\d+/\d+(/\d+)?", re.ASCII)
+# A name begins with a letter, a profile or its id with a digit; "MIG 1g.10gb" is how the driver prints it.
+_PROFILE: Final = re.compile(r"(mig[\s-]+)?\d", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One MIG device where it was just seen: a compute instance in its GPU instance."""
+
+    gpu: Gpu
+    instance: GpuInstance
+    compute: ComputeInstance
+    mig: MigInstance
+    name: str | None = None
+
+    @property
+    def device(self) -> Device:
+        """Return it as a device to run on."""
+        return Device(gpu=self.gpu, mig=self.mig)
+
+    @property
+    def title(self) -> str:
+        """Return what people call it: ``1g.10gb:2 of GPU 0``, with its name if it has one."""
+        part = "" if self.compute.profile.slices == self.instance.profile.slices else f"{self.compute.profile.name}."
+        place = f"{part}{self.instance.profile.name}:{self.instance.start} of GPU {self.gpu.index}"
+        return place if self.name is None else f"{self.name} ({place})"
+
+    def same(self, other: Place) -> bool:
+        """Return whether the other is this instance still: place and size, not only the UUID."""
+        return _identity(self) == _identity(other)
+
+
+def _identity(place: Place) -> tuple[object, ...]:
+    one, part = place.instance, place.compute
+    return place.gpu.uuid, place.mig.uuid, one.id, one.profile.name, one.start, part.id, part.profile.slices
+
+
+def means_profile(text: str) -> bool:
+    """Return whether ``--mig`` was given a profile; otherwise it is a name.
+
+    Raises:
+        BadUsage: it is a MIG UUID, or ids.
+    """
+    word = text.strip()
+    if _UUID.fullmatch(word):
+        raise BadUsage(
+            f"'{word[:60]}' is a MIG UUID: at its place another instance may have it by now",
+            "give a profile or a name: --mig 1g.10gb, --mig train; an instance by its UUID is taken with -g",
+            code="bad_mig",
+        )
+    if _IDS.fullmatch(word):
+        raise BadUsage(
+            f"'{word[:60]}' is an id: another instance may get it",
+            f"give a profile or a name: --mig 1g.10gb, --mig train; a name is given by: gpushare mig name train {word[:60]}",
+            code="bad_mig",
+        )
+    return _PROFILE.match(word) is not None
+
+
+def unknown_name(name: str, known: Iterable[str]) -> NotFound:
+    """Return the error for a name that no instance has; it says the names that there are, or how to give this one."""
+    names = ", ".join(sorted(known)[:16])
+    hint = f"names: {names}" if names else f"give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
+    return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
+
+
+def named_places(host: Host, name: str) -> list[Place]:
+    """Return the MIG devices of the instance that a name means, by compute instance id.
+
+    Raises:
+        NotFound: no such name, or at its place is not (any more) what it means; the message says what is.
+        GpuLost: its GPU does not answer.
+        NoPermission: the driver lists no GPU instances for this user.
+    """
+    known = names_of(host)
+    named = known.get(name)
+    if named is None:
+        raise unknown_name(name, known)
+    gpus = host.nvml.sweep()
+    gpu = next((gpu for gpu in gpus if gpu.uuid == named.gpu_uuid), None)
+    if gpu is None:
+        # One that is lost tells not even its UUID.
+        gpu = next((gpu for gpu in gpus if gpu.error is not None and gpu.uuid is None), None)
+    if gpu is None:
+        raise NotFound(
+            f"{name} means {named.profile}:{named.start} of {named.gpu_uuid}, and that GPU is not on this host",
+            "see: gpushare status",
+            code="unknown_gpu",
+        )
+    if gpu.error is not None:
+        raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))
+    places = places_on(host, gpu)
+    found = [place for place in places if _means(named, place.instance)]
+    if not found:
+        raise _not_as_named(host, named, gpu)
+    return sorted(found, key=lambda place: place.compute.id)
+
+
+def _means(named: NamedInstance, instance: GpuInstance) -> bool:
+    return (instance.profile.name, instance.start) == (named.profile, named.start)
+
+
+def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
+    meant = f"{named.name} means {named.profile}:{named.start} of GPU {gpu.index}"
+    again = f"gpushare mig create -g {gpu.index} {named.profile}:{named.start}"
+    if not gpu.mig_enabled:
+        return NotFound(
+            f"{meant}, and MIG is off there",
+            f"turn it on and make it again: gpushare mig enable -g {gpu.index}; {again}",
+            gpu=str(gpu.index),
+            code="mig_off",
+        )
+    instances = MigReader(host.nvml).layout(gpu).instances
+    there = [one for one in instances if one.placement.mask >> named.start & 1]
+    if any(_means(named, one) for one in there):
+        ids = ", ".join(str(one.id) for one in there)
+        return NotFound(
+            f"{meant}, and that GPU instance has no compute instance: no program can use it",
+            f"make one: sudo nvidia-smi mig -i {gpu.index} -gi {ids} -cci",
+            gpu=str(gpu.index),
+            code="no_compute_instance",
+        )
+    instead = ", ".join(f"{one.profile.name}:{one.start}" for one in there) or "nothing"
+    return NotFound(
+        f"{meant}, and {instead} is there now",
+        f"see what is where: gpushare mig status; make it again: {again}",
+        gpu=str(gpu.index),
+        code="not_as_named",
+    )
+
+
+def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
+    """Return every MIG device of a profile that nobody has named, by GPU and place.
+
+    ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance.
+
+    Raises:
+        BadUsage: no profile, more than one of it, or one that fits several.
+        NotSupported: no GPU has MIG, or none this profile.
+        NotFound: MIG is off, or there is no such instance, or only named ones.
+    """
+    request = one_request(text)
+    capable = [one for one in _gpus(host, gpu) if one.mig_capable]
+    if not capable:
+        raise NotSupported("no MIG on these GPUs", "see: gpushare status; run in a share: --threads", code="no_mig")
+    on = [one for one in capable if one.mig_enabled]
+    found = [place for one in on for place in _of_profile(host, one, request)]
+    if not on:
+        _check_known(host, capable, request)
+        first = capable[0].index
+        raise NotFound(
+            f"MIG is off on GPU {', '.join(str(one.index) for one in capable)}",
+            f"turn it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
+            code="mig_off",
+        )
+    free_of_name = [place for place in found if place.name is None]
+    if not free_of_name:
+        _check_known(host, on, request)
+        raise _none(request, found, [one.index for one in on])
+    return free_of_name
+
+
+def one_request(text: str) -> Request:
+    """Return the one MIG device that a word asks for.
+
+    Raises:
+        BadUsage: it asks for none, or for several.
+    """
+    requests = parse_wish(text)
+    if len(requests) != 1 or requests[0].count != 1 or len(requests[0].compute) > 1:
+        raise BadUsage(
+            f"'{text[:60]}' asks for several instances; a program runs in one",
+            "give one profile: --mig 1g.10gb",
+            code="bad_count",
+        )
+    return requests[0]
+
+
+def _gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
+    gpus = host.nvml.sweep()
+    if gpu is None:
+        return [one for one in gpus if one.error is None]
+    devices = select_for_change(gpu, gpus)
+    if any(device.mig is not None for device in devices):
+        raise BadUsage(
+            "both an instance (-g) and a kind of instance (--mig) are named",
+            "give -g a GPU, or leave --mig away",
+            code="two_names",
+        )
+    return [device.gpu for device in devices]
+
+
+def _of_profile(host: Host, gpu: Gpu, request: Request) -> list[Place]:
+    places = places_on(host, gpu)
+    if not places:
+        return []
+    try:
+        wanted = find_profile(str(request.profile), MigReader(host.nvml).profiles(gpu.index)).name
+    except NotSupported:
+        # Another model's.
+        return []
+    return [place for place in places if place.instance.profile.name == wanted and _serves(place, request)]
+
+
+def _serves(place: Place, request: Request) -> bool:
+    slices = request.compute[0] if request.compute else place.instance.profile.slices
+    return place.compute.profile.slices == slices and request.start in {None, place.instance.start}
+
+
+def _check_known(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
+    """Raise unless one of the GPUs has such a profile."""
+    error: GpushareError | None = None
+    for gpu in gpus:
+        try:
+            find_profile(str(request.profile), MigReader(host.nvml).profiles(gpu.index))
+        except NotSupported as unknown:
+            error = error or unknown
+        else:
+            return
+    # Up to driver 575 no profiles are listed while MIG is off: nothing is known then.
+    if error is not None and any(MigReader(host.nvml).profiles(gpu.index) for gpu in gpus):
+        raise error
+
+
+def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotFound:
+    where = f"GPU {', '.join(map(str, gpus))}"
+    make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
+    if named:
+        names = ", ".join(sorted({place.name or "" for place in named}))
+        return NotFound(
+            f"every {request.one} of {where} has a name, and is kept for who names it: {names}",
+            f"run in it: --mig {min(place.name or '' for place in named)}; or make another: {make}",
+            code="no_instance",
+        )
+    return NotFound(
+        f"there is no MIG instance {request.one} on {where}",
+        f"make one: {make}; see: gpushare mig status",
+        code="no_instance",
+    )
+
+
+def places_on(host: Host, gpu: Gpu) -> list[Place]:
+    """Return every MIG device of a GPU with the name of its instance, by place.
+
+    Raises:
+        NoPermission: there are some, but the driver does not tell this user where.
+    """
+    if not gpu.mig_enabled or not gpu.mig_instances:
+        return []
+    instances = MigReader(host.nvml).layout(gpu).instances
+    by_uuid = {mig.uuid: mig for mig in gpu.mig_instances}
+    names = {(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()}
+    return [
+        Place(
+            gpu=gpu,
+            instance=one,
+            compute=part,
+            mig=by_uuid[part.uuid],
+            name=names.get((gpu.uuid or "", one.profile.name, one.start)),
+        )
+        for one in sorted(instances, key=lambda instance: instance.start)
+        for part in sorted(one.compute, key=lambda compute: compute.id)
+        if part.uuid in by_uuid
+    ]

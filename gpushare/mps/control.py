@@ -1,0 +1,513 @@
+"""The conversation with nvidia-cuda-mps-control: one command language, asked through stdin.
+
+Commands as arguments exist only from driver 580 on and are ignored with exit 0 before; so stdin always.
+Its exit code is 0 for nearly every rejected command: each setter here reads back. Facts: NVIDIA's MPS
+guide, the man page, and the programs of drivers 535, 550 and 580.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.model import Priority
+from gpushare.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
+
+if TYPE_CHECKING:
+    from gpushare.host.program import Completed, Programs
+
+
+# Bounded: int() refuses numbers of thousands of digits, and a log line may hold anything.
+_MEMORY: Final = re.compile(r"^(\d{1,12})([MG])$", re.ASCII)
+_PID: Final = re.compile(r"^[1-9]\d{0,9}$", re.ASCII)
+# pid_t; Linux itself ends at 2^22.
+_LAST_PID: Final = 2**31 - 1
+# A server takes 60 clients, a host runs a handful of servers.
+_MOST_ROWS: Final = 4096
+_PERCENTAGE: Final = re.compile(r"^\d{1,12}(\.\d+)?$", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """One row of ``ps``: a client as the daemon knows it, PID in the daemon's PID namespace."""
+
+    pid: int
+    server_pid: int | None
+    device: str | None
+    command: str | None
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """One MPS server: its state, and the limits of the clients that start on it from now on."""
+
+    pid: int
+    status: str | None
+    threads_percent: float | None
+    memory_limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A daemon at one moment: defaults, servers, clients."""
+
+    threads_percent: float | None
+    priority: Priority | None
+    memory_limit_bytes: int | None
+    servers: tuple[ServerRow, ...]
+    clients: tuple[ClientRow, ...]
+
+
+def parse_ps(text: str) -> list[ClientRow]:
+    """Return the rows of ``ps``, found by the header's words.
+
+    ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580, one more column behind COMMAND from
+    595, often blank; COMMAND may hold blanks. Text without a header (``Server not found``) has no rows.
+    """
+    lines = text.splitlines()
+    titles = [line.split() for line in lines]
+    start = next((i for i, words in enumerate(titles) if words[:1] == ["PID"] and "COMMAND" in words), None)
+    if start is None:
+        return []
+    columns = {match.group(): match.start() for match in re.finditer(r"\S+", lines[start])}
+    names = titles[start][: titles[start].index("COMMAND")]
+    rows: list[ClientRow] = []
+    for line in lines[start + 1 :]:
+        words = line.split(maxsplit=len(names))
+        pid = _pid(words[0]) if len(words) >= len(names) else None
+        if pid is None:
+            continue
+        if len(rows) == _MOST_ROWS:
+            raise strange_reply(f"more than {_MOST_ROWS} clients")
+        cells = dict(zip(names, words, strict=False))
+        rows.append(
+            ClientRow(
+                pid=pid,
+                server_pid=_pid(cells.get("SERVER", "")),
+                device=cells.get("DEVICE"),
+                command=_command(line, columns),
+            )
+        )
+    return rows
+
+
+def _command(line: str, columns: Mapping[str, int]) -> str | None:
+    """Return the COMMAND of a row, with the columns of the header by name.
+
+    One that fills its column touches the next, which then cannot be told from it.
+    """
+    names = sorted(columns, key=lambda name: columns[name])
+    at = names.index("COMMAND")
+    last = list(re.finditer(r"\S+", line))[at - 1]
+    begin = last.start() + columns["COMMAND"] - columns[names[at - 1]]
+    # A cell that is wider than its column pushes the others to the right.
+    rest = line[begin:] if not line[last.end() : begin].strip() and begin > last.end() else line[last.end() :].lstrip()
+    if at + 1 < len(names):
+        width = columns[names[at + 1]] - columns["COMMAND"]
+        rest = rest[:width] if rest[width - 1 : width] == " " else rest
+    return " ".join(rest[:256].split()) or None
+
+
+def parse_pids(text: str) -> list[int]:
+    """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are no PIDs."""
+    pids = [pid for pid in (_pid(line.strip()) for line in text.splitlines()) if pid is not None]
+    if len(pids) > _MOST_ROWS:
+        raise strange_reply(f"{len(pids)} processes")
+    return pids
+
+
+def _pid(text: str) -> int | None:
+    """Return a PID that kill(2) takes as one process, or None."""
+    return int(text) if _PID.match(text) and int(text) <= _LAST_PID else None
+
+
+def strange_reply(what: str) -> OperationFailed:
+    """Return the error for a reply that no MPS daemon gives."""
+    return OperationFailed(
+        f"the MPS daemon reports {what}: it is not believed",
+        "see whose it is: gpushare mps status",
+        code="strange_reply",
+    )
+
+
+def parse_memory(text: str) -> int | None:
+    """Return a printed memory limit in bytes (``10G``, ``512M``), or None when none is set."""
+    match = _MEMORY.match(text.strip())
+    return int(match.group(1)) * (GIB if match.group(2) == "G" else MIB) if match else None
+
+
+def parse_percentage(text: str) -> float | None:
+    """Return the last percentage that a reply prints (``25.0``), or None."""
+    numbers = [float(line) for line in map(str.strip, text.splitlines()) if _PERCENTAGE.match(line)]
+    return numbers[-1] if numbers and numbers[-1] <= 100.0 else None
+
+
+PROGRAM: Final = "nvidia-cuda-mps-control"
+SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
+# The kernel cuts the name of a process here.
+_NAME_LENGTH: Final = 15
+# The daemon puts "<dir>/control_privileged" into a socket address of 108 bytes.
+MAX_PIPE_DIRECTORY_BYTES: Final = 87
+# The one device that a daemon of ours sees (CUDA_VISIBLE_DEVICES holds one UUID) is its device 0.
+DEVICE: Final = "0"
+
+_TIMEOUT: Final = 5.0
+# Answered by every version with one number, whatever the daemon's state.
+_SENTINEL: Final = "get_default_active_thread_percentage"
+_CANNOT_SEND: Final = "Cannot send command"
+# Of what a daemon says of an error: it may be anybody's.
+_MOST_SAID: Final = 500
+# One server per user, or per named server: more than any host has.
+_MOST_SERVERS: Final = 64
+
+
+def is_server(name: str | None) -> bool:
+    """Return whether a process of this name (of ``/proc/PID/comm``, which may be cut) is an MPS server."""
+    return name is not None and name[:_NAME_LENGTH] == SERVER_PROGRAM[:_NAME_LENGTH]
+
+
+def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
+    """Return a reply without the answer to the closing question, and whether that answer is there.
+
+    ``least`` is how many lines the commands before it print at least.
+    """
+    lines = text.splitlines()
+    if len(lines) <= least or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
+        return text, False
+    return "".join(f"{line}\n" for line in lines[:-1]), True
+
+
+def _least_lines(command: str) -> int:
+    """Return how many lines commands print at least: the answer to such a question looks like the closing one."""
+    return sum(line.startswith(("get_default_active_thread", "get_active_thread")) for line in command.splitlines())
+
+
+def _step_aside() -> None:
+    """Wait 2 to 20 ms, differently each time, so that two who met do not meet again."""
+    time.sleep(0.002 + time.monotonic_ns() // 1000 % 18 / 1000)
+
+
+def _was_dropped(done: Completed) -> bool:
+    return _CANNOT_SEND in done.stderr or done.exit_code == 0
+
+
+class MpsControl:
+    """Talks to the daemon of one pipe directory."""
+
+    def __init__(
+        self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT, until: float | None = None
+    ) -> None:
+        """Talk to a daemon: ``seconds`` for each answer, ``until`` (monotonic) for all of them."""
+        self._programs, self._seconds, self._until = programs, seconds, until
+        self.pipe_directory = pipe_directory
+
+    def ask(self, command: str, *, timeout: float | None = None) -> str:
+        """Send one command (or several, one a line) and return what the daemon prints.
+
+        The daemon holds one conversation at a time: of two at once it drops one, in silence and with
+        exit 0, or with "Cannot send command" (seen on an H200, driver 580: a third of three at once).
+        So each conversation ends with a question that is always answered, and is held again without it.
+
+        Raises:
+            NotFound: no daemon answers at this pipe directory (code ``no_daemon``).
+            NoPermission: the daemon belongs to another user.
+            TimedOut: it does not answer within ``timeout`` seconds (code ``daemon_hangs``).
+        """
+        timeout = self._seconds if timeout is None else timeout
+        until = self._until or float("inf")
+        deadline = min(time.monotonic() + timeout, until)
+        while True:
+            left = min(timeout, max(0.05, until - time.monotonic()))
+            done = self._talk(f"{command}\n{_SENTINEL}\n", left, of=timeout)
+            reply, answered = without_sentinel(done.stdout, _least_lines(command))
+            if answered or not _was_dropped(done) or time.monotonic() > deadline:
+                break
+            _step_aside()
+        self._check(done, command)
+        if not answered:
+            raise OperationFailed(
+                f"the MPS daemon at {self.pipe_directory} dropped every try of '{command.splitlines()[0]}'",
+                "others talk to it all the time; see: gpushare mps logs --control",
+                code="mps_control",
+            )
+        return reply
+
+    def tell(self, command: str, *, timeout: float = _TIMEOUT) -> str:
+        """Send a command that must not be sent twice, or that nothing can follow; return what the daemon prints.
+
+        Sent again only when it surely did not arrive. Errors as `ask`.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            done = self._talk(f"{command}\n", timeout, of=timeout)
+            if _CANNOT_SEND not in done.stderr or time.monotonic() > deadline:
+                break
+            _step_aside()
+        self._check(done, command)
+        return done.stdout
+
+    def _talk(self, stdin: str, timeout: float, *, of: float) -> Completed:
+        try:
+            return self._programs.run(
+                [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
+            )
+        except TimedOut:
+            raise TimedOut(
+                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {of:g} s",
+                # By its directory: a daemon that hangs while it starts has no record yet.
+                f"end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
+                code="daemon_hangs",
+            ) from None
+
+    def _check(self, done: Completed, command: str) -> None:
+        said = done.text[:_MOST_SAID]
+        if "Cannot find MPS control daemon" in said:
+            raise NotFound(
+                f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start", code="no_daemon"
+            )
+        if "Insufficient privileges" in said or "Not enough privilege" in said or "Cannot authenticate" in said:
+            raise NoPermission(
+                f"the MPS daemon at {self.pipe_directory} belongs to another user and refuses '{command}'",
+                "ask its owner, or run as root: sudo gpushare ...",
+                code="not_your_daemon",
+            )
+        if done.exit_code != 0:
+            raise OperationFailed(
+                f"'{command}' failed at the MPS daemon: {said or f'exit code {done.exit_code}'}",
+                "see its log: gpushare mps logs",
+                code="mps_control",
+            )
+
+    def answers(self, timeout: float = _TIMEOUT) -> bool:
+        """Return whether a daemon answers; a hanging one raises TimedOut."""
+        try:
+            self.ask("get_default_active_thread_percentage", timeout=timeout)
+        except NotFound:
+            return False
+        return True
+
+    # -- defaults: for servers that start from now on --------------------------------------------------
+
+    def default_threads(self) -> float | None:
+        """Return the default active thread percentage."""
+        return parse_percentage(self.ask("get_default_active_thread_percentage"))
+
+    def set_default_threads(self, percent: float) -> None:
+        """Set the default active thread percentage and read it back.
+
+        Out of range the daemon prints the old value and exits 0; so the value read decides.
+
+        Raises:
+            OperationFailed: the daemon holds another value.
+        """
+        self.ask(f"set_default_active_thread_percentage {mps_percentage(percent)}")
+        self._same("active thread percentage", self.default_threads(), round(percent, 1))
+
+    def default_memory(self) -> str | None:
+        """Return the default pinned memory limit of the daemon's device as printed, or None when unset.
+
+        From 1024M up the daemon prints whole G, rounded down: the exact limit stands in the server's log.
+        """
+        return self.ask(f"get_default_device_pinned_mem_limit {DEVICE}").strip() or None
+
+    def set_default_memory(self, size_bytes: int) -> None:
+        """Set the default pinned memory limit, as whole M, and read it back.
+
+        Raises:
+            OperationFailed: the daemon holds another value.
+        """
+        self.ask(f"set_default_device_pinned_mem_limit {DEVICE} {mps_memory(size_bytes)}")
+        # Both forms are right: floored to G, as 535 to 580 print, or exact.
+        held = self.default_memory()
+        if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
+            self._same("pinned memory limit", held, mps_memory(size_bytes))
+
+    def clear_default_memory(self) -> None:
+        """Remove the default pinned memory limit (``0G`` clears it) and read back."""
+        self.ask(f"set_default_device_pinned_mem_limit {DEVICE} 0G")
+        self._same("pinned memory limit", self.default_memory(), None)
+
+    def default_priority(self) -> Priority | None:
+        """Return the default client priority."""
+        said = self.ask("get_default_client_priority").strip()
+        return Priority(int(said)) if said in {"0", "1"} else None
+
+    def set_default_priority(self, priority: Priority) -> None:
+        """Set the default client priority and read it back.
+
+        Raises:
+            OperationFailed: the daemon holds another value.
+        """
+        self.ask(f"set_default_client_priority {int(priority)}")
+        self._same("client priority", self.default_priority(), priority)
+
+    def _same(self, what: str, held: object, wanted: object) -> None:
+        if held != wanted:
+            raise OperationFailed(
+                f"the MPS daemon did not take the {what} {wanted}: it holds {'none' if held is None else held}",
+                "see its log: gpushare mps logs",
+                code="limit_not_held",
+            )
+
+    # -- servers and clients ---------------------------------------------------------------------------
+
+    def servers(self) -> list[int]:
+        """Return the PIDs of the MPS servers (``get_server_list``)."""
+        return parse_pids(self.ask("get_server_list"))
+
+    def server_status(self, server_pid: int) -> str | None:
+        """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone or driver 535 cannot tell."""
+        said = self.ask(f"get_server_status {server_pid}").splitlines()
+        return next((line.strip() for line in said if re.fullmatch(r"[A-Z_]+", line.strip())), None)
+
+    def server_threads(self, server_pid: int) -> float | None:
+        """Return the active thread percentage of a server, for clients that start from now on."""
+        return parse_percentage(self.ask(f"get_active_thread_percentage {server_pid}"))
+
+    def set_server_threads(self, server_pid: int, percent: float) -> None:
+        """Set the active thread percentage of a running server, for future clients, and read it back.
+
+        A running client keeps what it has (seen on an H200, driver 580).
+
+        Raises:
+            OperationFailed: the server holds another value.
+        """
+        self.ask(f"set_active_thread_percentage {server_pid} {mps_percentage(percent)}")
+        self._same("active thread percentage", self.server_threads(server_pid), round(percent, 1))
+
+    def server_memory(self, server_pid: int) -> str | None:
+        """Return the pinned memory limit of a server as printed, or None."""
+        said = self.ask(f"get_device_pinned_mem_limit {server_pid} {DEVICE}").strip()
+        return said if parse_memory(said) is not None else None
+
+    def set_server_memory(self, server_pid: int, size_bytes: int) -> None:
+        """Set the pinned memory limit of a running server, for future clients, and read it back.
+
+        Raises:
+            OperationFailed: the server holds another value.
+        """
+        self.ask(f"set_device_pinned_mem_limit {server_pid} {DEVICE} {mps_memory(size_bytes)}")
+        held = self.server_memory(server_pid)
+        if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
+            self._same("pinned memory limit", held, mps_memory(size_bytes))
+
+    def clear_server_memory(self, server_pid: int) -> None:
+        """Remove the pinned memory limit of a running server (``0G`` clears it), for future clients, and read back.
+
+        Raises:
+            OperationFailed: the server holds a limit.
+        """
+        self.ask(f"set_device_pinned_mem_limit {server_pid} {DEVICE} 0G")
+        held = self.server_memory(server_pid)
+        self._same("pinned memory limit", held if parse_memory(held or "") else None, None)
+
+    def overview(self) -> Overview:
+        """Return the daemon's state in two conversations: each one adds lines to a log that is never rotated."""
+        lines = self.ask(
+            "get_default_active_thread_percentage\nget_default_client_priority\n"
+            f"get_default_device_pinned_mem_limit {DEVICE}\nget_server_list"
+        ).splitlines()
+        defaults, memory = lines[:2], [limit for limit in map(parse_memory, lines[2:]) if limit is not None]
+        pids = parse_pids("\n".join(lines[2:]))
+        if len(pids) > _MOST_SERVERS:
+            raise strange_reply(f"{len(pids)} servers")
+        priority = defaults[1].strip() if len(defaults) > 1 else ""
+        return Overview(
+            threads_percent=parse_percentage(defaults[0]) if defaults else None,
+            priority=Priority(int(priority)) if priority in {"0", "1"} else None,
+            memory_limit_bytes=memory[0] if memory else None,
+            servers=tuple(row for row in map(self._server, pids) if row is not None),
+            clients=tuple(self.clients()) if pids else (),
+        )
+
+    def _server(self, pid: int) -> ServerRow | None:
+        lines = self.ask(
+            f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
+        ).splitlines()
+        if any("not found" in line for line in lines):
+            # It ended since the list was made.
+            return None
+        # Driver 535 has no get_server_status: its "Unknown command" is no status.
+        status = next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
+        memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
+        return ServerRow(pid, status, parse_percentage("\n".join(lines)), memory)
+
+    def clients(self) -> list[ClientRow]:
+        """Return all clients (``ps``; where a daemon has none of it, ``get_client_list`` per server)."""
+        said = self.ask("ps")
+        if "Unknown command" not in said:
+            return parse_ps(said)
+        return [ClientRow(pid, server, None, None) for server in self.servers() for pid in self._client_list(server)]
+
+    def _client_list(self, server_pid: int) -> list[int]:
+        return parse_pids(self.ask(f"get_client_list {server_pid}"))
+
+    def terminate_client(self, server_pid: int, client_pid: int) -> bool:
+        """Terminate the GPU work of a client; return whether the daemon says that it did (prints 0).
+
+        Only for an idle client: with work in flight, the end of its process then breaks the others on
+        the server. A second call on one client, or one on a stopped client, hangs the server.
+        """
+        said = self.tell(f"terminate_client {server_pid} {client_pid}", timeout=10.0).split()
+        return said[-1:] == ["0"]
+
+    def quit(self, seconds: float | None = None) -> None:
+        """Tell the daemon to end; with ``seconds`` it forces its servers down after that time.
+
+        Its exit code says nothing; wait for the process to be gone.
+        """
+        if seconds is None:
+            self.tell("quit", timeout=10.0)
+        else:
+            self.tell(f"quit -t {max(1, round(seconds))}", timeout=max(1.0, seconds) + 15.0)
+
+
+def probe_version(programs: Programs, timeout: float = 5.0) -> int | None:
+    """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
+
+    Before 580 ``-v`` is no option: the program silently takes commands from stdin. So it gets a pipe
+    directory where nobody answers, and no stdin. ``timeout`` is in seconds.
+
+    Raises:
+        TimedOut: the program hangs.
+        NoPermission, OperationFailed: it cannot be executed.
+    """
+    try:
+        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=timeout)
+    except NotSupported:
+        return None
+    match = re.search(r"Binary version:\s*(\d+)", done.stdout)
+    return int(match.group(1)) if match else None
+
+
+def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
+    """Return how many client contexts one server takes on a device, or None when unknown.
+
+    16 before Volta, 48 since, 60 from CUDA 13.1 (binary 13010) on; on a MIG instance its fraction of
+    that (NVIDIA's MPS guide; the real cap is connections, with CUDA_DEVICE_MAX_CONNECTIONS=2).
+    """
+    if compute_capability is None:
+        return None
+    whole = 16 if compute_capability < (7, 0) else 60 if version is not None and version >= 13010 else 48
+    return max(1, int(whole * fraction))
+
+
+def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
+    """Return the daemon's environment: one device by UUID, private directories, no limits by accident.
+
+    The daemon would take a caller's own MPS variables as its defaults, so they are removed.
+    """
+    return {
+        "CUDA_VISIBLE_DEVICES": uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
+        "CUDA_MPS_LOG_DIRECTORY": log_directory,
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": None,
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": None,
+        "CUDA_MPS_CLIENT_PRIORITY": None,
+        "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING": None,
+    }

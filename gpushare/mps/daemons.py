@@ -1,0 +1,585 @@
+"""The MPS daemons of a host as they are now: ours from their homes, others from the process table."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.host.program import missing_program
+from gpushare.host.records import read_tail
+from gpushare.host.smi import compute_mode_command
+from gpushare.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer, Priority
+from gpushare.mps import control
+from gpushare.mps import control as mps_control
+from gpushare.mps.control import ClientRow, MpsControl, Overview, parse_memory
+from gpushare.mps.home import ADOPTED, RUNNING, DaemonHome, DaemonRecord, home_of, homes_in
+from gpushare.selection import select
+from gpushare.units import mps_memory, mps_memory_readback, parse_pinned_limits
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
+    from gpushare.host.program import Programs
+    from gpushare.selection import Device
+
+
+# For all daemons of a look together; one answers within 2 ms on an H200.
+LOOK_SECONDS: Final = 3.0
+# Conversations at a time: each is a child process.
+_AT_ONCE: Final = 16
+_LOG_TAIL_BYTES: Final = 256 * 1024
+_SET: Final = re.compile(
+    r"Cmd:set_default_device_pinned_mem_limit (0|(?:GPU|MIG)-[0-9a-fA-F-]{1,60}) (\S{1,20})\s*\n(?:\[[^\]\n]*\] *(.*))?",
+    re.ASCII,
+)
+
+
+def overviews(
+    programs: Programs, pipe_directories: Sequence[str], seconds: float | None = None
+) -> list[Overview | GpushareError]:
+    """Return what each daemon tells of itself, or why it does not, in the order asked."""
+    seconds = LOOK_SECONDS if seconds is None else seconds
+    until = time.monotonic() + seconds
+    found: list[Overview | GpushareError | None] = [None] * len(pipe_directories)
+    left = iter(list(enumerate(pipe_directories)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                number, pipe = next(left, (-1, ""))
+            if number < 0:
+                return
+            found[number] = _overview(programs, pipe, until, seconds)
+
+    # Its own thread for each but the first: one daemon, the usual case, needs none.
+    helpers = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(pipe_directories)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    return [one if one is not None else _late(pipe, seconds) for one, pipe in zip(found, pipe_directories, strict=True)]
+
+
+def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Overview | GpushareError:
+    if time.monotonic() >= until:
+        return _late(pipe, seconds)
+    try:
+        return MpsControl(programs, pipe, seconds=seconds, until=until).overview()
+    except GpushareError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a thread that dies would leave its daemon without a word
+        return OperationFailed(f"the MPS daemon at {pipe} cannot be asked: {error}", "see: gpushare doctor")
+
+
+def _late(pipe: str, seconds: float) -> TimedOut:
+    return TimedOut(
+        f"the MPS daemon at {pipe} was not asked: others did not answer within {seconds:g} s",
+        "see: gpushare doctor",
+        code="daemon_hangs",
+    )
+
+
+def logged_limit(log_directory: str | None, uuid: str) -> int | None:
+    """Return the default memory limit that a daemon was last given for its device, by number or UUID, or None.
+
+    The daemon prints whole G, and nothing for a limit that was set by UUID (seen on 535 and 550): only its log tells.
+    A command that it refused does not count.
+    """
+    text = read_tail(Path(log_directory or "/nonexistent") / "control.log", _LOG_TAIL_BYTES)
+    # A limit that an earlier daemon in this directory was given died with it.
+    text = text[max(0, text.rfind("Starting control daemon using socket")) :]
+    limit = None
+    for device, value, answer in _SET.findall(text):
+        if device in {"0", uuid} and "privilege" not in answer:
+            limit = parse_memory(value)
+    return limit or None
+
+
+Number = TypeVar("Number", int, float)
+NOT_ASKED: Final = "not asked: it is another user's, and may say anything; ask it: gpushare mps status -v"
+
+
+def ask(host: Host, found: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
+    """Return the daemons with what they say, all asked at once; those of other users only with ``strangers``."""
+    asked = [
+        item
+        for item in found
+        if (item.trusted or strangers) and item.daemon.error is None and item.daemon.pipe_directory is not None
+    ]
+    told = dict(
+        zip(
+            map(id, asked),
+            overviews(host.programs, [item.daemon.pipe_directory or "" for item in asked]),
+            strict=True,
+        )
+    )
+    return [_told(host, item, told.get(id(item)), asked=strangers) for item in found]
+
+
+def _told(host: Host, item: FoundDaemon, said: Overview | GpushareError | None, *, asked: bool) -> FoundDaemon:
+    if said is None:
+        if item.trusted or asked or item.daemon.error is not None:
+            return item
+        return replace(item, daemon=replace(item.daemon, note=NOT_ASKED))
+    if isinstance(said, GpushareError):
+        return replace(item, daemon=replace(item.daemon, error=said.message))
+    return replace(item, daemon=_with(host, item, said))
+
+
+def _with(host: Host, item: FoundDaemon, overview: Overview) -> MpsDaemon:
+    daemon, record = item.daemon, item.record
+    # A daemon of another user is believed about that user's processes only: it may name any PID.
+    believed = None if item.trusted else item.uid
+    environment = host.processes.environment(daemon.pid or 0) or {}
+    uuid = record.device_uuid if record is not None else environment.get("CUDA_VISIBLE_DEVICES", "")
+    logged = logged_limit(daemon.log_directory, uuid) if item.trusted else None
+    held = _exact(overview.memory_limit_bytes, record, logged)
+    if held is None:
+        # Set by UUID, or given in its environment: it is in force, and the daemon does not print it.
+        held = logged or parse_pinned_limits(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""), uuid)
+    servers = [row for row in overview.servers if _is_of(host, row.pid, believed)]
+    return replace(
+        daemon,
+        threads_percent=overview.threads_percent,
+        memory_limit_bytes=held,
+        priority=overview.priority,
+        servers=tuple(_server(host, overview, row.pid, uuid, record, believed) for row in servers),
+    )
+
+
+def _is_of(host: Host, pid: int, uid: int | None) -> bool:
+    """Return whether a process belongs to a user; None: anybody's will do."""
+    if uid is None:
+        return True
+    info = host.processes.describe(pid)
+    return info is not None and info.uid == uid
+
+
+def _exact(held: int | None, record: DaemonRecord | None, logged: int | None = None) -> int | None:
+    """Return the limit of the log or the record where the daemon holds it (it prints whole G), else what it holds."""
+    if held is None:
+        return None
+    for noted in (logged, None if record is None else record.memory_limit_bytes):
+        if noted and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}:
+            return noted
+    return held
+
+
+def _server(
+    host: Host, overview: Overview, pid: int, uuid: str, record: DaemonRecord | None, believed: int | None
+) -> MpsServer:
+    row = next(row for row in overview.servers if row.pid == pid)
+    info = host.processes.describe(pid)
+    limit = _exact(row.memory_limit_bytes, record)
+    mine = [one for one in overview.clients if one.server_pid in {pid, None} and _is_of(host, one.pid, believed)]
+    return MpsServer(
+        pid=pid,
+        user=None if info is None else info.user,
+        status=row.status,
+        threads_percent=row.threads_percent,
+        clients=tuple(_client(host, client, pid, row.threads_percent, limit, overview, uuid) for client in mine),
+    )
+
+
+def _client(
+    host: Host, row: ClientRow, server: int, threads: float | None, memory: int | None, overview: Overview, uuid: str
+) -> MpsClient:
+    info = host.processes.describe(row.pid)
+    own = host.processes.environment(row.pid)
+    own_threads = _own_threads(own)
+    own_memory = (
+        parse_pinned_limits(own["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"], uuid)
+        if own and "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in own
+        else None
+    )
+    own_priority = (own or {}).get("CUDA_MPS_CLIENT_PRIORITY")
+    return MpsClient(
+        pid=row.pid,
+        server_pid=server,
+        name=row.command or (None if info is None else info.name),
+        user=None if info is None else info.user,
+        # A client can only lower what its server allows (seen: env 60 under 30 gives 30, 20 under 30 gives 20).
+        threads_percent=_smaller(threads, own_threads),
+        memory_limit_bytes=_smaller(memory, own_memory),
+        priority=Priority(int(own_priority)) if own_priority in {"0", "1"} else overview.priority,
+    )
+
+
+def _own_threads(environment: Mapping[str, str] | None) -> float | None:
+    try:
+        value = float((environment or {}).get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
+    except ValueError:
+        return None
+    return value if 0.0 < value <= 100.0 else None
+
+
+def _smaller(first: Number | None, second: Number | None) -> Number | None:
+    given = [value for value in (first, second) if value is not None]
+    return min(given, default=None)
+
+
+# Where the daemon listens when nobody tells it otherwise (NVIDIA's MPS guide).
+DEFAULT_PIPE_DIRECTORY: Final = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's choice, not ours
+DEFAULT_LOG_DIRECTORY: Final = "/var/log/nvidia-mps"
+# 16 GPUs in 7 instances each; it may be anybody's.
+_MOST_DEVICES: Final = 128
+_UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{1,60}$", re.ASCII)
+
+
+@dataclass(frozen=True)
+class FoundDaemon:
+    """A daemon with the home that gpushare made for it, if it did.
+
+    ``trusted``: it runs as this user or as root. Of any other its PIDs, its directories and what it says are a claim.
+    ``started_at`` is when its process started: whoever has its PID later is not meant.
+    """
+
+    daemon: MpsDaemon
+    home: DaemonHome | None
+    record: DaemonRecord | None
+    trusted: bool = True
+    uid: int | None = None
+    started_at: float | None = None
+
+    def control(self, host: Host) -> MpsControl:
+        """Return the conversation with it.
+
+        Raises:
+            NotFound: its pipe directory is unknown.
+        """
+        if self.daemon.pipe_directory is None:
+            raise NotFound(
+                f"the pipe directory of the MPS daemon {self.daemon.pid} is unknown",
+                "look as root: sudo gpushare mps status",
+                code="pipe_unknown",
+            )
+        return MpsControl(host.programs, self.daemon.pipe_directory)
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process that is, or says that it is, an MPS control daemon."""
+
+    info: ProcessInfo
+    environment: Mapping[str, str] | None
+    trusted: bool
+
+    @property
+    def pid(self) -> int:
+        return self.info.pid
+
+    @property
+    def pipe(self) -> str | None:
+        return _pipe_directory(self.environment)
+
+    @property
+    def device(self) -> str | None:
+        """Return the UUID of the one device that it serves, as a daemon of ours does."""
+        visible = (self.environment or {}).get("CUDA_VISIBLE_DEVICES", "")
+        return visible if _UUID.match(visible) else None
+
+
+def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, strangers: bool = False) -> list[FoundDaemon]:
+    """Return the daemons of this host, ours first.
+
+    ``deep`` asks each for limits, servers and clients; otherwise only whether it is there. Those of other users (not
+    root's) are asked with ``strangers`` only: they may say anything, or nothing. A record whose daemon is gone is
+    returned with an error: `gpushare mps stop` clears it away. A daemon in a home of ours is ours also without a record.
+    """
+    directories = [host.run_directory, *host.shared_run_directories]
+    running = _running(host)
+    ours = [_ours(host, home, gpus, running) for home in homes_in(directories)]
+    found = [item for item in ours if item is not None]
+    known = {item.daemon.pid for item in found}
+    for one in running:
+        if one.pid not in known:
+            found.append(_adopted(one, gpus, directories) or _foreign(one, gpus))
+    return ask(host, found, strangers=strangers) if deep else found
+
+
+def _running(host: Host) -> list[_Process]:
+    """Return the processes that are MPS control daemons, by PID.
+
+    A conversation is a process of the same program for a moment, without an option that makes it a daemon
+    (seen with 535). So is a daemon's child before it becomes a server: with its command line and its
+    environment, but a daemon's child.
+    """
+    candidates: dict[tuple[str | None, int | None], list[_Process]] = {}
+    trusted = {0, host.uid, os.geteuid()}
+    for pid in host.processes.named(mps_control.PROGRAM):
+        info = host.processes.describe(pid)
+        if info is not None and _is_daemon(info.command_line):
+            one = _Process(info, host.processes.environment(pid), info.uid in trusted)
+            # By user: what others call their processes hides none of ours.
+            candidates.setdefault((one.pipe, info.uid), []).append(one)
+    running = []
+    for same in candidates.values():
+        # Who descends from whom costs a look at every process: only where two share a directory.
+        below = {child for one in same for child in host.processes.descendants(one.pid)[1:]} if len(same) > 1 else set()
+        running += [one for one in same if one.pid not in below]
+    return sorted(running, key=lambda one: one.pid)
+
+
+def _is_daemon(command_line: Sequence[str] | None) -> bool:
+    """Return whether ``-d`` or ``-f`` (also ``--daemon``, ``--forground`` from 580 on) is given; unknown counts as such."""
+    if not command_line:
+        return True
+    return any(re.match(r"-[MSdfq]*[df][MSdfq]*$|--(daemon|fore?ground)$", word) for word in command_line[1:])
+
+
+def _pipe_directory(environment: Mapping[str, str] | None) -> str | None:
+    if environment is None:
+        return None
+    # The program puts "/control" behind an empty one (seen with 535).
+    return environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) or "/"
+
+
+def daemon_pid(host: Host, pipe_directory: str) -> int | None:
+    """Return the PID of the daemon of this user or root that listens at a pipe directory, or None.
+
+    Not from its PID file, which any user may write and the daemon of driver 535 does not make: from the process table,
+    by program, environment and user. Name and environment alone prove nothing: any user can have both.
+    """
+    return next((one.pid for one in _running(host) if one.trusted and one.pipe == pipe_directory), None)
+
+
+def is_running(host: Host, home: DaemonHome, record: DaemonRecord) -> bool:
+    """Return whether the daemon of a record lives."""
+    return live_pid(host, home, record) is not None
+
+
+def live_pid(
+    host: Host, home: DaemonHome, record: DaemonRecord, running: Sequence[_Process] | None = None
+) -> int | None:
+    """Return the PID of the daemon of a record, or None when it is dead.
+
+    Its start time guards against a reused PID, but moves when the clock is set, and a start that was killed has noted
+    none: a daemon of ours that serves this device from this home is it all the same.
+    """
+    if record.pid is not None and record.started_at is not None and host.processes.alive(record.pid, record.started_at):
+        return record.pid
+    pipe = str(home.pipe)
+    for one in _running(host) if running is None else running:
+        if not one.trusted:
+            continue
+        if one.pid == record.pid and one.pipe in {None, pipe}:
+            return one.pid
+        if one.pipe == pipe and one.device == record.device_uuid:
+            return one.pid
+    return None
+
+
+def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
+    """Return a record for a daemon of ours that serves a device from this home and has none, or None."""
+    # Its socket is there, or nobody listens: the process table is long.
+    if not os.path.lexists(home.pipe / "control"):
+        return None
+    for one in _running(host):
+        if one.trusted and one.pipe == str(home.pipe) and one.device == uuid:
+            return _record_for(one, uuid)
+    return None
+
+
+def _record_for(one: _Process, uuid: str) -> DaemonRecord:
+    uid = os.geteuid() if one.info.uid is None else one.info.uid
+    return DaemonRecord(device_uuid=uuid, pid=one.pid, started_at=one.info.started_at, uid=uid, state=ADOPTED)
+
+
+def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]) -> FoundDaemon | None:
+    record = home.read()
+    if record is None:
+        return None
+    pid = live_pid(host, home, record, running)
+    daemon = _daemon_of(home, record, pid, gpus)
+    if pid is None:
+        way = f"clear it away: gpushare mps stop -g {record.device_uuid}"
+        gone = f"the daemon {record.pid} is gone; {way}"
+        if record.interrupted:
+            gone = (
+                "its start is under way, or was interrupted; start it again: "
+                f"gpushare mps start -g {record.device_uuid}; or {way}"
+            )
+        return FoundDaemon(replace(daemon, error=gone), home, record)
+    info = host.processes.describe(pid)
+    daemon = replace(daemon, user=None if info is None else info.user)
+    if info is None:
+        return FoundDaemon(daemon, home, record)
+    return FoundDaemon(daemon, home, record, uid=info.uid, started_at=info.started_at)
+
+
+def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
+    index = _gpu_index(record.device_uuid, gpus)
+    uuid = record.device_uuid
+    unfinished = (
+        f"its start is under way, or was interrupted; finish it: gpushare mps start -g {uuid}; "
+        f"or stop it: gpushare mps stop -g {uuid}"
+    )
+    return MpsDaemon(
+        pid=pid,
+        ours=True,
+        pipe_directory=str(home.pipe),
+        log_directory=str(home.log),
+        device_uuid=uuid,
+        gpu_index=index,
+        gpu_indexes=() if index is None else (index,),
+        threads_percent=record.threads_percent,
+        memory_limit_bytes=record.memory_limit_bytes,
+        priority=None if record.priority is None else Priority(record.priority),
+        transient=record.transient,
+        note=unfinished if record.interrupted and pid is not None else None,
+    )
+
+
+def _adopted(one: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
+    """Return a daemon in a home of ours whose record is missing: a start was killed before it was written."""
+    home = DaemonHome.at_pipe(one.pipe, directories) if one.trusted else None
+    if home is None or one.device is None or home.read() is not None:
+        return None
+    record = _record_for(one, one.device)
+    daemon = replace(_daemon_of(home, record, one.pid, gpus), user=one.info.user)
+    return FoundDaemon(daemon, home, record, uid=one.info.uid, started_at=one.info.started_at)
+
+
+def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
+    if one.environment is None:
+        daemon = MpsDaemon(
+            pid=one.pid,
+            ours=False,
+            pipe_directory=None,
+            user=one.info.user,
+            error="its environment may not be read: look as root",
+        )
+        return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
+    indexes = _visible_gpus(one.environment, gpus)
+    daemon = MpsDaemon(
+        pid=one.pid,
+        ours=False,
+        pipe_directory=one.pipe,
+        log_directory=one.environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY) or "/",
+        gpu_index=indexes[0] if len(indexes) == 1 else None,
+        gpu_indexes=indexes,
+        user=one.info.user,
+    )
+    return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
+
+
+def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
+    for gpu in gpus:
+        if gpu.uuid == uuid or any(mig.uuid == uuid for mig in gpu.mig_instances):
+            return gpu.index
+    return None
+
+
+def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[int, ...]:
+    """Return the GPUs that a daemon serves by its CUDA_VISIBLE_DEVICES; CUDA stops at the first that it does not know."""
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return tuple(gpu.index for gpu in gpus)
+    found: list[int] = []
+    for word in environment["CUDA_VISIBLE_DEVICES"].split(",", _MOST_DEVICES)[:_MOST_DEVICES]:
+        # CUDA takes ordinals and UUIDs; `select` takes more.
+        if not re.match(r"\d|GPU-|MIG-", word.strip()) or ":" in word:
+            break
+        try:
+            found += [device.gpu.index for device in select(word, gpus) if device.gpu.index not in found]
+        except GpushareError:
+            break
+    return tuple(found)
+
+
+def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[DaemonHome, DaemonRecord]:
+    """Return the running daemon of ours on a device, with its home.
+
+    Raises:
+        NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
+        NoPermission: it belongs to another user, and is ``to_change``; anybody may join it.
+    """
+    dead: NotFound | None = None
+    for run_directory in (host.run_directory, *host.shared_run_directories):
+        home = home_of(run_directory, device.uuid)
+        if not home.is_trusted():
+            continue
+        record = home.read()
+        if record is None or record.device_uuid != device.uuid:
+            record = adopted_record(host, home, device.uuid)
+        if record is None:
+            continue
+        if record.interrupted:
+            dead = dead or NotFound(
+                f"the start of the MPS daemon of {device.title} is under way, or was interrupted",
+                f"start it again: gpushare mps start -g {device.selector}; "
+                f"or clear it away: gpushare mps stop -g {device.selector}",
+                gpu=str(device.gpu.index),
+                code="start_interrupted",
+            )
+            continue
+        pid = live_pid(host, home, record)
+        if pid is None:
+            # Another's may live in a directory that we share.
+            dead = dead or NotFound(
+                f"the MPS daemon of {device.title} (process {record.pid}) is dead",
+                f"clear it away: gpushare mps stop -g {device.selector}; then start it again",
+                gpu=str(device.gpu.index),
+                code="dead_daemon",
+            )
+            continue
+        if to_change and record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
+            raise NoPermission(
+                f"the MPS daemon of {device.title} belongs to user {record.uid}",
+                "ask its owner, or run as root: sudo gpushare ...",
+                gpu=str(device.gpu.index),
+                code="not_your_daemon",
+            )
+        return home, _with_pid(host, record, pid)
+    if dead is not None:
+        raise dead
+    raise NotFound(
+        f"no MPS daemon of gpushare serves {device.title}",
+        f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",
+        gpu=str(device.gpu.index),
+        code="no_daemon",
+    )
+
+
+def _with_pid(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
+    """Return a record of a daemon that lives as it is to be written: another start may have been killed before its end."""
+    if record.pid == pid and record.state == RUNNING:
+        return record
+    info = host.processes.describe(pid)
+    return replace(record, pid=pid, started_at=None if info is None else info.started_at, state=RUNNING)
+
+
+def check_device(host: Host, device: Device) -> None:
+    """Raise unless the device can have an MPS daemon.
+
+    Raises:
+        NotSupported: no program, or a MIG-enabled GPU without a named instance.
+        InUse: compute mode PROHIBITED.
+    """
+    if host.programs.find(control.PROGRAM) is None:
+        raise missing_program(control.PROGRAM)
+    if not device.uuid:
+        raise NotSupported(f"{device.title} tells no UUID", "see: gpushare doctor", gpu=str(device.gpu.index))
+    if device.mig is None and device.gpu.mig_enabled:
+        first = device.gpu.mig_instances[0].uuid if device.gpu.mig_instances else "MIG-<uuid>"
+        raise NotSupported(
+            f"{device.title} is in MIG mode: MPS runs inside a MIG instance",
+            f"name the instance: -g {first}",
+            gpu=str(device.gpu.index),
+            code="mig_enabled",
+        )
+    if device.gpu.compute_mode is ComputeMode.PROHIBITED:
+        raise InUse(
+            f"{device.title} is in compute mode prohibited: no CUDA program can use it",
+            f"allow it: sudo {compute_mode_command(device.gpu.uuid or '', 'DEFAULT')}",
+            gpu=str(device.gpu.index),
+            code="compute_prohibited",
+        )

@@ -1,0 +1,488 @@
+"""Where one MPS daemon of ours lives: directories, record, lock and leases.
+
+``<run>/mps/<gpu-0d54321e-5f2c91aa>/`` holds ``pipe/``, ``log/``, ``daemon.json`` (what is needed to undo),
+``lock`` and ``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the
+truth; the record only says whose it is and what to restore. It is written before a start changes anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import re
+import shlex
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
+from gpushare.model import ComputeMode, device_key, old_device_key
+from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES
+
+RECORD_SCHEMA: Final = 1
+# States of a record. A start writes STARTING before its first change, and RUNNING at its end; whoever finds STARTING
+# under the lock finds an interrupted start. ADOPTED is never written: a daemon in a home of ours without a record.
+RUNNING: Final = "running"
+STARTING: Final = "starting"
+ADOPTED: Final = "adopted"
+# PID_MAX_LIMIT of Linux is 2^22; simulated processes lie above it.
+_LAST_PID: Final = 2**31 - 1
+_RECORD: Final = "daemon.json"
+# As `mps_aside` names it.
+_ASIDE: Final = "aside.json"
+_LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonRecord:
+    """What gpushare remembers of a daemon that it started."""
+
+    device_uuid: str
+    # None: the start that wrote this did not come so far.
+    pid: int | None
+    started_at: float | None
+    uid: int
+    threads_percent: float | None = None
+    memory_limit_bytes: int | None = None
+    priority: int | None = None
+    # The compute mode to restore, by name, or None when it was not changed.
+    previous_compute_mode: str | None = None
+    transient: bool = False
+    state: str = RUNNING
+    schema: int = RECORD_SCHEMA
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a start wrote it and did not come to its end: it was killed, or it is under way."""
+        return self.state == STARTING
+
+
+@dataclass(frozen=True)
+class DaemonHome:
+    """The directory of the daemon of one device."""
+
+    directory: Path
+
+    @property
+    def pipe(self) -> Path:
+        """Return CUDA_MPS_PIPE_DIRECTORY."""
+        return self.directory / "pipe"
+
+    @property
+    def log(self) -> Path:
+        """Return CUDA_MPS_LOG_DIRECTORY."""
+        return self.directory / "log"
+
+    @property
+    def leases(self) -> Path:
+        """Return the directory of the leases of `gpushare run`."""
+        return self.directory / "leases"
+
+    def create(self) -> None:
+        """Create the directories, closed to others.
+
+        Raises:
+            BadUsage: the pipe directory would be longer than 87 bytes, where the daemon dies silently.
+            NoPermission: a directory is not writable, or belongs to somebody else.
+        """
+        length = len(os.fsencode(str(self.pipe)))
+        if length > MAX_PIPE_DIRECTORY_BYTES:
+            raise BadUsage(
+                f"the MPS pipe directory {self.pipe} has {length} bytes; {MAX_PIPE_DIRECTORY_BYTES} is the limit",
+                "set GPUSHARE_RUN_DIR to a shorter directory, for example /run/gpushare",
+                code="path_too_long",
+            )
+        self._make_directory()
+        for path in (self.pipe, self.log, self.leases):
+            make_private_directory(path)
+        # Nobody else may hold what is in it open, and so locked.
+        with contextlib.suppress(OSError):
+            self.leases.chmod(0o700)
+
+    def _make_directory(self) -> None:
+        for path in (self.directory.parent.parent, self.directory.parent, self.directory):
+            make_private_directory(path)
+
+    @classmethod
+    def at_pipe(cls, pipe_directory: str | None, run_directories: Sequence[Path]) -> DaemonHome | None:
+        """Return the home in one of these run directories whose pipe directory this is."""
+        path = Path(pipe_directory or "/")
+        if path.name != "pipe" or path.parent.parent not in [one / "mps" for one in run_directories]:
+            return None
+        return cls(path.parent)
+
+    def read(self) -> DaemonRecord | None:
+        """Return the record, or None when there is none, it cannot be understood, or another user wrote it.
+
+        Signals go to the PID in it: only our own and root's word is taken for that.
+        """
+        return record_of(read_trusted(self.directory / _RECORD)) if self.is_trusted() else None
+
+    def is_trusted(self) -> bool:
+        """Return whether what is kept here counts: nobody else can have put it, or the way to it, there."""
+        return is_trusted_directory(self.directory.parents[1], *self.directory.parts[-2:])
+
+    def _keeps(self, uuid: str) -> bool:
+        """Return whether a record of a device is here, of its daemon or of one that was set aside."""
+        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, _ASIDE) if self.is_trusted())
+        return any(record is not None and record.device_uuid == uuid for record in kept)
+
+    def write(self, record: DaemonRecord) -> None:
+        """Write the record, for others to read too: `gpushare status` shows root's daemons.
+
+        Raises:
+            NoPermission, OperationFailed: it cannot be written; the old one stands.
+        """
+        path = self.directory / _RECORD
+        with writing(path, "the record of an MPS daemon"):
+            replace_file(path, json.dumps(asdict(record), indent=2))
+
+    def clear(self, *, sockets: bool = True) -> None:
+        """Remove the record and, with ``sockets``, what a dead daemon left in the pipe directory; the logs stay.
+
+        Raises:
+            NoPermission: they belong to somebody else.
+        """
+        try:
+            (self.directory / _RECORD).unlink(missing_ok=True)
+        except OSError as error:
+            raise NoPermission(
+                f"cannot remove the record in {self.directory}: {error.strerror}",
+                "run as its owner, or as root: sudo gpushare ...",
+                code="directory_unwritable",
+            ) from None
+        self.live_leases()
+        for path in [*(self.leftovers() if sockets else ()), *self.directory.glob("terminated-*")]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def leftovers(self) -> list[Path]:
+        """Return the files that a daemon left in the pipe directory."""
+        try:
+            return sorted(path for path in self.pipe.iterdir() if not path.is_dir())
+        except OSError:
+            return []
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float = 60.0) -> Iterator[None]:
+        """Hold the lock of this daemon: starting, setting and stopping exclude each other.
+
+        Raises:
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
+            NoPermission: the directory or the lock is not this user's.
+        """
+        self._make_directory()
+        descriptor = open_lock(self.directory / "lock", "of this MPS daemon")
+        try:
+            with writing(self.directory / "lock", "of this MPS daemon"):
+                _lock_within(descriptor, seconds, self.directory)
+            clear_leftovers(self.directory)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def live_leases(self) -> list[int] | None:
+        """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed.
+
+        None: they are another user's, who alone can tell.
+
+        Raises:
+            OperationFailed: whether one is held cannot be told.
+        """
+        live: list[int] = []
+        try:
+            names = sorted(os.listdir(self.leases))
+        except FileNotFoundError:
+            return live
+        except OSError:
+            return None
+        for path in (self.leases / name for name in names if _LEASE.match(name)):
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except PermissionError:
+                return None
+            except OSError:
+                continue
+            try:
+                with writing(path, "the lease of a program"):
+                    dead = _locked(descriptor)
+                if dead:
+                    # One that cannot be removed counts for nobody all the same.
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+                else:
+                    live.append(int(path.name.partition(".")[0]))
+            finally:
+                os.close(descriptor)
+        return live
+
+    def take_lease(self) -> Lease:
+        """Take a lease: the daemon is in use until it is released, or until every holder has ended.
+
+        Raises:
+            NoPermission, OperationFailed: its file cannot be made.
+        """
+        # The name may be held: by another lease of this process, or by the guard of one with our PID that died.
+        for number in itertools.count():
+            path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
+            # Inheritable across fork: the guard holds it on when gpushare itself is killed.
+            descriptor = open_lock(path, "the lease of a program")
+            # Closed where it is another's, or `live_leases` removed it between open and lock.
+            with writing(path, "the lease of a program"), contextlib.ExitStack() as closing:
+                closing.callback(os.close, descriptor)
+                if _locked(descriptor) and _is_at(descriptor, path):
+                    closing.pop_all()
+                    return Lease(path, descriptor)
+        raise AssertionError
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One user of a daemon."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Give the lease back."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        # Where its file stays, a guard that holds the same descriptor would hold it on.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def record_of(raw: Any) -> DaemonRecord | None:
+    """Return the record that parsed JSON holds, or None when it is none. Fields of a newer gpushare are left out."""
+    if not isinstance(raw, dict):
+        return None
+    known = {field.name: raw[field.name] for field in fields(DaemonRecord) if field.name in raw}
+    whole = {"device_uuid", "pid", "started_at", "uid"} <= set(known)
+    if not whole or not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
+        return None
+    known["pid"] = known["pid"] or None
+    lacks = known["pid"] is None and known.get("state") != STARTING
+    return None if lacks else DaemonRecord(**known)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or _is_whole(value) or isinstance(value, float)
+
+
+# What a field may hold; all others are whole numbers.
+_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "device_uuid": lambda value: isinstance(value, str),
+    "pid": lambda value: value is None or (_is_whole(value) and 0 <= value <= _LAST_PID),
+    "started_at": _is_number_or_none,
+    "threads_percent": _is_number_or_none,
+    "memory_limit_bytes": lambda value: value is None or _is_whole(value),
+    "priority": lambda value: value is None or (_is_whole(value) and value in {0, 1}),
+    "previous_compute_mode": lambda value: value is None or value in ComputeMode.__members__,
+    "transient": lambda value: isinstance(value, bool),
+    "state": lambda value: isinstance(value, str) and len(value) < 32,
+}
+
+
+def home_of(run_directory: Path, uuid: str) -> DaemonHome:
+    """Return the home of the daemon of one device.
+
+    Earlier versions cut the UUID after 8 digits, which devices can share: such a home counts as long as it has a record
+    of this very device, and there is none under the new name.
+    """
+    home = DaemonHome(run_directory / "mps" / device_key(uuid))
+    old = DaemonHome(run_directory / "mps" / old_device_key(uuid))
+    return old if old.directory.is_dir() and not home._keeps(uuid) and old._keeps(uuid) else home
+
+
+def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
+    """Return the homes that have a record, in these run directories."""
+    return [DaemonHome(path.parent) for path in _below(run_directories, _RECORD)]
+
+
+def unrecorded(run_directories: Sequence[Path]) -> bool:
+    """Return whether a daemon may live in one of the homes there without a record: its socket is there."""
+    return any(not (path.parent.parent / _RECORD).exists() for path in _below(run_directories, "pipe/control"))
+
+
+def _below(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
+    for one in (one / "mps" for one in run_directories if is_trusted_directory(one, "mps")):
+        yield from sorted(one.glob(f"*/{name}"))
+
+
+def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
+    import time
+
+    deadline = time.monotonic() + seconds
+    while not _locked(descriptor):
+        if time.monotonic() > deadline:
+            raise OperationFailed(
+                f"another gpushare has been changing the daemon in {directory} for {seconds:g} s",
+                f"see which: fuser -v {shlex.quote(f'{directory}/lock')}",
+                code="locked",
+            )
+        time.sleep(0.02)
+
+
+_NAME: Final = "aside.json"
+
+
+def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
+    """Keep a record while its daemon is stopped, with the profile of its MIG device; written atomically.
+
+    Raises:
+        NoPermission, OperationFailed: it cannot be written.
+    """
+    path = home.directory / _NAME
+    with writing(path, "the record of an MPS daemon that is stopped for a while"):
+        replace_file(path, json.dumps({**asdict(record), "profile": profile}, indent=2))
+
+
+def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:
+    """Return the record that was set aside and the profile, or None: there is none, or neither we nor root wrote it."""
+    raw = read_trusted(home.directory / _NAME) if home.is_trusted() else None
+    record = record_of(raw)
+    profile = raw.get("profile") if isinstance(raw, dict) else None
+    return None if record is None else (record, profile if isinstance(profile, str) else None)
+
+
+def forget_aside(home: DaemonHome) -> None:
+    """Remove a record that was set aside; none is fine."""
+    with contextlib.suppress(OSError):
+        (home.directory / _NAME).unlink()
+
+
+_ACL: Final = "system.posix_acl_access"
+_ACL_VERSION: Final = 2
+# linux/posix_acl.h: entries of the owner, a user, the group, the mask, all others.
+_OWNER, _USER, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
+_NO_ID: Final = 0xFFFFFFFF
+_ENTER: Final = 0o5
+OPEN_MODE: Final = 0o755
+_CLOSED_MODE: Final = 0o700
+
+
+def pipe_users(directory: Path) -> tuple[str, ...] | None:
+    """Return the users that may enter a pipe directory besides its owner; none: everybody; None: it is not there."""
+    try:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        if mode & 0o001:
+            return ()
+        with contextlib.suppress(OSError, struct.error):
+            entries = struct.iter_unpack("<HHI", os.getxattr(directory, _ACL)[4:])
+            ids = [uid for tag, permissions, uid in entries if tag == _USER and permissions & 1]
+            return tuple(sorted(map(user_name, ids))) or _owner(directory)
+        return _owner(directory)
+    except OSError:
+        return None
+
+
+def _owner(directory: Path) -> tuple[str, ...]:
+    return (user_name(directory.stat().st_uid),)
+
+
+def let_in(directory: Path, users: Sequence[str]) -> None:
+    """Let these users, and nobody else but the owner and root, enter a pipe directory; none: everybody.
+
+    Raises:
+        NotFound: no such user, or no such directory.
+        NoPermission: the directory is not ours.
+        NotSupported: its file system keeps no access control lists.
+    """
+    ids = sorted({user_id(user) for user in users})
+    try:
+        # Closed before it is opened to some.
+        os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
+        with contextlib.suppress(OSError):
+            os.removexattr(directory, _ACL)
+        os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
+        if ids:
+            os.setxattr(directory, _ACL, _list_of(ids))
+    except OSError as error:
+        raise _refused(directory, error) from None
+    if pipe_users(directory) != tuple(sorted(map(user_name, ids))):
+        raise OperationFailed(
+            f"{directory} was changed, but lets others in",
+            f"see: getfacl {shlex.quote(str(directory))}",
+            code="not_held",
+        )
+
+
+def _list_of(ids: Sequence[int]) -> bytes:
+    entries = [(_OWNER, 7, _NO_ID), *((_USER, _ENTER, uid) for uid in ids)]
+    entries += [(_GROUP, 0, _NO_ID), (_MASK, _ENTER, _NO_ID), (_OTHER, 0, _NO_ID)]
+    return struct.pack("<I", _ACL_VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+def _refused(directory: Path, error: OSError) -> GpushareError:
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return NoPermission(f"may not change {directory}: {error.strerror}", "run it as root: sudo gpushare ...")
+    if error.errno == errno.ENOENT:
+        return NotFound(f"there is no {directory}", "see the daemons: gpushare mps status", code="no_daemon")
+    if error.errno == errno.ENOTSUP:
+        return NotSupported(
+            f"the file system of {directory} keeps no access control lists, which 'users' of mps needs",
+            "leave 'users' out, or set GPUSHARE_RUN_DIR to a file system that has them (tmpfs, ext4, xfs)",
+            code="no_acl",
+        )
+    return OperationFailed(f"cannot change {directory}: {error.strerror}", "see what is wrong: gpushare doctor")
+
+
+_RUN: Final = "gpushare-mps"
+
+
+UNIT_PIPES: Final = f"/run/{_RUN}"
+
+
+# Beside its pipe directory: the memory limit that the unit gave its daemon, 3840M; - is none.
+LIMIT_FILE: Final = "memory-limit"
+
+
+def pipe_directory(uuid: str) -> str:
+    """Return where the daemon of the unit of a device listens: by it a daemon is known as the unit's."""
+    return f"{UNIT_PIPES}/{device_key(uuid)}/pipe"
+
+
+def old_pipe_directory(uuid: str) -> str:
+    """Return where the daemon of a unit of an earlier version listens; devices can share it."""
+    return f"{UNIT_PIPES}/{old_device_key(uuid)}/pipe"
+
+
+def unit_name(uuid: str) -> str:
+    """Return the name of the unit of a device."""
+    return f"gpushare-mps-{device_key(uuid)}.service"
+
+
+def unit_at(pipe_directory: str) -> str:
+    """Return the name of the unit whose daemon listens at a directory."""
+    return f"gpushare-mps-{pipe_directory.split('/')[-2]}.service"

@@ -1,0 +1,307 @@
+"""Stopping an MPS daemon: wait for its clients, then force, then prove that its process is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.host.capabilities import user_name
+from gpushare.host.compute_mode import set_compute_mode
+from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.model import ComputeMode
+from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.daemons import FoundDaemon, live_pid
+from gpushare.mps.home import ADOPTED, DaemonRecord
+from gpushare.selection import Device
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
+
+# How long a daemon and its servers may take to go once told to (measured on an H200: 59 to 82 ms).
+_GONE_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.5
+# A daemon that says nothing for so long hangs (it answers within 2 ms on an H200).
+_PROBE_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """What `stop` did: seconds waited for clients, whether it had to force, what was restored."""
+
+    pid: int | None
+    waited_seconds: float
+    forced: bool
+    compute_mode: ComputeMode | None = None
+
+
+def stop(
+    host: Host,
+    found: FoundDaemon,
+    device: Device | None,
+    *,
+    drain_seconds: float,
+    force: bool,
+    on_wait: Callable[[list[int], float], None] | None = None,
+) -> Stopped:
+    """Stop a daemon.
+
+    Waits up to ``drain_seconds`` for its clients. If some are left: with ``force`` the servers are
+    forced down and the clients lose their contexts; without, nothing is changed and InUse is raised.
+    Then waits for the daemon's process to be gone, clears its files away, and restores the compute mode.
+
+    Raises:
+        InUse: clients are left and ``force`` is False.
+        TimedOut: the daemon does not answer and ``force`` is False.
+        NoPermission: it belongs to another user.
+        OperationFailed: its process would not go.
+    """
+    home = found.home
+    # Before the lock: another user's home cannot even be locked.
+    _may_stop(found)
+    _check_listener(host, found)
+    waited, forced = 0.0, False
+    if found.daemon.pid is not None:
+        # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
+        waited = _without_clients(host, found, drain_seconds, force=force, on_wait=on_wait)[0]
+    with home.locked() if home is not None else contextlib.nullcontext():
+        if _ended_by_its_last_run(host, found):
+            return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=False)
+        _still_there(found)
+        pid, started_at = found.daemon.pid, found.started_at
+        if pid is None and home is not None and found.record is not None:
+            # A start that was killed since we looked may have left one.
+            pid, started_at = live_pid(host, home, found.record), None
+        # Without a process it is the record of a dead daemon: nothing to stop, but to clear away and to restore.
+        if pid is not None:
+            control = found.control(host)
+            _check_listener(host, found)
+            # Somebody may have come while we waited for the lock.
+            left = _without_clients(host, found, 0.0, force=force)[1]
+            forced = bool(left)
+            forced |= end_daemon(host, control, pid, started_at=started_at, seconds=1.0, force=force)
+        restored = None if found.record is None else restore_mode(host, found.record, device)
+        # Last: until here it tells the next command what is still to be done.
+        if home is not None:
+            home.clear()
+    return Stopped(pid=pid, waited_seconds=waited, forced=forced, compute_mode=restored)
+
+
+def _without_clients(
+    host: Host,
+    found: FoundDaemon,
+    seconds: float,
+    *,
+    force: bool,
+    on_wait: Callable[[list[int], float], None] | None = None,
+) -> tuple[float, list[int]]:
+    """Wait for the clients to go; return the seconds waited and, with ``force``, who is left; else raise InUse."""
+    waited, left = _wait_for_clients(found.control(host), seconds, force=force, on_wait=on_wait)
+    if left and not force:
+        raise _still_used(found, left, waited)
+    return waited, left
+
+
+def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
+    """Return whether the daemon that a `gpushare run` started was ended by the last one while we waited: as wanted."""
+    record, home = found.record, found.home
+    if record is None or home is None or not record.transient or found.daemon.pid is None:
+        return False
+    return home.read() is None and not host.processes.alive(found.daemon.pid, record.started_at)
+
+
+def end_daemon(
+    host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool, started_at: float | None = None
+) -> bool:
+    """Tell a daemon to quit and wait until its process is gone; return whether signals were needed.
+
+    ``quit`` says nothing of value by its exit code. With ``force`` a daemon that does not go gets
+    SIGTERM and then SIGKILL (its files are harmless to a later start). ``started_at`` is when it started, if the
+    caller has known it for longer: nothing is told or sent to whoever has its PID since.
+
+    Raises:
+        TimedOut: it does not answer and ``force`` is False.
+        OperationFailed: it would not go.
+    """
+    started = known(host.processes, [pid] if started_at is None else {pid: started_at})
+    if not started or not host.processes.alive(pid, started[pid]):
+        # It ended by itself; who listens at its directory now is not meant.
+        return False
+    answers, woken = _woken(host, control, pid, started[pid]) if force else (True, False)
+    tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
+    for patience in tries:
+        # A "quit" that met another conversation is dropped in silence: it is said again.
+        try:
+            control.quit(seconds if force else None)
+        except NotFound:
+            # It went between our look and our word.
+            pass
+        except TimedOut:
+            if not force:
+                raise
+            break
+        if not wait_gone(host.processes, started, patience):
+            return woken
+    if force and _end_by_signals(host, pid, started[pid]):
+        return True
+    raise OperationFailed(
+        f"the MPS daemon {pid} was told to quit and its process is still there",
+        "see its log: gpushare mps logs; end it: "
+        f"gpushare mps stop --pipe-directory {shlex.quote(control.pipe_directory)} --force --yes",
+        code="daemon_stays",
+    )
+
+
+def _woken(host: Host, control: MpsControl, pid: int, started_at: float) -> tuple[bool, bool]:
+    """Return whether a daemon answers, and whether it had to be let go on for it (somebody may have stopped it)."""
+    for woken in (False, True):
+        try:
+            control.answers(timeout=_PROBE_SECONDS)
+        except TimedOut:
+            signal_known(host.processes, pid, started_at, signal.SIGCONT)
+        else:
+            return True, woken
+    return False, True
+
+
+def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
+    """End a daemon by SIGTERM, then SIGKILL, and the servers that it leaves; return whether it is gone."""
+    daemon = host.processes.describe(pid)
+    if daemon is None or not host.processes.alive(pid, started_at):
+        return True
+    servers = _servers_below(host, daemon)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        signal_known(host.processes, pid, started_at, number)
+        if not wait_gone(host.processes, {pid: started_at}, 3.0):
+            # Nobody tells them to end any more.
+            for server in wait_gone(host.processes, servers, 1.0):
+                signal_known(host.processes, server, servers[server], signal.SIGKILL)
+            return True
+    return False
+
+
+def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
+    """Return the MPS servers that a daemon has started, with their start times.
+
+    By name, and of its own user unless it is root's, which starts servers for others: whatever else descends from it
+    is not ours to end.
+    """
+    found = {}
+    for pid in host.processes.descendants(daemon.pid):
+        info = host.processes.describe(pid) if pid != daemon.pid else None
+        if info is None or not (is_server(info.name) or info.name == daemon.name):
+            continue
+        if daemon.uid in {0, info.uid} and info.started_at is not None:
+            found[pid] = info.started_at
+    return found
+
+
+def _check_listener(host: Host, found: FoundDaemon) -> None:
+    """Raise where another process listens at the pipe directory that a daemon only names: it would be the one to end."""
+    if found.daemon.ours or found.daemon.pid is None:
+        return
+    directory = found.daemon.pipe_directory or ""
+    listener = host.programs.listener(directory)
+    if listener is None or listener == (found.daemon.pid, found.uid):
+        return
+    raise InUse(
+        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) names the pipe directory {directory}, "
+        f"but process {listener.pid} (user {user_name(listener.uid)}) listens there",
+        f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped",
+        code="other_daemon",
+    )
+
+
+def _still_there(found: FoundDaemon) -> None:
+    """Raise when another gpushare stopped the daemon, or started a new one, while we waited for the lock."""
+    noted = None if found.record is None or found.record.state == ADOPTED else found.record
+    if found.home is not None and found.home.read() != noted:
+        raise NotFound(
+            f"the MPS daemon {found.daemon.pid} was stopped or replaced by another gpushare meanwhile",
+            "see what is there now: gpushare mps status",
+            code="no_daemon",
+        )
+
+
+def _may_stop(found: FoundDaemon) -> None:
+    record = found.record
+    if record is not None and os.geteuid() not in {0, record.uid}:
+        raise NoPermission(
+            f"the MPS daemon {found.daemon.pid} belongs to user {record.uid}",
+            "ask its owner, or run as root: sudo gpushare mps stop",
+            code="not_your_daemon",
+        )
+
+
+def clients_of(control: MpsControl) -> list[int]:
+    """Return the PIDs of all clients of a daemon; none when it is gone."""
+    try:
+        return [client.pid for client in control.clients()]
+    except NotFound:
+        return []
+
+
+def _wait_for_clients(
+    control: MpsControl, seconds: float, *, force: bool, on_wait: Callable[[list[int], float], None] | None
+) -> tuple[float, list[int]]:
+    started = time.monotonic()
+    if force:
+        try:
+            control.answers(timeout=_PROBE_SECONDS)
+        except TimedOut:
+            return time.monotonic() - started, []
+    while True:
+        left = clients_of(control)
+        waited = time.monotonic() - started
+        if not left or waited >= seconds:
+            return waited, left
+        if on_wait is not None:
+            on_wait(left, seconds - waited)
+        time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
+
+
+def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
+    pids = ", ".join(map(str, left[:8]))
+    where = (
+        f"-g {found.daemon.device_uuid}"
+        if found.daemon.ours
+        else f"--pipe-directory {shlex.quote(found.daemon.pipe_directory or '')} --yes"
+    )
+    return InUse(
+        f"the MPS daemon {found.daemon.pid} still has {len(left)} clients after {waited:.1f} s: {pids}",
+        f"wait longer and then force: gpushare mps stop {where} --drain 60; or force now: --force",
+        gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
+        code="clients_left",
+    )
+
+
+def restore_mode(host: Host, record: DaemonRecord, device: Device | None = None) -> ComputeMode | None:
+    """Give a GPU the compute mode back that a record notes, and return it; None: it notes none.
+
+    Raises:
+        OperationFailed: it could not be restored (code ``not_restored``).
+    """
+    if record.previous_compute_mode is None:
+        return None
+    mode = ComputeMode[record.previous_compute_mode]
+    try:
+        if device is None:
+            device = next((Device(gpu=gpu) for gpu in host.nvml.identities() if gpu.uuid == record.device_uuid), None)
+        if device is None:
+            raise NotFound(f"{record.device_uuid} does not answer", "see: gpushare status")
+        set_compute_mode(host, device, mode)
+    except GpushareError as error:
+        raise OperationFailed(
+            f"the MPS daemon is gone, but the compute mode could not be restored: {error.message}",
+            f"restore it: sudo nvidia-smi -i {record.device_uuid} -c {mode.name}",
+            gpu=None if device is None else str(device.gpu.index),
+            code="not_restored",
+        ) from error
+    return mode

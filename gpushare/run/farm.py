@@ -1,0 +1,501 @@
+"""`gpushare run --copies N`: many copies of one program under MPS, each with its share, its number and its log."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import BadUsage, GpushareError, InUse
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_trusted, replace_file, writing
+from gpushare.mps.control import MpsControl
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
+from gpushare.run.program import Wakeups
+from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
+from gpushare.run.share import open_mps_share
+from gpushare.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+
+# What a CUDA context takes beside what a program allocates; a pinned memory limit does not count it.
+CONTEXT_BYTES: Final = 512 * MIB
+# Left free, against fragmentation and what was not foreseen.
+_MARGIN: Final = 0.02
+
+
+def share_of_threads(copies: int) -> float | None:
+    """Return the thread cap of each of N copies, 200/N percent; None (no cap) for one or two."""
+    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
+
+
+def share_of_memory(host: Host, device: Device, copies: int) -> int | None:
+    """Return the memory limit of each of N copies: its share of what is free now; None when that is not known.
+
+    Raises:
+        InUse: the share would be nothing.
+    """
+    free = free_memory(host, device)
+    if free is None:
+        return None
+    share = int(free * (1 - _MARGIN) / copies) - CONTEXT_BYTES
+    if share < MIB:
+        raise no_room(device, free, copies, None)
+    return share // MIB * MIB
+
+
+def free_memory(host: Host, device: Device) -> int | None:
+    """Return the free memory of a device in bytes (nvmlDeviceGetMemoryInfo_v2), or None when it is not known."""
+    gpu = host.nvml.gpu(device.gpu.index)
+    if device.mig is not None:
+        mig = next((one for one in gpu.mig_instances if one.uuid == device.uuid), None)
+        if mig is None or mig.memory_total_bytes is None or mig.memory_used_bytes is None:
+            return None
+        return mig.memory_total_bytes - mig.memory_used_bytes
+    if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
+        return None
+    return gpu.memory_total_bytes - gpu.memory_used_bytes - (gpu.memory_reserved_bytes or 0)
+
+
+def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
+    """Return how many copies fit into the memory that is free now; None when that is not known.
+
+    Raises:
+        InUse: not even one.
+    """
+    limit = options.limits.memory_limit_bytes
+    free = free_memory(host, device)
+    if limit is None or free is None:
+        return None
+    fitting = free // (limit + CONTEXT_BYTES)
+    if fitting < 1:
+        raise no_room(device, free, 1, limit)
+    return min(options.copies, fitting)
+
+
+def no_room(device: Device, free: int, copies: int, limit: int | None) -> GpushareError:
+    """Return the refusal: so many copies, each with a limit or without one, do not fit into what is free."""
+    if limit is None:
+        wanted = f"{copies} copies and their CUDA contexts do" if copies > 1 else "a copy and its CUDA context do"
+    else:
+        wanted = f"a copy with a limit of {format_bytes(limit)} and its CUDA context do"
+    return InUse(
+        f"{wanted} not fit into the {format_bytes(max(0, free))} that are free on {device.title}",
+        "see who holds it: gpushare status; or give fewer --copies, or a smaller --memory",
+        gpu=str(device.gpu.index),
+        code="memory_does_not_fit",
+    )
+
+
+_OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
+
+
+def log_of(directory: Path, number: int, restarts: int) -> Path:
+    """Return the log of a copy after so many restarts."""
+    return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
+
+
+def remove_earlier_logs(directory: int, copies: int) -> None:
+    """Remove the logs of restarts that an earlier farm has left of these copies; the first one's is written anew anyway."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            match = _OF_A_RESTART.fullmatch(name)
+            if match is not None and int(match[1]) < copies:
+                # One that may not be removed hinders nobody, nor does a directory.
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=directory)
+
+
+def hint_on_space(directory: Path | None) -> str:
+    """Return what to do when there was no space left for what a copy prints; None: it was not kept."""
+    where = tempfile.gettempdir() if directory is None else directory.absolute()
+    return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
+
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STEP_SECONDS: Final = 0.02
+_LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+# An MPS server gives back what a client held a while after its end.
+_ROOM_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmOptions:
+    """How many copies, the limits of each, how often a failed one is started again, and where logs are kept.
+
+    ``stall_seconds`` is how long a copy may print nothing before it counts as hung; None: for ever.
+    ``at_once`` bounds how many run at the same time (None: all).
+    """
+
+    copies: int
+    limits: MpsLimits = field(default_factory=MpsLimits)
+    restarts: int = 0
+    logs: Path | None = None
+    grace_seconds: float = GRACE_SECONDS
+    stall_seconds: float | None = None
+    at_once: int | None = None
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """One copy: how it did so far. ``failure`` is of its last try; ``tries`` counts the starts."""
+
+    number: int
+    state: str = "waiting"
+    tries: int = 0
+    pid: int | None = None
+    exit_code: int | None = None
+    failure: str | None = None
+    seconds: float = 0.0
+    log: str | None = None
+    # What to do about the failure, where its output does not tell.
+    hint: str | None = None
+    # What its program left running when it ended, at any try; it was ended.
+    left_behind: tuple[int, ...] = ()
+    # Seen among the daemon's clients; None: it was never looked for.
+    attached: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmResult:
+    """How all copies did, and the signal that the user ended them by."""
+
+    copies: tuple[Copy, ...]
+    seconds: float
+    ended_by: int | None = None
+
+    @property
+    def failed(self) -> tuple[Copy, ...]:
+        """Return the copies that did not end well."""
+        return tuple(copy for copy in self.copies if copy.failure is not None)
+
+
+class FarmReporter:
+    """What a farm says while it goes on; the command line prints it."""
+
+    def line(self, copy: int, text: str) -> None:
+        """A copy has printed a line."""
+
+    def started(self, copy: Copy) -> None:
+        """A copy was started."""
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        """A copy has ended; ``again``: it will be started once more."""
+
+    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
+        """A copy's program has ended and left processes running, which were ended."""
+
+    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+        """So far it has come; called often."""
+
+
+def numbered(command: Sequence[str], number: int) -> list[str]:
+    """Return a command with its copy's number in place of every ``{}``."""
+    return [word.replace("{}", str(number)) for word in command]
+
+
+def farm(
+    host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+) -> FarmResult:
+    """Run copies of a command until all have ended; a failed copy leaves the others alone.
+
+    Raises:
+        GpushareError: nothing could be run, or a copy could not be ended.
+    """
+    if options.copies < 1:
+        raise BadUsage("there is no copy to run", "give --copies 1 or more", code="bad_copies")
+    check_room(host, device, options)
+    with contextlib.ExitStack() as held:
+        logs = None if options.logs is None else held.enter_context(directory_of_logs(options.logs))
+        program = numbered(command, 0)[0]
+        share = open_mps_share(host, device, program, options.limits)
+        several = held.enter_context(Several(host, share, grace_seconds=options.grace_seconds))
+        if logs is not None:
+            remove_earlier_logs(logs, options.copies)
+        return _Farm(host, device, command, options, reporter, several, share.home.pipe, logs).run()
+
+
+class _Farm:
+    def __init__(
+        self,
+        host: Host,
+        device: Device,
+        command: Sequence[str],
+        options: FarmOptions,
+        reporter: FarmReporter,
+        several: Several,
+        pipe: Path,
+        logs: int | None,
+    ) -> None:
+        self._logs = logs
+        self._host, self._device, self._command = host, device, command
+        self._options, self._reporter, self._several, self._pipe = options, reporter, several, pipe
+        self._copies = [Copy(number=number) for number in range(options.copies)]
+        self._running: dict[int, Program] = {}
+        self._full_since: float | None = None
+        self._started = time.monotonic()
+        self._looks: list[float] = []
+        self._ended_by: int | None = None
+
+    def run(self) -> FarmResult:
+        with Wakeups(_ENDING) as wakeups:
+            while True:
+                self._start_what_fits()
+                self._collect(lambda: self._hurried(wakeups))
+                self._prove()
+                self._reporter.progress(self._copies, time.monotonic() - self._started)
+                if self._ended_by is None:
+                    if not self._running and not any(copy.state == "waiting" for copy in self._copies):
+                        break
+                    self._hurried(wakeups, _STEP_SECONDS)
+                if self._ended_by is not None:
+                    self._interrupt(lambda: self._hurried(wakeups))
+                    break
+        seconds = time.monotonic() - self._started
+        return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._ended_by)
+
+    def _hurried(self, wakeups: Wakeups, seconds: float = 0.0) -> bool:
+        """Return whether the user asked for the end within so long; the first signal is kept."""
+        numbers = [number for number in wakeups.wait(seconds) if number in _ENDING]
+        if numbers and self._ended_by is None:
+            self._ended_by = numbers[0]
+        return bool(numbers)
+
+    # -- starting ------------------------------------------------------------------------------------
+
+    def _start_what_fits(self) -> None:
+        for copy in self._copies:
+            if copy.state != "waiting":
+                continue
+            if not self._fits():
+                return
+            self._full_since = None
+            try:
+                self._start(copy)
+            except GpushareError as error:
+                self._cannot_start(copy, error)
+
+    def _cannot_start(self, copy: Copy, error: GpushareError) -> None:
+        copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
+        self._reporter.ended(copy, again=False)
+
+    def _fits(self) -> bool:
+        if self._options.at_once is not None and len(self._running) >= self._options.at_once:
+            return False
+        limit = self._options.limits.memory_limit_bytes
+        free = None if limit is None else free_memory(self._host, self._device)
+        if limit is None or free is None:
+            return True
+        # What a copy that runs may still allocate is not free.
+        for program in self._running.values():
+            holds = peak_memory(self._host, self._device, program) or 0
+            free -= max(0, limit + CONTEXT_BYTES - holds)
+        if free >= limit + CONTEXT_BYTES:
+            return True
+        if not self._running:
+            self._wait_for_room(no_room(self._device, free, 1, limit))
+        return False
+
+    def _wait_for_room(self, error: GpushareError) -> None:
+        """Give up the copies that wait when nothing of ours will ever make room; those that ended keep their results."""
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        if now - self._full_since >= _ROOM_SECONDS:
+            for copy in self._copies:
+                if copy.state == "waiting":
+                    self._cannot_start(copy, error)
+
+    def _start(self, copy: Copy) -> None:
+        number = copy.number
+        if not self._looks:
+            self._looks = [time.monotonic() + seconds for seconds in _LOOKS]
+
+        def listen(line: str, _at: float) -> None:
+            self._reporter.line(number, line)
+
+        log = None if self._options.logs is None else log_of(self._options.logs, number, copy.tries)
+        copy.tries += 1
+        copy.failure, copy.hint, copy.exit_code, copy.attached = None, None, None, None
+        copy.log = None if log is None else str(log)
+        program = self._several.start(
+            f"copy {number}",
+            numbered(self._command, number),
+            self._options.limits,
+            variables={"GPUSHARE_COPY": str(number), "GPUSHARE_COPIES": str(self._options.copies)},
+            listen=listen,
+            log=None if log is None or self._logs is None else Log(log, self._logs),
+        )
+        copy.pid, copy.state = program.pid, "running"
+        self._running[number] = program
+        self._reporter.started(copy)
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def _collect(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        self._several.look()
+        over: dict[int, str | None] = {}
+        for number, program in self._running.items():
+            if not program.runs:
+                over[number] = program.failure
+            elif self._stalled(program):
+                self._several.kill(program)
+                over[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
+        stuck = self._end_left_behind(list(over), hurry)
+        for number, failure in over.items():
+            self._close(number, failure, stuck.get(number))
+
+    def _end_left_behind(self, numbers: Sequence[int], hurry: Callable[[], bool]) -> dict[int, GpushareError]:
+        """End what programs that have ended left running; return what could not be ended, by copy, and why."""
+        left = self._several.left_behind([self._running[number] for number in numbers])
+        failed: GpushareError | None = None
+        if left:
+            try:
+                self._several.end_left_behind(left, hurry=hurry)
+            except GpushareError as error:
+                failed = error
+        stuck = {}
+        for number in numbers:
+            copy, pids = self._copies[number], left.get(self._running[number].pid, ())
+            copy.left_behind += pids
+            if failed is not None and any(self._host.processes.alive(pid) for pid in pids):
+                stuck[number] = failed
+            elif pids:
+                self._reporter.left_behind(copy, pids)
+        return stuck
+
+    def _stalled(self, program: Program) -> bool:
+        seconds = self._options.stall_seconds
+        return seconds is not None and time.monotonic() - program.heard > seconds
+
+    def _close(self, number: int, failure: str | None, stuck: GpushareError | None = None) -> None:
+        copy, program = self._copies[number], self._running.pop(number)
+        copy.seconds = (program.ended or time.monotonic()) - program.started
+        copy.exit_code, copy.failure = program.status, failure
+        if program.no_space:
+            copy.hint = hint_on_space(self._options.logs)
+        if stuck is not None:
+            copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
+            copy.hint = stuck.hint
+        # Nothing is started on top of what could not be ended.
+        more = stuck is None and self._ended_by is None and copy.tries <= self._options.restarts
+        again = copy.failure is not None and more
+        copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
+        self._reporter.ended(copy, again=again)
+
+    def _interrupt(self, hurry: Callable[[], bool]) -> None:
+        # Who has ended by itself meanwhile keeps its result.
+        self._collect(hurry)
+        self._several.end(list(self._running.values()), hurry=hurry)
+        for number in list(self._running):
+            self._close(number, None)
+            self._copies[number].state = "ended"
+        for one in self._copies:
+            if one.state == "waiting":
+                one.state = "never started" if one.tries == 0 else "failed"
+
+    def _prove(self) -> None:
+        """Look from time to time whether the copies are clients of the daemon."""
+        if not self._looks or time.monotonic() < self._looks[0]:
+            return
+        self._looks.pop(0)
+        control = MpsControl(self._host.programs, str(self._pipe), seconds=CONVERSATION_SECONDS)
+        clients = client_pids(control)
+        if clients is None:
+            return
+        for number, program in self._running.items():
+            copy = self._copies[number]
+            if not copy.attached:
+                copy.attached = bool(clients & set(self._host.processes.descendants(program.pid)))
+
+
+SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchedCap:
+    """What was best under MPS for so many copies: percent of the threads, None is no cap; when, and under which driver.
+
+    ``best`` False: another way than MPS was better still.
+    """
+
+    threads_percent: float | None
+    best: bool
+    date: str
+    driver: str | None
+
+
+def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:
+    """Return what was found for so many copies of a command on such a GPU; None: it was not measured."""
+    for directory in (host.state_directory, *host.shared_state_directories):
+        if not is_trusted_directory(directory, "benched"):
+            continue
+        found = _cap(_read(directory / "benched" / _file_name(device, command), device, command).get(str(copies)))
+        if found is not None:
+            return found
+    return None
+
+
+def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mapping[int, BenchedCap]) -> Path:
+    """Write what was found, over earlier results for these numbers of copies, and return the file.
+
+    Raises:
+        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
+    """
+    directory = host.state_directory / "benched"
+    make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
+    # A command line may hold a secret; what an older gpushare wrote here everybody could read.
+    with writing(directory, "which keeps the caps that were found"):
+        directory.chmod(0o700)
+    path = directory / _file_name(device, command)
+    known = _read(path, device, command)
+    known.update({str(copies): vars(cap) for copies, cap in caps.items()})
+    record = {"schema": SCHEMA, "device": _kind(device), "command": list(command), "caps": known}
+    with writing(path, "which keeps the caps that were found"):
+        replace_file(path, json.dumps(record, indent=2), mode=0o600)
+    return path
+
+
+def _kind(device: Device) -> str:
+    return device.gpu.name or "" if device.mig is None else f"{device.gpu.name or ''} {device.mig.profile or ''}"
+
+
+def _file_name(device: Device, command: Sequence[str]) -> str:
+    return (
+        hashlib.sha256("\0".join((_kind(device), *command)).encode(errors="surrogateescape")).hexdigest()[:24] + ".json"
+    )
+
+
+def _read(path: Path, device: Device, command: Sequence[str]) -> dict[str, Any]:
+    raw = read_trusted(path)
+    if not isinstance(raw, dict) or (raw.get("schema"), raw.get("device"), raw.get("command")) != (
+        SCHEMA,
+        _kind(device),
+        list(command),
+    ):
+        return {}
+    caps = raw.get("caps")
+    return dict(caps) if isinstance(caps, dict) else {}
+
+
+def _cap(raw: Any) -> BenchedCap | None:
+    if not isinstance(raw, dict):
+        return None
+    percent, best, date, driver = (raw.get(key) for key in ("threads_percent", "best", "date", "driver"))
+    if percent is not None and not (isinstance(percent, (int, float)) and 0 < percent < 100):
+        return None
+    if not isinstance(best, bool) or not isinstance(date, str) or not (driver is None or isinstance(driver, str)):
+        return None
+    return BenchedCap(threads_percent=percent, best=best, date=date, driver=driver)

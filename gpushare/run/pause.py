@@ -1,0 +1,338 @@
+"""Letting a program's processes stand still and go on.
+
+Outside MPS they are locked by the driver (cuCheckpointProcessLock: 1 to 10 ms, new CUDA calls wait, submitted work is
+drained), and stopped (SIGSTOP) where the driver knows no locks or the job has several CUDA processes, which might wait
+for each other. Inside MPS they are stopped: the driver refuses the lock there. Never both: a stopped process hangs the
+lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.host.checkpoint import Checkpoint
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_trusted, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+
+LOCK_SECONDS: Final = 0.5
+# How often it is seen whether all of a paused program stands still.
+_KEEP_SECONDS: Final = 0.5
+# So often a program may start another process between the list of its processes and their stop.
+_STOP_ROUNDS: Final = 3
+_CUDA_NODE: Final = "/dev/nvidia-uvm"
+
+
+class Pauser:
+    """Lets a program's processes stand still and go on, by the driver's lock or by SIGSTOP."""
+
+    def __init__(self, host: Host, device: Device, pid: int, checkpoint: Checkpoint | None) -> None:
+        self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
+        self._on_gpu: list[int] = []
+        self._locked: list[int] = []
+        self._stopped: list[int] = []
+        self._due = 0.0
+        self._told: set[tuple[int, float | None]] = set()
+        # Who must know whom a pause holds, before it does: PID and start time, each once.
+        self.tell: Callable[[int, float | None], None] = lambda _pid, _started: None
+
+    @property
+    def paused(self) -> bool:
+        """Return whether it stands still."""
+        return bool(self._locked or self._stopped)
+
+    @property
+    def by(self) -> str:
+        """Return how it is paused: ``lock`` or ``stop``."""
+        return "stop" if self._checkpoint is None else "lock"
+
+    def look(self) -> None:
+        """Find out who would have to be locked; a pause that knows it already takes effect at once."""
+        if self._checkpoint is not None and not self.paused:
+            self._on_gpu = self._cuda_processes()
+
+    def pause(self) -> None:
+        """Let all of it stand still; to be called again as long as it is to.
+
+        A queue that does not drain in time is tried again. From time to time it is seen who has come since, and who was
+        continued by others (a SIGCONT of the shell, which gpushare passes on).
+        """
+        known = self._on_gpu
+        tried = self._checkpoint is not None and not self.paused and len(known) == 1
+        if tried:
+            self._lock(known[0])
+        elif time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _KEEP_SECONDS
+        if self._checkpoint is None:
+            self._stop()
+            return
+        # Production is spared by now; whether that was all of the program is found out behind it.
+        self._on_gpu = self._cuda_processes()
+        # Whoever has died stands still no longer for those that come after it.
+        self._locked = [pid for pid in self._locked if self._host.processes.alive(pid)]
+        if self._on_gpu and self._on_gpu != (known if tried else self._locked):
+            self.resume()
+            if not self._locked:
+                self._pause_anew()
+
+    def _pause_anew(self) -> None:
+        if len(self._on_gpu) > 1:
+            # Locked one after the other, they may wait for each other (NCCL).
+            self._checkpoint = None
+        else:
+            self._lock(self._on_gpu[0])
+        if self._checkpoint is None:
+            self._stop()
+
+    def resume(self) -> None:
+        """Let it go on; what went wrong in that is tried again at the next call."""
+        self._due = 0.0
+        for pid in list(self._locked):
+            with contextlib.suppress(GpushareError):
+                if self._host.processes.alive(pid):
+                    self._unlock(pid)
+                self._locked.remove(pid)
+        for pid in list(self._stopped):
+            self._stopped.remove(pid)
+            with contextlib.suppress(NotFound, NoPermission):
+                self._host.processes.send(pid, signal.SIGCONT)
+
+    def _unlock(self, pid: int) -> None:
+        if self._checkpoint is None:
+            return
+        try:
+            self._checkpoint.unlock(pid)
+        except OperationFailed:
+            # One without a context any more (it has become another program) is refused for ever, and is not locked.
+            if self._checkpoint.is_locked(pid):
+                raise
+
+    def _lock(self, pid: int) -> None:
+        checkpoint = self._checkpoint
+        info = self._host.processes.describe(pid)
+        if checkpoint is None or info is None or info.stopped:
+            # A stopped process hangs the lock; and it stands still already.
+            return
+        # Noted before it is done: what happens in between must not leave it locked.
+        self._tell_once(pid, info.started_at)
+        self._locked.append(pid)
+        try:
+            checkpoint.lock(pid, LOCK_SECONDS)
+        except NotSupported:
+            self._locked.remove(pid)
+            self._checkpoint = None
+        except GpushareError:
+            # It may have been locked in the end: unlocking one that is not does no harm.
+            self.resume()
+
+    def _stop(self) -> None:
+        seen: set[int] = set()
+        for _ in range(_STOP_ROUNDS):
+            new = [pid for pid in self._host.processes.descendants(self._pid) if pid not in seen]
+            seen.update(new)
+            sent = [self._stop_one(pid) for pid in new]
+            # Where all stood still already, none can have started another.
+            if not any(sent):
+                return
+
+    def _stop_one(self, pid: int) -> bool:
+        info = self._host.processes.describe(pid)
+        if info is None or info.stopped:
+            return False
+        self._tell_once(pid, info.started_at)
+        if pid not in self._stopped:
+            self._stopped.append(pid)
+        with contextlib.suppress(NotFound, NoPermission):
+            self._host.processes.send(pid, signal.SIGSTOP)
+        return True
+
+    def _tell_once(self, pid: int, started: float | None) -> None:
+        if (pid, started) not in self._told:
+            self._told.add((pid, started))
+            self.tell(pid, started)
+
+    def _cuda_processes(self) -> list[int]:
+        family = set(self._host.processes.descendants(self._pid))
+        if self._host.processes.namespace_is_host() is False:
+            # NVML's PIDs are not those that we know; every CUDA context has this node open.
+            return sorted(family & set(self._host.processes.open_files(_CUDA_NODE).by_pid))
+        try:
+            found = self._host.nvml.processes(self._device.gpu.index) or ()
+        except GpushareError:
+            return []
+        return sorted({one.pid for one in found if one.pid in family and (one.compute or one.mps)})
+
+
+def checkpoint_of(host: Host) -> Checkpoint | None:
+    """Return the driver's lock, or None where there is none: before driver 570, and on a simulated host."""
+    driver = host.nvml.driver_version() or ""
+    major = driver.partition(".")[0]
+    return Checkpoint() if not host.is_simulated and major.isdecimal() and int(major) >= 570 else None
+
+
+def resume_all(host: Host, pids: Sequence[int], *, mps: bool, checkpoint: Any = None) -> None:
+    """Let programs of a gpushare that died go on, so that they can end: unlocked, and no longer stopped."""
+    members = [member for pid in pids for member in host.processes.descendants(pid)]
+    # First out of the stop: a stopped process hangs the driver's calls, and the driver may not be there any more.
+    for member in members:
+        with contextlib.suppress(NotFound, NoPermission):
+            host.processes.send(member, signal.SIGCONT)
+    lock = None
+    with contextlib.suppress(GpushareError):
+        lock = None if mps else checkpoint or checkpoint_of(host)
+    if lock is not None:
+        for member in members:
+            with contextlib.suppress(GpushareError):
+                if lock.is_locked(member):
+                    lock.unlock(member)
+
+
+# Below this rise and fall of a tenth per step the share is nothing.
+_LEAST: Final = 0.01
+
+
+@dataclass
+class Pacer:
+    """All or nothing: stands still from the first sign of work until production has been quiet for a while.
+
+    ``quiet_seconds``: shorter gaps between two requests are not idleness.
+    """
+
+    quiet_seconds: float = 0.3
+    _last_active: float | None = None
+
+    def may_run(self, at: float, *, active: bool) -> bool:
+        """Return whether the opportunistic job may run at a time (seconds of a clock that only rises)."""
+        if active:
+            self._last_active = at
+        return self._last_active is None or at - self._last_active >= self.quiet_seconds
+
+
+# So short that a window of measuring has some, so long that stops and queues that drain cost little of it.
+DUTY_SECONDS: Final = 0.5
+
+
+@dataclass
+class DutyPacer(Pacer):
+    """Lets the opportunistic job run for a part of the time while production is active, and always while it is not.
+
+    For jobs that compete for the memory's bandwidth: there a loss of production's rate is in proportion to the time, and
+    no cap does better. Of small kernels, and of a tail, it costs far more; see `Share`.
+    """
+
+    percent: float = 100.0
+
+    def may_run(self, at: float, *, active: bool) -> bool:
+        """Return whether the opportunistic job may run at a time (seconds of a clock that only rises)."""
+        return not active or at % DUTY_SECONDS >= (1 - self.percent / 100) * DUTY_SECONDS
+
+
+@dataclass
+class Share:
+    """The share of the time that the opportunistic job gets while production works: additive up, multiplicative down.
+
+    TGS's shape, one-sided: production that is faster than expected is no reason to slow down. ``budget`` is the loss of
+    its rate that production bears.
+
+    No command controls such a share. On an H200 (driver 580; a training loop of small kernels, or a service with a
+    request every 10 ms, beside large matrix multiplications; relative to each alone) every share was worse than what
+    is done instead:
+
+    ===============================================  ===============  =============  ==================
+    what the opportunistic job gets                  production rate  its p99        opportunistic rate
+    ===============================================  ===============  =============  ==================
+    outside MPS: runs 20 ms, is locked for 20 ms     .70              5.5x           .45
+    outside MPS: runs 20 ms, is locked for 80 ms     .85              5.6x           .20
+    under MPS: runs 20 ms, is stopped for 20 ms      .47              8.9x           .68
+    outside MPS: full pause (`Pacer`)                .97              1.1x           0 while it works
+    under MPS: all of the time, cap 60, low priority 1.03             0.98x          .71
+    ===============================================  ===============  =============  ==================
+
+    Where MPS serves, a cap gives more for nothing. Where it does not, a loss of 3 percent buys about .05 of the other
+    job's rate, and the whole tail is lost with the first slice. It would also need production's own rate, read from
+    what it prints: a reader between a production job and its output, whose death ends it. The control itself is kept
+    as it was tested against a simulated pair of jobs: for who measures a GPU of which the figures say otherwise.
+    """
+
+    budget: float = 0.03
+    least: float = 0.0
+    most: float = 1.0
+    share: float = 0.0
+    slow_start: bool = field(default=True)
+
+    def step(self, loss: float) -> float:
+        """Return the share for the next period, after a period with this loss (0 to 1) of production's rate."""
+        loss = max(0.0, loss)
+        if loss >= 3 * self.budget:
+            self.share, self.slow_start = self.share / 10, True
+        elif loss > self.budget:
+            # The first loss ends the fast growth.
+            self.share, self.slow_start = (self.share / 1.5, False) if self.slow_start else (self.share * 0.92, False)
+        else:
+            self.share = self.share * 1.5 + 0.02 if self.slow_start else self.share + 0.02
+        self.share = min(self.most, max(self.least, self.share))
+        return self.share if self.share >= _LEAST else self.least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pauses:
+    """An opportunistic program, how often it was paused since its start, and whether it is now."""
+
+    pid: int
+    started_at: float | None
+    gpu_uuid: str
+    pauses: int = 0
+    paused: bool = False
+
+
+def note_pauses(host: Host, found: Pauses) -> None:
+    """Note how a program stands now, atomically."""
+    path = _directory(host.run_directory) / f"{found.pid}.json"
+    with contextlib.suppress(OSError, NoPermission):
+        make_private_directory(path.parent)
+        replace_file(path, json.dumps(asdict(found)))
+
+
+def forget_pauses(host: Host, pid: int) -> None:
+    """Forget a program that has ended."""
+    with contextlib.suppress(OSError):
+        (_directory(host.run_directory) / f"{pid}.json").unlink()
+
+
+def noted_pauses(host: Host) -> tuple[Pauses, ...]:
+    """Return the programs that live, by PID; what another user notes where this one cannot look is missing."""
+    found = []
+    for directory in (host.run_directory, *host.shared_run_directories):
+        if not is_trusted_directory(directory, _directory(directory).name):
+            continue
+        with contextlib.suppress(OSError):
+            found += [_read(path) for path in _directory(directory).glob("*.json")]
+    alive = [one for one in found if one is not None and host.processes.alive(one.pid, one.started_at)]
+    return tuple(sorted(alive, key=lambda one: one.pid))
+
+
+def _read(path: Path) -> Pauses | None:
+    raw = read_trusted(path)
+    try:
+        return Pauses(**raw) if isinstance(raw["pid"], int) else None
+    except (TypeError, KeyError):
+        return None
+
+
+def _directory(run_directory: Path) -> Path:
+    return run_directory / "opportunistic"

@@ -1,0 +1,436 @@
+"""`gpushare run`: a program inside a share, from the daemon's start to the proof, its end and the clean-up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Final, cast
+
+import gpushare
+from gpushare.errors import OperationFailed, system_error
+from gpushare.host.claims import HeldClaim
+from gpushare.mps.kill import DRAIN_BOUND_SECONDS
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.end import GRACE_SECONDS, end_program
+from gpushare.run.roles import PausingWatch
+from gpushare.run.share import Guarded, Share, Watch, open_mps_share
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.host.process import Announce, Spawned
+    from gpushare.mps.kill import Drain
+    from gpushare.selection import Device
+
+
+class Terminal:
+    """Lends the terminal to the program when it asks for it, and takes it back."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._descriptor = _controlling_terminal()
+        self._lent = False
+
+    def __enter__(self) -> Terminal:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the terminal back."""
+        self._take_back()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def serve(self, child: Spawned) -> None:
+        """See whether the program was stopped by the terminal, and act on it."""
+        number = child.stopped_by()
+        if number in {signal.SIGTTIN, signal.SIGTTOU}:
+            self._lend()
+            if self._lent or self._descriptor is None or _foreground(self._descriptor) is None:
+                # With a terminal that is gone the program reads its end.
+                self._continue()
+            else:
+                # We are in the background too: stop like any job that wants the terminal. The SIGCONT
+                # of `fg` is passed on, and the program asks again.
+                self._stop_self()
+        elif number == signal.SIGTSTP and self._lent:
+            # Ctrl-Z in the program: the shell must get its terminal back, so we stop with it.
+            self._take_back()
+            self._stop_self()
+            self._lend()
+            self._continue()
+
+    def suspend(self) -> None:
+        """Ctrl-Z at gpushare: stop the program with it, and let both go on together."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGTSTP)
+        self._stop_self()
+        self._continue()
+
+    def _stop_self(self) -> None:
+        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, before)
+
+    def _continue(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGCONT)
+
+    def _lend(self) -> None:
+        if self._descriptor is not None and os.getpgrp() == _foreground(self._descriptor):
+            self._lent = _give(self._descriptor, self._group)
+
+    def _take_back(self) -> None:
+        if self._lent and self._descriptor is not None:
+            _give(self._descriptor, os.getpgrp())
+            self._lent = False
+
+
+def _controlling_terminal() -> int | None:
+    try:
+        return os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _foreground(descriptor: int) -> int | None:
+    try:
+        return os.tcgetpgrp(descriptor)
+    except OSError:
+        return None
+
+
+def _give(descriptor: int, group: int) -> bool:
+    with _ignored(signal.SIGTTOU):
+        try:
+            os.tcsetpgrp(descriptor, group)
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def _ignored(number: int) -> Iterator[None]:
+    """A background process that moves the terminal would be stopped by SIGTTOU."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+class Wakeups:
+    """Catches signals while it is entered; `wait` returns those that came."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = tuple(numbers)
+        self._before: dict[int, object] = {}
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._fd_before = -1
+
+    def __enter__(self) -> Wakeups:
+        """Take the signals over."""
+        self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in self._numbers:
+            if signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGCHLD:
+                continue
+            # The byte in the wake-up socket is the message; the handler only keeps the default away.
+            self._before[number] = signal.signal(number, lambda *_: None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._fd_before)
+        self._read.close()
+        self._write.close()
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait at most ``seconds`` for a signal and return all that came, in their order."""
+        ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
+        if not ready:
+            return []
+        try:
+            return [number for number in self._read.recv(4096) if number in self._numbers]
+        except BlockingIOError:
+            return []
+
+
+# Signals that end the program; the others are passed on as they are.
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Passed on to a program that handles them; one that does not would die of them.
+_DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+_PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run: limits of this program, and how it is ended (seconds)."""
+
+    limits: MpsLimits = field(default_factory=MpsLimits)
+    strict: bool = False
+    grace_seconds: float = GRACE_SECONDS
+    drain_seconds: float = DRAIN_BOUND_SECONDS
+
+
+class Reporter:
+    """What a run says while it goes on; the command line prints it on stderr."""
+
+    def attached(self, watch: Watch, pid: int) -> None:
+        """A process of the program was seen in its share."""
+
+    def outside(self, pid: int) -> None:
+        """A process of the program runs on a GPU outside its share."""
+
+    def pending(self, pid: int) -> None:
+        """The daemon keeps a process waiting, because another user's clients hold the server."""
+
+    def unproved(self) -> None:
+        """The program ended and no CUDA context of it was seen."""
+
+    def daemon_gone(self) -> None:
+        """The MPS daemon died while the program ran."""
+
+    def ended(self, drain: Drain) -> None:
+        """The program was ended the safe way."""
+
+
+def run(host: Host, device: Device, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
+    """Run a program inside a share of a device and return its exit code (128 + N when signal N ended it).
+
+    Starts a daemon if the device has none, and stops it with the last program.
+
+    Raises:
+        GpushareError: the share could not be set up (nothing was run), or the program could not be ended.
+    """
+    return run_in(host, open_mps_share(host, device, command[0], options.limits), command, options, reporter)
+
+
+def run_in(host: Host, share: Share, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
+    """Run a program in a share and give the share back; return the program's exit code.
+
+    Raises:
+        GpushareError: the program could not be started, or not be ended.
+    """
+    session = _Session(host, share, options, reporter)
+    try:
+        return session.run(command, share.environment(os.environ))
+    finally:
+        session.close()
+
+
+class _Session:
+    """One program from its start to its end."""
+
+    def __init__(self, host: Host, share: Share, options: RunOptions, reporter: Reporter) -> None:
+        self._host, self._share = host, share
+        self._options, self._reporter = options, reporter
+        self._child: Spawned | None = None
+        self._told: set[int] = set()
+        self._told_gone = False
+        self._ended_by: int | None = None
+
+    def close(self) -> bool:
+        """Give the share back; return whether others go on using it."""
+        return self._share.close(program_lives=self._child is not None and self._child.poll() is None)
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        # Signals are caught before the program starts: from then on none may kill gpushare unheard.
+        with Wakeups((*_ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
+            child = self._child = self._host.processes.spawn(command, environment, announce=announcer(guard))
+            info = self._host.processes.describe(child.pid)
+            _tell_program(guard, child.pid, None if info is None else info.started_at)
+            watch = self._share.watch(child.pid)
+            if isinstance(watch, PausingWatch):
+                # Its program may be gone before the guard acts, and a worker in a session of its own be held for ever.
+                watch.pauser.tell = lambda pid, started: _tell_program(guard, pid, started)
+            with Terminal(child.pid) as terminal:
+                status = self._follow(child, watch, wakeups, terminal)
+            watch.settle()
+            self._report(watch)
+            if not watch.attached and not watch.outside:
+                self._say(self._reporter.unproved)
+        return self._exit_code(status, watch)
+
+    def _follow(self, child: Spawned, watch: Watch, wakeups: Wakeups, terminal: Terminal) -> int:
+        next_look = time.monotonic() + 0.1
+        while (status := child.poll()) is None:
+            for number in wakeups.wait(next_look - time.monotonic()):
+                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
+                    self._end(watch, number, wakeups)
+                elif number == signal.SIGTSTP:
+                    terminal.suspend()
+                elif number in _PASSED_ON:
+                    _pass_on(child.pid, number)
+            terminal.serve(child)
+            # Each look is a conversation, whose own end is a SIGCHLD: only the clock says when to look again.
+            if time.monotonic() >= next_look:
+                if child.poll() is None and self._ended_by is None:
+                    self._look(watch, wakeups)
+                next_look = time.monotonic() + watch.wait()
+        return status
+
+    def _look(self, watch: Watch, wakeups: Wakeups) -> None:
+        watch.look()
+        self._report(watch)
+        if self._options.strict and watch.outside:
+            self._end(watch, signal.SIGTERM, wakeups)
+
+    def _would_kill_a_client(self, watch: Watch, number: int) -> bool:
+        """Return whether a signal that is passed on would end an MPS client with its queue in flight."""
+        clients = watch.clients()
+        return any(
+            (clients is None or member in clients) and self._host.processes.catches(member, number) is False
+            for member in self._host.processes.descendants(watch.program_pid)
+        )
+
+    def _say(self, report: Callable[..., None], *facts: object) -> None:
+        """Report something; whatever goes wrong in that must not end the program."""
+        with contextlib.suppress(Exception):
+            report(*facts)
+
+    def _report(self, watch: Watch) -> None:
+        if watch.daemon_gone and not self._told_gone:
+            self._told_gone = True
+            self._say(self._reporter.daemon_gone)
+        for pids, report in (
+            (watch.attached, lambda pid: self._reporter.attached(watch, pid)),
+            (watch.outside, self._reporter.outside),
+            (watch.pending, self._reporter.pending),
+        ):
+            for pid in sorted(set(pids) - self._told):
+                self._say(report, pid)
+                if pids is not watch.pending:
+                    self._told.add(pid)
+            if pids is watch.pending:
+                self._told |= set(pids) - set(watch.attached)
+
+    def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
+        self._ended_by = number
+        if isinstance(watch, PausingWatch):
+            watch.release()
+        drain = end_program(
+            self._host,
+            watch.program_pid,
+            watch.clients,
+            self._share.meter,
+            number=number,
+            grace_seconds=self._options.grace_seconds,
+            bound_seconds=self._options.drain_seconds,
+            hurry=lambda: any(again in _ENDING for again in wakeups.wait(0.0)),
+        )
+        if drain is not None:
+            self._say(self._reporter.ended, drain)
+
+    def _exit_code(self, status: int, watch: Watch) -> int:
+        if self._options.strict and watch.outside:
+            return 1
+        if status >= 0:
+            return status
+        # Ended by us, perhaps by another signal than we got: the caller sees the one that it sent.
+        if -status in {signal.SIGKILL, signal.SIGINT, signal.SIGTERM} and self._ended_by is not None:
+            return 128 + self._ended_by
+        return 128 - status
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[IO[bytes]]:
+        """Yield the input of the guard; it learns of an orderly end by a word, of our death by silence."""
+        guard, pipe = start_guard(self._host, self._share)
+        word = None
+        try:
+            yield pipe
+            # The daemon first, the word after: killed in between, the guard still stops it.
+            word = "linger" if self.close() else "done"
+        finally:
+            # Without a word, because something failed here, the guard ends what is left of the program.
+            if word is not None:
+                _tell(pipe, word)
+            with contextlib.suppress(OSError):
+                pipe.close()
+            if word == "done":
+                guard.wait()
+
+
+def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start the guard in a session of its own, so that no signal of the terminal reaches it.
+
+    Returns it and its input.
+
+    Raises:
+        OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance on (``claim_unusable``).
+    """
+    here = Path(__file__).resolve()
+    root, device = str(Path(gpushare.__file__).resolve().parents[1]), share.device
+    held = share.guarded
+    told = [root, host.spec, device.uuid, str(device.gpu.index), *held]
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, str(here.with_name("guard.py")), *told],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
+        )
+    except OSError as error:
+        why = system_error(error)
+        raise OperationFailed(
+            f"the guard, which ends the program when gpushare dies, does not start: {error.strerror or error}",
+            f"see what starts it: ls -l {shlex.quote(sys.executable)}" if why is None else why.hint,
+            code="guard_failed",
+        ) from error
+    try:
+        for path in held[3:]:
+            # Killed from here on, gpushare leaves the instance to the guard.
+            HeldClaim(Path(path)).add(guard.pid)
+    except BaseException:
+        cast("IO[bytes]", guard.stdin).close()
+        guard.wait()
+        raise
+    return guard, cast("IO[bytes]", guard.stdin)
+
+
+def announcer(pipe: IO[bytes]) -> Announce:
+    """Return what tells the guard of a program from within, before it runs: gpushare may be killed at any point.
+
+    A guard that is gone makes it raise, so that nothing runs unguarded.
+    """
+
+    def announce(pid: int, started: float | None) -> None:
+        # One write: it comes whole between those of gpushare, which has none in its buffer.
+        os.write(pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
+
+    return announce
+
+
+def _tell(pipe: IO[bytes], word: str) -> None:
+    # A guard that somebody killed must not end the program.
+    with contextlib.suppress(OSError, ValueError):
+        pipe.write(word.encode() + b"\n")
+        pipe.flush()
+
+
+def _tell_program(pipe: IO[bytes], pid: int, started: float | None) -> None:
+    _tell(pipe, f"program {pid} {'-' if started is None else started}")
+
+
+def _pass_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

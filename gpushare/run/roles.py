@@ -1,0 +1,643 @@
+"""The two roles of `gpushare run`: a production job that is known, and capped only by its user, and one that takes what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_trusted, replace_file
+from gpushare.model import Priority
+from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.daemons import own_daemon
+from gpushare.mps.environment import without_own_limits
+from gpushare.mps.limits import MpsLimits
+from gpushare.run.end import CONVERSATION_SECONDS, client_pids
+from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
+from gpushare.run.production import Production, UnseenWork, find_production, lives, productions, write_production
+from gpushare.run.share import Attachment, MpsShare, open_mps_share
+from gpushare.units import MIB, format_bytes, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from gpushare.host.activity import ActivityMeter, ActivityRecorder
+    from gpushare.host.checkpoint import Checkpoint
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+    from gpushare.run.production import ProductionJob
+    from gpushare.run.share import Share, Watch
+    from gpushare.selection import Device
+
+
+SCHEMA: Final = 1
+_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The setting that was found for the opportunistic job beside one production job, and under what it was found.
+
+    ``meets`` False: no setting met the goal, and this one comes nearest. Shares are relative to the job alone.
+    """
+
+    name: str
+    date: str
+    gpu_name: str | None
+    driver: str | None
+    threads_percent: float
+    low_priority: bool
+    meets: bool
+    stable: bool
+    keep: float
+    p99_factor: float | None = None
+    kept: float | None = None
+    p99: float | None = None
+    opportunistic_share: float | None = None
+    production_threads_percent: float | None = None
+    duty_percent: float | None = None
+    production_memory_bytes: int | None = None
+    production: str | None = None
+    opportunistic: str | None = None
+    schema: int = SCHEMA
+
+
+def check_job_name(name: str) -> str:
+    """Return a name that a production job may have.
+
+    Raises:
+        BadUsage: it is none.
+    """
+    if not _NAME.fullmatch(name):
+        raise BadUsage(
+            f"'{name[:60]}' cannot be the name of a production job",
+            "a letter first, then letters, digits, - _ or ., 32 at most: web, llm-1",
+            code="bad_name",
+        )
+    return name
+
+
+def find_tuned(host: Host, name: str) -> Tuned | None:
+    """Return what was found for a production job: this user's, else root's; None when nothing is kept."""
+    for directory in (host.state_directory, *host.shared_state_directories):
+        if not is_trusted_directory(directory, "tuned"):
+            continue
+        found = _tuned(read_trusted(directory / "tuned" / f"{name}.json"))
+        if found is not None:
+            return found
+    return None
+
+
+def keep_tuned(host: Host, tuned: Tuned) -> Path:
+    """Write what was found, over an earlier result of this name, and return the file.
+
+    Raises:
+        NoPermission: it cannot be written.
+    """
+    directory = host.state_directory / "tuned"
+    make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
+    path = directory / f"{tuned.name}.json"
+    try:
+        replace_file(path, json.dumps(asdict(tuned), indent=2))
+    except OSError as error:
+        raise NoPermission(
+            f"cannot write {path}: {error.strerror}",
+            "set GPUSHARE_STATE_DIR to a directory that you may write",
+            code="directory_unwritable",
+        ) from None
+    return path
+
+
+def _is_percent(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100
+
+
+def _tuned(raw: Any) -> Tuned | None:
+    if not isinstance(raw, dict):
+        return None
+    known = {field.name: raw[field.name] for field in fields(Tuned) if field.name in raw}
+    threads, memory = known.get("threads_percent"), known.get("production_memory_bytes")
+    duty = known.get("duty_percent")
+    if not _is_percent(threads) or not (duty is None or _is_percent(duty)):
+        return None
+    if not (memory is None or (isinstance(memory, int) and memory >= 0)):
+        return None
+    try:
+        return Tuned(**known)
+    except TypeError:
+        return None
+
+
+# Beside four different production jobs on an H200 this ended the harm, where anything does.
+SAFE_THREADS_PERCENT: Final = 60.0
+# A context's own memory, and what a driver keeps.
+_MARGIN_BYTES: Final = 1024 * MIB
+
+
+@dataclass
+class ProductionWatch(Attachment):
+    """The watch over a production job: it also keeps its record up to date."""
+
+    name: str = ""
+    peak: int | None = None
+    _due: float = 0.0
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look: the memory is looked at more often than the daemon."""
+        return min(super().wait(), 1.0)
+
+    def look(self) -> None:
+        """Look for the program's processes, and at how much memory they hold."""
+        if time.monotonic() >= self._due:
+            super().look()
+            self._due = time.monotonic() + super().wait()
+        self.record()
+
+    def record(self) -> None:
+        """Write the record, if it says something new; what goes wrong in that must not end the program."""
+        with contextlib.suppress(GpushareError):
+            held = self._held()
+            if held is None or (self.peak is not None and held <= self.peak):
+                return
+            self.peak = held
+            # A peak that cannot be noted, on a disk that is full meanwhile, ends no production job.
+            with contextlib.suppress(GpushareError):
+                write_production(
+                    self.host, production_of(self.host, self.device, self.name, self.program_pid, self.peak)
+                )
+
+    def _held(self) -> int | None:
+        if self.host.processes.namespace_is_host() is False:
+            return None
+        found = self.host.nvml.processes(self.device.gpu.index) or ()
+        sizes = [one.memory_used_bytes for one in found if one.pid in self.seen]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known else None
+
+
+@dataclass
+class ProductionShare(MpsShare):
+    """A share of a production job."""
+
+    name: str = ""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a client whose only limits are those that were given with it."""
+        return super().environment(without_own_limits(base))
+
+    def daemon_cap(self) -> float | None:
+        """Return the thread cap that the daemon itself puts on every client, or None."""
+        record = self.home.read()
+        cap = None if record is None else record.threads_percent
+        return cap if cap is not None and cap < 100 else None
+
+    def watch(self, pid: int) -> ProductionWatch:
+        """Return the watch over the program, after its record was written; else the one of this gpushare stands."""
+        peak = _peak_before(self.host, self.device, self.name)
+        with contextlib.suppress(GpushareError):
+            write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
+        return ProductionWatch(self.host, self.device, self.home, pid, seen={pid}, name=self.name, peak=peak)
+
+
+def open_production_share(host: Host, device: Device, program: str, limits: MpsLimits, name: str) -> ProductionShare:
+    """Return a share for a production job.
+
+    It is known before its program runs: one that nobody could know of would not be spared, and not tell that.
+
+    Raises:
+        InUse: a job of this name runs already; or as `open_mps_share` and `write_production`.
+    """
+    before = find_production(host, name)
+    if before is not None and lives(host, before):
+        raise InUse(
+            f"a production job '{name}' runs already (process {before.pid})",
+            "give it another name: --production OTHER",
+            code="name_in_use",
+        )
+    share = open_mps_share(host, device, program, limits)
+    try:
+        write_production(host, production_of(host, device, name, os.getpid(), _peak_before(host, device, name)))
+    except BaseException:
+        share.close()
+        raise
+    return ProductionShare(share.host, share.device, share.home, share.lease, share.limits, share.claim, name=name)
+
+
+def _peak_before(host: Host, device: Device, name: str) -> int | None:
+    """Return the most memory that was seen of this job on this device."""
+    before = find_production(host, name)
+    return None if before is None or before.device_uuid != device.uuid else before.memory_peak_bytes
+
+
+def production_of(host: Host, device: Device, name: str, pid: int, peak: int | None) -> Production:
+    """Return the record of a production job that runs now."""
+    info = host.processes.describe(pid)
+    return Production(
+        name=name,
+        pid=pid,
+        started_at=None if info is None else info.started_at,
+        device_uuid=device.uuid,
+        memory_peak_bytes=peak,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparedProcess:
+    """A production job that runs now: its program, and whether it is a client of the device's MPS daemon."""
+
+    pid: int
+    started_at: float | None
+    title: str
+    under_mps: bool
+    # None: it was given by its PID.
+    name: str | None = None
+
+
+def spared_process(host: Host, device: Device, beside: str | None) -> SparedProcess | None:
+    """Return the production job that runs now: of this name, this PID, or the only one on the device; None: none runs.
+
+    Raises:
+        NotFound: there is no process of this PID; or as `find_spared`.
+        BadUsage: the job of this name runs on another device.
+    """
+    if beside is not None and beside.isdecimal():
+        info = host.processes.describe(int(beside))
+        if info is None or not host.processes.alive(int(beside)):
+            raise NotFound(f"there is no process {beside}", "see who is there: gpushare status", code="no_process")
+        pid, started, title, name = info.pid, info.started_at, f"process {beside}", None
+    else:
+        production = find_spared(host, device, beside)
+        if production is None or not lives(host, production):
+            return None
+        if production.device_uuid != device.uuid:
+            raise BadUsage(
+                f"'{production.name}' runs on another device than {device.title}: {production.device_uuid}",
+                f"run this job there: -g {production.device_uuid}; or name no job: --opportunistic alone",
+                code="other_device",
+            )
+        name = production.name
+        pid, started, title = production.pid, production.started_at, f"'{name}'"
+    return SparedProcess(pid=pid, started_at=started, title=title, name=name, under_mps=_under_mps(host, device, pid))
+
+
+def _under_mps(host: Host, device: Device, pid: int) -> bool:
+    """Return whether a program is a client of our daemon on the device, or may yet become one."""
+    try:
+        home, _ = own_daemon(host, device)
+    except GpushareError:
+        return False
+    family = set(host.processes.descendants(pid))
+    clients = client_pids(MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS))
+    if clients is None or clients & family:
+        return True
+    try:
+        on_gpu = {one.pid for one in host.nvml.processes(device.gpu.index) or ()}
+    except GpushareError:
+        on_gpu = set()
+    # It has no context yet: where its variables lead, it will go.
+    environment = host.processes.environment(pid) or {}
+    return not on_gpu & family and environment.get("CUDA_MPS_PIPE_DIRECTORY") == str(home.pipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spared:
+    """How an opportunistic job is to run: its limits, the production job beside it, and what is to be said of it."""
+
+    limits: MpsLimits
+    production: Production | None
+    tuned: Tuned | None
+    notes: Sequence[str] = field(default=())
+
+
+def living_productions(host: Host, device: Device) -> list[Production]:
+    """Return the production jobs that run on a device now."""
+    return [one for one in productions(host) if one.device_uuid == device.uuid and lives(host, one)]
+
+
+def place_of_production(host: Host, gpus: Sequence[Gpu], beside: str) -> str | None:
+    """Return the UUID of the device on which the production job of this name or PID runs; None: none is known to."""
+    there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
+    known = (one for one in productions(host) if beside in {one.name, str(one.pid)} and one.device_uuid in there)
+    return next((one.device_uuid for one in known if lives(host, one)), None)
+
+
+def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:
+    """Return the production job that is to be spared: of this name or PID, or the only one that lives on the device.
+
+    Raises:
+        NotFound: neither a job nor a tuning of this name is known.
+        BadUsage: it is no name of a job.
+    """
+    if beside is None:
+        living = living_productions(host, device)
+        return living[0] if len(living) == 1 else None
+    if beside.isdecimal():
+        # It may be a process of anybody, of which nothing is known.
+        return next((one for one in living_productions(host, device) if one.pid == int(beside)), None)
+    found = find_production(host, check_job_name(beside))
+    if found is None and find_tuned(host, beside) is None:
+        raise NotFound(
+            f"no production job {quoted(beside)} is known, running or tuned",
+            f"start it: gpushare run --production {beside} -- CMD; or tune it: gpushare tune --name {beside} ...",
+            code="no_production",
+        )
+    return found
+
+
+def tuned_beside(host: Host, device: Device, beside: str | None) -> Tuned | None:
+    """Return what was tuned for the production job of this name or PID, or for the only one that lives on the device.
+
+    Raises:
+        NotFound: as `find_spared`.
+    """
+    return _tuned_for(host, find_spared(host, device, beside), beside)
+
+
+def _tuned_for(host: Host, production: Production | None, beside: str | None) -> Tuned | None:
+    name = beside if production is None else production.name
+    return None if name is None or name.isdecimal() else find_tuned(host, name)
+
+
+def spare(host: Host, device: Device, given: MpsLimits, beside: str | None) -> Spared:
+    """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
+
+    Raises:
+        NotFound: as `find_spared`.
+        InUse: the production job's peak leaves no memory.
+    """
+    production = find_spared(host, device, beside)
+    tuned = _tuned_for(host, production, beside)
+    living = living_productions(host, device)
+    notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
+    if beside is None and len(living) > 1:
+        notes.append(
+            f"production jobs here: {', '.join(one.name for one in living)}; for what one was tuned for: --for NAME"
+        )
+    threads, priority = given.threads_percent, given.priority
+    if threads is None:
+        threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
+    if priority is None:
+        priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
+    memory = given.memory_limit_bytes
+    # Another production job on the device needs its memory as well.
+    try:
+        left = _memory_left(device, [production, *(one for one in living if one != production)], tuned)
+    except InUse:
+        if memory is None:
+            raise
+        left = 0
+    if memory is None:
+        memory = left
+        if memory is None:
+            notes.append("no memory limit: the production job's need is not known; give one with --memory")
+    elif left is not None and memory > left:
+        notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(left)}")
+    limits = MpsLimits(
+        threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority
+    )
+    return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
+
+
+def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
+    if tuned is None:
+        return [
+            f"nothing was tuned: the safe default, cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
+        ]
+    notes = []
+    if tuned.gpu_name != device.gpu.name:
+        notes.append(f"tuned on another GPU ({tuned.gpu_name or 'unknown'}); tune it again here")
+    elif tuned.driver != host.nvml.driver_version():
+        notes.append(f"tuned under driver {tuned.driver or 'unknown'}; tune it again under this one")
+    return [*notes, *production_cap_note(device, tuned)]
+
+
+def production_cap_note(device: Device, tuned: Tuned | None, given: float | None = None) -> list[str]:
+    """Return how the production job has to be started where it was tuned under another cap than the given one."""
+    if tuned is None or tuned.production_threads_percent in {None, given}:
+        return []
+    cap = f"{tuned.production_threads_percent:g}"
+    run = f"gpushare run --production {tuned.name} --threads {cap} -g {device.selector} -- CMD"
+    return [f"tuned with production capped at {cap} %: {run}"]
+
+
+def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tuned | None) -> int | None:
+    total = device.memory_total_bytes
+    known = [one.memory_peak_bytes for one in beside if one is not None and one.memory_peak_bytes is not None]
+    peaks = [sum(known)] if known else []
+    if tuned is not None and tuned.production_memory_bytes is not None:
+        peaks.append(tuned.production_memory_bytes)
+    if total is None or not peaks:
+        return None
+    left = total - (device.gpu.memory_reserved_bytes or 0) - max(peaks) - _MARGIN_BYTES
+    if left < MIB:
+        raise InUse(
+            f"production takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
+            " nothing is left for another",
+            "run it on another GPU: -g",
+            gpu=str(device.gpu.index),
+            code="memory_does_not_fit",
+        )
+    return left // MIB * MIB
+
+
+NOT_PROTECTED: Final = "not protected: a GPU fault of either job ends both (MPS); memory bandwidth is shared at any cap; a cap is no reserve"
+DUTY_COSTS: Final = "a duty cycle costs production's p99 in each slice, and a job of small kernels more of its rate than the time it takes"
+
+
+TICK_SECONDS: Final = 0.01
+_ALIVE_SECONDS: Final = 1.0
+
+
+@dataclass
+class PausingWatch:
+    """The watch over an opportunistic program: it also pauses it while production works."""
+
+    inner: Watch
+    pauser: Pauser
+    production: ProductionJob
+    pacer: Pacer = field(default_factory=Pacer)
+    unseen: UnseenWork | None = None
+    pauses: int = 0
+    # Who wants to know how often it was paused and whether it is now, whenever that changes; None: it has ended.
+    tell: Callable[[tuple[int, bool] | None], None] | None = None
+    _told: tuple[int, bool] | None = None
+    _due: float = 0.0
+    _released: bool = False
+    _alive: bool = True
+    _alive_due: float = 0.0
+
+    @property
+    def program_pid(self) -> int:
+        """Return the program's PID."""
+        return self.inner.program_pid
+
+    @property
+    def attached(self) -> Collection[int]:
+        """Return the processes that were seen inside."""
+        return self.inner.attached
+
+    @property
+    def outside(self) -> set[int]:
+        """Return the processes that were seen outside."""
+        return self.inner.outside
+
+    @property
+    def pending(self) -> set[int]:
+        """Return the processes that wait for another user."""
+        return self.inner.pending
+
+    @property
+    def daemon_gone(self) -> bool:
+        """Return whether the MPS daemon died."""
+        return self.inner.daemon_gone
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        return TICK_SECONDS
+
+    def look(self) -> None:
+        """Pause or resume the program, and from time to time look for its processes."""
+        if not self._released:
+            self._pace()
+        if time.monotonic() >= self._due:
+            self.inner.look()
+            self.pauser.look()
+            self._due = time.monotonic() + self.inner.wait()
+
+        self._say((self.pauses, self.pauser.paused))
+
+    def _say(self, state: tuple[int, bool] | None) -> None:
+        if self.tell is not None and state != self._told:
+            self._told = state
+            self.tell(state)
+
+    def _pace(self) -> None:
+        at = time.monotonic()
+        if at >= self._alive_due:
+            # Its PID may be somebody else's by now, who works; and it may have been started again.
+            self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
+        active = self._alive and self.production.active()
+        if self._alive and self.unseen is not None:
+            active = self.unseen.works(at, seen=active, still=self.pauser.paused or not self.inner.attached)
+        if not active and self.pauser.paused and not self.production.lives():
+            self.pauser.resume()
+            return
+        if self.pacer.may_run(at, active=active):
+            self.pauser.resume()
+            return
+        before = self.pauser.paused
+        self.pauser.pause()
+        self.pauses += self.pauser.paused and not before
+
+    def release(self) -> None:
+        """Let the program go on for good: it is to end, and must be able to."""
+        self._released = True
+        self.pauser.resume()
+
+    def settle(self) -> None:
+        """Find out what can still be found out of a program that has ended."""
+        # What it leaves behind (a worker in a session of its own) must not be held by a gpushare that ends.
+        self.release()
+        self.inner.settle()
+        self._say(None)
+
+    def clients(self) -> set[int] | None:
+        """Return the processes whose sudden death breaks others."""
+        return self.inner.clients()
+
+
+@dataclass
+class PausingShare:
+    """A share whose program is paused while a production job works."""
+
+    inner: Share
+    host: Host
+    production: ProductionJob
+    checkpoint: Checkpoint | None
+    # Under MPS, where the driver tells how busy the SMs were between two questions (GPM, Hopper and later).
+    recorder: ActivityRecorder | None = None
+    # Of the time while production is active; None: none of it.
+    duty_percent: float | None = None
+
+    @property
+    def device(self) -> Device:
+        """Return the GPU."""
+        return self.inner.device
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told."""
+        return self.inner.guarded
+
+    @property
+    def meter(self) -> ActivityMeter | None:
+        """Return what measures a drained queue."""
+        return self.inner.meter
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the program."""
+        return self.inner.environment(base)
+
+    def watch(self, pid: int) -> Watch:
+        """Return the watch over the program."""
+        watch = PausingWatch(
+            self.inner.watch(pid),
+            Pauser(self.host, self.device, pid, self.checkpoint),
+            self.production,
+            Pacer() if self.duty_percent is None else DutyPacer(percent=self.duty_percent),
+            unseen=self._unseen(pid),
+            tell=self._teller(pid),
+        )
+        # Its facts are the inner watch's, and only read here.
+        return cast("Watch", watch)
+
+    def _unseen(self, pid: int) -> UnseenWork | None:
+        """Return what tells of work under MPS that its CPU does not show; None where nothing can."""
+        if self.recorder is None:
+            return None
+        return UnseenWork(self.recorder.since_last, lambda: self._alone(pid))
+
+    def _alone(self, pid: int) -> bool:
+        """Return whether nobody is on the device but production, the program with this PID, and MPS servers."""
+        processes = self.host.processes
+        if processes.namespace_is_host() is False:
+            return False
+        try:
+            found = self.host.nvml.processes(self.device.gpu.index)
+        except GpushareError:
+            return False
+        known = {*processes.descendants(pid), *processes.descendants(self.production.pid)}
+        mig = self.device.mig
+        instances = {None, None if mig is None else mig.gpu_instance_id}
+        others = [
+            one.pid for one in found or () if one.pid not in known and (mig is None or one.gpu_instance_id in instances)
+        ]
+        infos = [processes.describe(other) for other in others]
+        return found is not None and all(info is None or is_server(info.name) for info in infos)
+
+    def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
+        """Return what notes the pauses of a program for the metrics."""
+        info = self.host.processes.describe(pid)
+        first = Pauses(
+            pid=pid, started_at=None if info is None else info.started_at, gpu_uuid=self.device.gpu.uuid or ""
+        )
+
+        def tell(state: tuple[int, bool] | None) -> None:
+            if state is None:
+                forget_pauses(self.host, pid)
+            else:
+                note_pauses(self.host, replace(first, pauses=state[0], paused=state[1]))
+
+        return tell
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give the share back."""
+        return self.inner.close(program_lives=program_lives)

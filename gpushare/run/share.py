@@ -1,0 +1,550 @@
+"""What `gpushare run` runs a program in: the variables that lead there, the proof that it is there, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from gpushare.connect import connect
+from gpushare.errors import GpushareError, NotFound
+from gpushare.host.activity import ActivityMeter
+from gpushare.host.host import make_private_directory
+from gpushare.host.process import known
+from gpushare.mig.driver import processes_in
+from gpushare.model import device_key
+from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import check_device, live_pid, own_daemon
+from gpushare.mps.environment import check_command, client_environment
+from gpushare.mps.home import DaemonHome, Lease, home_of
+from gpushare.mps.limits import MpsLimits, check_memory
+from gpushare.mps.start import plan_start
+from gpushare.mps.stop import clients_of, end_daemon, restore_mode
+from gpushare.plan import carry_out
+from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
+from gpushare.run.pause import resume_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gpushare.host.claims import HeldClaim
+    from gpushare.host.host import Host
+    from gpushare.model import GpuProcess
+    from gpushare.selection import Device
+
+
+# The daemon logs every conversation: ask often only while a program usually makes its context.
+_SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
+_PENDING: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server is not ready, push client to pending list")
+_ACCEPTED: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server (?:already exists|is not ready)")
+_PENDING_SECONDS: Final = 3.0
+_LOG_TAIL_BYTES: Final = 64 * 1024
+
+
+def spacing(age: float) -> float:
+    """Return how long to wait between two looks at a program of this age (seconds) that has not been seen inside."""
+    return next(seconds for until, seconds in _SPACING if age < until)
+
+
+@dataclass
+class Attachment:
+    """What is known so far of one program's attachment; `look` brings it up to date."""
+
+    host: Host
+    device: Device
+    home: DaemonHome
+    program_pid: int
+    started: float = field(default_factory=time.monotonic)
+    seen: set[int] = field(default_factory=set)
+    attached: dict[int, int | None] = field(default_factory=dict)
+    outside: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
+    daemon_gone: bool = False
+    _suspects: set[int] = field(default_factory=set)
+    _waiting_since: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def control(self) -> MpsControl:
+        """Return the conversation with the daemon."""
+        return MpsControl(self.host.programs, str(self.home.pipe), seconds=CONVERSATION_SECONDS)
+
+    def clients(self) -> set[int] | None:
+        """Return the daemon's clients and those that were; None when it cannot be asked."""
+        return client_pids(self.control, self.attached)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
+
+    def look(self) -> None:
+        """Look for the program's processes among the daemon's clients and on the GPU."""
+        tree = set(self.host.processes.descendants(self.program_pid))
+        self.seen |= tree
+        try:
+            clients = {client.pid: client.server_pid for client in self.control.clients()}
+        except NotFound:
+            self.daemon_gone = True
+            return
+        except GpushareError:
+            # Nothing can be told from a daemon that does not answer.
+            return
+        self.attached.update({pid: clients[pid] for pid in tree & clients.keys()})
+        self._look_outside(tree - clients.keys())
+        if not self.attached:
+            self._look_pending(tree)
+
+    def _look_outside(self, tree: set[int]) -> None:
+        """A process of ours that computes on the GPU and that the daemon does not know is outside MPS.
+
+        Two looks must agree: a client is on NVML's list a moment before the daemon lists it.
+        """
+        if self.host.processes.namespace_is_host() is False:
+            return
+        try:
+            running = self.host.nvml.processes(self.device.gpu.index) or ()
+        except GpushareError:
+            return
+        now = {process.pid for process in running if process.compute and not process.mps and process.pid in tree}
+        self.outside |= now & self._suspects
+        self._suspects = now
+
+    def _look_pending(self, tree: set[int]) -> None:
+        """The daemon logs "pending" for everybody while a server starts; behind another user it stays so."""
+        waiting = self._logged(_PENDING) & tree
+        for pid in waiting:
+            self._waiting_since.setdefault(pid, time.monotonic())
+        long = {pid for pid in waiting if time.monotonic() - self._waiting_since[pid] > _PENDING_SECONDS}
+        if long - self.pending and self._another_user_is_served():
+            self.pending |= long
+
+    def _another_user_is_served(self) -> bool:
+        try:
+            servers = [self.host.processes.describe(pid) for pid in self.control.servers()]
+        except GpushareError:
+            return False
+        return any(info is not None and info.uid not in {None, self.host.uid} for info in servers)
+
+    def settle(self) -> None:
+        """Read the daemon's log for a program that ended between two looks."""
+        if not self.attached:
+            accepted = (self._logged(_ACCEPTED) & self.seen) - self.pending
+            self.attached.update(dict.fromkeys(accepted))
+
+    def _logged(self, pattern: re.Pattern[str]) -> set[int]:
+        try:
+            with open(self.home.log / "control.log", "rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return set()
+        return {int(match.group(1)) for match in pattern.finditer(text)}
+
+
+_POLL_SECONDS: Final = 2.0
+
+
+def stop_if_last(host: Host, home: DaemonHome) -> bool:
+    """Stop a daemon that a `gpushare run` started, if nobody uses it any more; return whether it lives on in use.
+
+    Raises:
+        GpushareError: it is unused and would not stop.
+    """
+    with home.locked():
+        record = home.read()
+        if record is None or not record.transient:
+            return False
+        pid = live_pid(host, home, record)
+        if pid is None:
+            # It died before its last program; nobody else would clear it away.
+            restore_mode(host, record)
+            home.clear()
+            return False
+        if home.live_leases():
+            return False
+        control = MpsControl(host.programs, str(home.pipe))
+        if clients_of(control):
+            return True
+        end_daemon(host, control, pid, seconds=1.0, force=False)
+        # It may have taken over what a daemon before it had changed.
+        restore_mode(host, record)
+        home.clear()
+    return False
+
+
+def after_death(
+    spec: str,
+    uuid: str,
+    index: int,
+    programs: Mapping[int, float | None],
+    *,
+    mps: bool,
+    lease: Lease | None,
+    claims: Sequence[HeldClaim] = (),
+) -> None:
+    """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
+
+    ``programs`` are PIDs with their start times. The lease and the claims are the dead gpushare's, which the guard has
+    held on; with ``mps`` the programs end the safe way.
+    """
+    host = connect(spec)
+    # One that was given back before gpushare died may be somebody else's.
+    claims = [one for one in claims if one.held()]
+    home = home_of(host.run_directory, uuid)
+    with contextlib.suppress(GpushareError):
+        _end(host, home, uuid, index, programs, mps=mps)
+    # Only now: as long as the programs lived, its daemon was in use.
+    if lease is not None:
+        lease.release()
+    lingers = mps and _in_use(host, home)
+    if claims:
+        # One that hangs in the driver is still in its instance.
+        while any(host.processes.alive(pid, started) for pid, started in programs.items()):
+            time.sleep(_POLL_SECONDS)
+    for one in claims:
+        one.release()
+    while lingers:
+        time.sleep(_POLL_SECONDS)
+        lingers = _in_use(host, home)
+
+
+def _end(
+    host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, float | None], *, mps: bool
+) -> None:
+    pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
+    if not pids:
+        return
+    # It may have died while it held them still.
+    resume_all(host, list(pids), mps=mps)
+    if not mps:
+        end_programs(host, pids, set, None)
+        return
+    control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
+    meter = ActivityMeter(host.nvml, index, _gpu_instance(host, uuid))
+    end_programs(host, pids, lambda: client_pids(control), meter)
+
+
+def _in_use(host: Host, home: DaemonHome) -> bool:
+    """Stop the daemon with its last user; return whether it is still to be waited for."""
+    try:
+        return stop_if_last(host, home)
+    except GpushareError:
+        return False
+
+
+def _gpu_instance(host: Host, uuid: str) -> int | None:
+    if not uuid.startswith("MIG-"):
+        return None
+    instances = (mig for gpu in host.nvml.identities() for mig in gpu.mig_instances)
+    return next((mig.gpu_instance_id for mig in instances if mig.uuid == uuid), None)
+
+
+# The guard's words for what the program runs in.
+MPS: Final = "mps"
+INSTANCE: Final = "instance"
+
+
+class Watch(Protocol):
+    """What is known so far of where a program's processes are; `look` brings it up to date."""
+
+    program_pid: int
+    outside: set[int]
+    pending: set[int]
+    daemon_gone: bool
+
+    @property
+    def attached(self) -> Collection[int]:
+        """Return the processes that were seen inside."""
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+
+    def look(self) -> None:
+        """Look for the program's processes."""
+
+    def settle(self) -> None:
+        """Find out what can still be found out of a program that has ended."""
+
+    def clients(self) -> set[int] | None:
+        """Return the processes whose sudden death breaks others; None when it cannot be told."""
+
+
+class Guarded(Protocol):
+    """What the guard must know of a place."""
+
+    @property
+    def device(self) -> Device:
+        """Return the GPU or MIG instance."""
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told: the kind, path and descriptor of the daemon's lease, the claim of each instance."""
+
+
+class Share(Guarded, Protocol):
+    """A place for one program; `close` gives it back."""
+
+    @property
+    def meter(self) -> ActivityMeter | None:
+        """Return what measures a drained queue; None where a program's end breaks nobody."""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the program."""
+
+    def watch(self, pid: int) -> Watch:
+        """Return the watch over a program that has just been started."""
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give it back, once; return whether others go on using it, which the guard then waits for.
+
+        ``program_lives``: something failed, and the guard will end the program; until then it is not given back.
+        """
+
+
+@dataclass
+class MpsShare:
+    """A share under an MPS daemon of ours.
+
+    The lease on the daemon is None on another user's: it is not ours to stop. ``claim`` is held with it when the device
+    is an instance that was taken.
+    """
+
+    host: Host
+    device: Device
+    home: DaemonHome
+    lease: Lease | None
+    limits: MpsLimits
+    claim: HeldClaim | None = None
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told."""
+        return (MPS, *held(self.lease), *claimed(self.claim))
+
+    @property
+    def meter(self) -> ActivityMeter:
+        """Return what measures a drained queue."""
+        mig = self.device.mig
+        return ActivityMeter(self.host.nvml, self.device.gpu.index, None if mig is None else mig.gpu_instance_id)
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a client."""
+        return client_environment(base, self.device, self.home, self.limits)
+
+    def watch(self, pid: int) -> Attachment:
+        """Return the watch over a program."""
+        return Attachment(self.host, self.device, self.home, pid, seen={pid})
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give the leases back, and stop the daemon if this was its last program; return whether others use it.
+
+        With clients left the guard waits for them.
+        """
+        lease, self.lease = self.lease, None
+        lingers = False
+        if lease is not None:
+            lease.release()
+            try:
+                lingers = stop_if_last(self.host, self.home)
+            except GpushareError:
+                lingers = True
+        # After the daemon: who takes the instance then finds it empty.
+        claim, self.claim = self.claim, None
+        if claim is not None and not program_lives:
+            # Else it is the guard's now, as long as the program lives.
+            claim.release()
+        return lingers
+
+
+def open_mps_share(
+    host: Host, device: Device, program: str, limits: MpsLimits, claim: HeldClaim | None = None
+) -> MpsShare:
+    """Return a share of a device for a program; starts an MPS daemon when the device has none.
+
+    Raises:
+        GpushareError: the program or the limits cannot be; or as `plan_start`.
+    """
+    check_mps_share(host, device, program, limits)
+    home, lease = _joined(host, device)
+    return MpsShare(host, device, home, lease, limits, claim)
+
+
+def check_mps_share(host: Host, device: Device, program: str, limits: MpsLimits) -> None:
+    """Raise unless a program can run under MPS on a device with these limits.
+
+    Raises:
+        GpushareError: as `check_device`, `check_memory` and `check_command`.
+    """
+    check_device(host, device)
+    check_memory(device, limits.memory_limit_bytes)
+    check_command(device, program, limits)
+
+
+def _joined(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
+    own_home = home_of(host.run_directory, device.uuid)
+    try:
+        home, _ = own_daemon(host, device)
+        if home.directory != own_home.directory:
+            return home, None
+    except NotFound:
+        pass
+    own_home.create()
+    with own_home.locked():
+        try:
+            own_daemon(host, device)
+        except NotFound:
+            carry_out(plan_start(host, device, MpsLimits(), transient=True))
+        return own_home, own_home.take_lease()
+
+
+def held(lease: Lease | None) -> tuple[str, str]:
+    """Return path and descriptor of a lease as the guard is told them."""
+    return ("", "-1") if lease is None else (os.fspath(lease.path), str(lease.descriptor))
+
+
+def claimed(*claims: HeldClaim | None) -> tuple[str, ...]:
+    """Return claims as the guard is told them."""
+    return tuple(os.fspath(one.path) for one in claims if one is not None)
+
+
+_MPS: Final = "CUDA_MPS_"
+
+
+@dataclass
+class PlainShare:
+    """A device outside MPS: `Share` without a daemon. With a claim it is an instance for one program; else for any number."""
+
+    host: Host
+    device: Device
+    claim: HeldClaim | None = None
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told."""
+        return (INSTANCE, *held(None), *claimed(self.claim))
+
+    @property
+    def meter(self) -> None:
+        """Return None: contexts outside MPS end without harm to others."""
+        return
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the program; see `plain_environment`.
+
+        Raises:
+            NoPermission: the directory without a daemon cannot be made.
+        """
+        make_private_directory(pipe_directory(self.host, self.device))
+        return plain_environment(base, self.host, self.device)
+
+    def watch(self, pid: int) -> PlainWatch:
+        """Return the watch over a program."""
+        return PlainWatch(self.host, self.device, pid)
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give an instance that was taken back; return False: there is no daemon that somebody else could still use."""
+        claim, self.claim = self.claim, None
+        if claim is not None and not program_lives:
+            # Else it is the guard's now, as long as the program lives.
+            claim.release()
+        return False
+
+
+def pipe_directory(host: Host, device: Device) -> Path:
+    """Return a private directory in which no MPS daemon listens."""
+    return host.run_directory / "mig" / device_key(device.uuid)
+
+
+def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> dict[str, str]:
+    """Return the environment of a program that runs on a device without MPS.
+
+    CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, and without the variable one at /tmp/nvidia-mps: that would
+    be another device's. So it names a directory of ours without a daemon, where CUDA goes to the device itself. The
+    caller's other CUDA_MPS_... variables mean nothing without a daemon, and go.
+    """
+    kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": device.uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(host, device)),
+    }
+
+
+def dropped_variables(base: Mapping[str, str]) -> list[str]:
+    """Return the caller's variables that ask for MPS, or for limits that only MPS has."""
+    return sorted(name for name, value in base.items() if name.startswith(_MPS) and value)
+
+
+@dataclass
+class PlainWatch:
+    """The proof that a program runs on its device: NVML lists its processes there."""
+
+    host: Host
+    device: Device
+    program_pid: int
+    started: float = field(default_factory=time.monotonic)
+    attached: set[int] = field(default_factory=set)
+    outside: set[int] = field(default_factory=set)
+    # There is no daemon that could keep it waiting, or die.
+    pending: set[int] = field(default_factory=set)
+    daemon_gone: bool = False
+    _suspects: set[int] = field(default_factory=set)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
+
+    def look(self) -> None:
+        """Look for the program's processes on the device, and anywhere else."""
+        if self.host.processes.namespace_is_host() is False:
+            # NVML's PIDs are not those that we know.
+            return
+        tree = set(self.host.processes.descendants(self.program_pid))
+        try:
+            self._look(tree)
+        except GpushareError:
+            # A GPU that does not answer proves nothing, and the program goes on.
+            return
+
+    def _look(self, tree: set[int]) -> None:
+        mig, index = self.device.mig, self.device.gpu.index
+        inside = set() if mig is None else {one.pid for one in processes_in(self.host.nvml, mig, index) or ()}
+        now = set()
+        for gpu, process in self._everywhere():
+            if process.pid not in tree or not (process.compute or process.mps):
+                continue
+            if self._is_here(gpu, process):
+                inside.add(process.pid)
+            elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
+                now.add(process.pid)
+        self.attached |= inside & tree
+        # Two looks must agree, as for MPS: the lists are not of one moment.
+        self.outside |= now & self._suspects
+        self._suspects = now
+
+    def _is_here(self, gpu: int, process: GpuProcess) -> bool:
+        mig = self.device.mig
+        if gpu != self.device.gpu.index:
+            return False
+        place = (process.gpu_instance_id, process.compute_instance_id)
+        return mig is None or place == (mig.gpu_instance_id, mig.compute_instance_id)
+
+    def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
+        for gpu in range(self.host.nvml.count()):
+            try:
+                found = self.host.nvml.processes(gpu) or ()
+            except GpushareError:
+                continue
+            yield from ((gpu, process) for process in found)
+
+    def settle(self) -> None:
+        """Do nothing: NVML remembers no process that has ended."""
+
+    def clients(self) -> set[int]:
+        """Return nobody: outside MPS the end of one breaks no other."""
+        return set()

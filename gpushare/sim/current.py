@@ -1,0 +1,39 @@
+"""Reading and changing a simulated host with everything that time did to it settled first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpushare.sim.state import SimulatedHostState, StateFile, due, initial_state
+
+if TYPE_CHECKING:
+    from gpushare.sim.mps_servers import LogLine
+
+
+def current(state_file: StateFile) -> SimulatedHostState:
+    """Return the settled state; takes the lock only when a process died or is due to attach."""
+    state = state_file.read()
+    if state is not None and not due(state):
+        return state
+    with changing(state_file) as (state, _):
+        return state
+
+
+@contextlib.contextmanager
+def changing(state_file: StateFile) -> Iterator[tuple[SimulatedHostState, list[LogLine]]]:
+    """Yield the settled state under the lock, and a list for log lines, which are written at the end.
+
+    A host that was never used is created.
+    """
+    # What MPS does is loaded when something changes; most looks change nothing.
+    from gpushare.sim import clients, mps_servers
+
+    lines: list[LogLine] = []
+    new = None if state_file.exists() else initial_state(state_file.spec)
+    with state_file.changed(new) as state:
+        lines += clients.settle(state)
+        yield state, lines
+        # Under the lock, so that two processes do not mix their lines.
+        mps_servers.append(lines)

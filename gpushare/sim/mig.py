@@ -1,0 +1,257 @@
+"""Where MIG instances lie on a simulated GPU: placements, ids, UUIDs and what is still free. Pure."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from gpushare.errors import BadUsage, NotSupported, OperationFailed
+from gpushare.gpu_models import NVML_PROFILE, GiProfile, GpuModel
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
+
+_REQUEST: Final = re.compile(r"\s*([^:]+?)\s*(?::\s*([0-9]{1,3})\s*)?", re.ASCII)
+_NAMESPACE: Final = uuid.UUID("b1c58b0e-7b1f-5d0e-8f7a-5d4f0e9a2c33")
+
+# Spans "start:size" in memory slices by GPU instance id: the driver numbers them as a buddy tree
+# (open-gpu-kernel-modules, SwizzIdToSpan: 0 is the whole axis, 1-2 its halves, 3-6 its quarters).
+_AXES: Final[dict[int, tuple[int, ...]]] = {8: (8, 4, 2, 1), 12: (12, 6, 3), 4: (4, 2, 1)}
+
+
+@dataclass(frozen=True)
+class Occupied:
+    """One GPU instance on the axis: its profile and its first memory slice."""
+
+    profile: GiProfile
+    start: int
+
+    @property
+    def span(self) -> range:
+        """Return the memory slices that it takes."""
+        return range(self.start, self.start + (self.profile.size or 0))
+
+
+def gpu_instance_id(axis: int, start: int, size: int) -> int:
+    """Return the id that the driver gives a GPU instance at this place (buddy-tree number).
+
+    Raises:
+        ValueError: no instance can lie there.
+    """
+    first = 0
+    for level in _AXES[axis]:
+        if level == size and start % size == 0 and start + size <= axis:
+            return first + start // size
+        first += axis // level
+    message = f"no GPU instance of size {size} at {start} on an axis of {axis}"
+    raise ValueError(message)
+
+
+def mig_uuid(gpu_uuid: str, gpu_instance: int, compute_instance: int) -> str:
+    """Return the UUID of a MIG device: from GPU and ids alone, as the driver's version-5 UUID is.
+
+    So the same place gives the same UUID, whatever the profile.
+    """
+    return f"MIG-{uuid.uuid5(_NAMESPACE, f'{gpu_uuid}/{gpu_instance}/{compute_instance}')}"
+
+
+def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
+    """Return the GPU instances of a GPU, each once, in the order of their ids."""
+    found = []
+    for instance in gpu_instances(gpu):
+        profile = model.profile(instance.profile)
+        if profile is not None:
+            found.append(Occupied(profile, instance.start))
+    return found
+
+
+def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
+    """Return the GPU instances of a GPU, with and without compute instances, each once, by id."""
+    everything: list[SimulatedGpuInstance] = [*gpu.mig, *gpu.bare]
+    found = {one.gpu_instance_id: one for one in everything}
+    return [found[identity] for identity in sorted(found)]
+
+
+def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
+    """Return whether a profile is allowed beside those present: media engines and counts, not placement.
+
+    ``+me`` exists once per GPU; ``+me.all`` leaves room for ``-me`` only (nvml.h).
+    """
+    others = [one.profile for one in present]
+    if sum(other.name == profile.name for other in others) >= profile.instances:
+        return False
+    if profile.media and any(other.media for other in others):
+        return False
+    if profile.all_media:
+        return all(other.no_media for other in others)
+    return profile.no_media or not any(other.all_media for other in others)
+
+
+def free_starts(profile: GiProfile, present: Sequence[Occupied]) -> list[int]:
+    """Return the placements of a profile that overlap nobody; the media rule is `may_join`'s."""
+    if profile.starts is None or profile.size is None:
+        return []
+    taken = {memory_slice for one in present for memory_slice in one.span}
+    return [start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))]
+
+
+def remaining_capacity(profile: GiProfile, present: Sequence[Occupied]) -> int:
+    """Return how many more instances fit (the Free column of ``nvidia-smi mig -lgip``)."""
+    added = list(present)
+    while may_join(profile, added):
+        # All placements of a profile have one size: taking the first free one each time is optimal.
+        starts = free_starts(profile, added)
+        if not starts:
+            break
+        added.append(Occupied(profile, min(starts)))
+    return len(added) - len(present)
+
+
+def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> SimulatedGpu:
+    """Return the GPU with MIG on and exactly these instances, each with one full-size compute instance.
+
+    A request is a profile name with an optional start: ``3g.71gb``, ``1g.18gb:4``, ``1g.18gb+me``.
+
+    Raises:
+        BadUsage: no such profile, or it cannot start there.
+        NotSupported: the model has no MIG, or its placements are not published.
+        OperationFailed: the instances do not fit together.
+    """
+    if not model.mig:
+        raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="mig_unsupported")
+    wanted = [_parse_request(model, request) for request in requests]
+    layout = _fit(wanted, []) if sum(profile.size or 0 for profile, _ in wanted) <= (model.axis or 0) else None
+    if layout is None:
+        names = ", ".join(request.strip() for request in requests)
+        raise OperationFailed(
+            f"{names} do not fit on one {model.name}", "ask for fewer or smaller instances", code="no_room"
+        )
+    instances = sorted((_instance(gpu, model, one) for one in layout), key=lambda mig: mig.gpu_instance_id)
+    # EXCLUSIVE_PROCESS does not exist with MIG on.
+    return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
+
+
+def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None]:
+    match = _REQUEST.fullmatch(request)
+    profile = model.profile(match.group(1)) if match else None
+    if match is None or profile is None:
+        known = ", ".join(one.name for one in model.profiles)
+        raise BadUsage(
+            f"{model.name} has no MIG profile '{request.strip()[:60]}'", f"profiles: {known}", code="bad_profile"
+        )
+    if profile.starts is None or profile.size is None or model.axis is None:
+        raise NotSupported(
+            f"the placements of {profile.name} on {model.name} are not published",
+            "use another model: gpushare sim list --models",
+            code="placements_unknown",
+        )
+    start = None if match.group(2) is None else int(match.group(2))
+    if start is not None and start not in profile.starts:
+        starts = ", ".join(str(one) for one in profile.starts)
+        raise BadUsage(f"{profile.name} cannot start at {start}", f"it starts at: {starts}", code="bad_placement")
+    return profile, start
+
+
+def _fit(
+    wanted: Sequence[tuple[GiProfile, int | None]], present: list[Occupied], after: Occupied | None = None
+) -> list[Occupied] | None:
+    if not wanted:
+        return present
+    # Fixed places first, then the largest: they have the fewest choices left.
+    order = sorted(wanted, key=lambda item: (item[1] is None, -(item[0].size or 0), item[0].name))
+    (profile, start), rest = order[0], order[1:]
+    if not may_join(profile, present):
+        return None
+    # Equal instances are interchangeable: trying them in one order only keeps the search short.
+    lowest = after.start if start is None and after is not None and after.profile == profile else -1
+    for candidate in free_starts(profile, present):
+        if candidate > lowest and start in {None, candidate}:
+            one = Occupied(profile, candidate)
+            found = _fit(rest, [*present, one], one if start is None else None)
+            if found is not None:
+                return found
+    return None
+
+
+def _instance(gpu: SimulatedGpu, model: GpuModel, one: Occupied) -> SimulatedMigInstance:
+    identity = gpu_instance_id(model.axis or 0, one.start, one.profile.size or 0)
+    return SimulatedMigInstance(
+        profile=one.profile.name,
+        start=one.start,
+        gpu_instance_id=identity,
+        compute_instance_id=0,
+        uuid=mig_uuid(gpu.uuid, identity, 0),
+    )
+
+
+# NVML_COMPUTE_INSTANCE_PROFILE_COUNT.
+PROFILE_COUNT: Final = 9
+_REV1: Final = 7
+# Compute slices by NVML_COMPUTE_INSTANCE_PROFILE_* number, which is also the id (-lcip).
+_SLICES: Final = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, _REV1: 1}
+# How many of each a GPU instance of so many slices holds (MIG user guide, -lcip).
+_OFFERED: Final = {
+    1: {0: 1},
+    2: {0: 2, 1: 1},
+    3: {0: 3, 1: 1, 2: 1},
+    4: {0: 4, 1: 2, 3: 1},
+    7: {0: 7, 1: 3, 2: 2, 3: 1, 4: 1},
+}
+
+
+def slices_of(number: int) -> int:
+    """Return how many compute slices a compute instance profile takes."""
+    return _SLICES[number]
+
+
+def offered(profile: GiProfile) -> dict[int, int]:
+    """Return how many compute instances of each profile a GPU instance holds, by profile number."""
+    # One slice with double memory has a compute instance profile of its own.
+    if profile.nvml_profile == NVML_PROFILE["1_SLICE_REV2"]:
+        return {_REV1: 1}
+    return _OFFERED.get(profile.slices, {})
+
+
+def whole(profile: GiProfile) -> int:
+    """Return the compute instance profile that takes the whole GPU instance (``*`` in -lcip)."""
+    return max(offered(profile), key=slices_of, default=0)
+
+
+def number_of(profile: GiProfile, instance: SimulatedMigInstance) -> int:
+    """Return the profile of a compute instance."""
+    return whole(profile) if instance.compute_profile is None else instance.compute_profile
+
+
+def span(profile: GiProfile, instance: SimulatedMigInstance) -> range:
+    """Return the compute slices of the GPU instance that a compute instance takes."""
+    size = profile.slices if instance.compute_profile is None else slices_of(instance.compute_profile)
+    return range(instance.compute_start, instance.compute_start + size)
+
+
+def device_name(profile: GiProfile, instance: SimulatedMigInstance) -> str:
+    """Return the MIG device's name, as ``nvidia-smi -L`` prints it: ``3g.71gb``, ``1c.3g.71gb``; never ``+me``."""
+    slices = len(span(profile, instance))
+    return profile.base_name if slices == profile.slices else f"{slices}c.{profile.base_name}"
+
+
+def starts(profile: GiProfile, number: int) -> range:
+    """Return where a compute instance profile may start (-lcipp), in compute slices of the GPU instance.
+
+    Aligned to a power of two, as GPU instances are; so each fits as often as -lcip says.
+    """
+    size = slices_of(number)
+    return range(0, profile.slices - size + 1, 1 << (size - 1).bit_length())
+
+
+def free_compute_starts(profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
+    """Return the placements of a compute instance profile that overlap none of those present."""
+    taken = {compute_slice for one in present for compute_slice in span(profile, one)}
+    size = slices_of(number)
+    return [start for start in starts(profile, number) if taken.isdisjoint(range(start, start + size))]
+
+
+def remaining_compute_capacity(profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]) -> int:
+    """Return how many more compute instances fit (the Free column of ``nvidia-smi mig -lcip``)."""
+    # Placements of one profile never overlap each other.
+    return len(free_compute_starts(profile, number, present))

@@ -1,0 +1,233 @@
+"""Time-slice level: set with the compute mode that it needs, read back, and taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import BadUsage, InUse, NotSupported, OperationFailed
+from gpushare.host.compute_mode import need_root, set_compute_mode  # moved
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_trusted, replace_file, writing
+from gpushare.host.smi import compute_mode_command, parse_level, set_argv
+from gpushare.model import ComputeMode, TimeSlice
+from gpushare.mps.daemons import find_daemons
+from gpushare.plan import Plan, Step
+from gpushare.units import quoted
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.selection import Device
+
+NO_MILLISECONDS: Final = (
+    "NVIDIA publishes no millisecond value for any level (others measured waits of 1 to 2.3 ms at level default on GeForce cards); "
+    "programs already running may keep the old level: measure your own program before and after"
+)
+
+
+def level_of(text: str) -> TimeSlice:
+    """Return the level that a user names, by name or number.
+
+    Raises:
+        BadUsage: no such level.
+    """
+    level = parse_level(text)
+    if level is None:
+        raise BadUsage(
+            f"{quoted(text)} is not a time-slice level",
+            "give default, short, medium or long (0 to 3): gpushare timeslice set short -g 0",
+            code="bad_level",
+        )
+    return level
+
+
+def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, beside_mps: bool = False) -> Plan:
+    """Return the plan that sets a level on whole GPUs, as NVIDIA's DRA driver does it.
+
+    Compute mode DEFAULT first where another one is set (an exclusive GPU is never time-sliced), then
+    the policy by UUID, then both read back.
+
+    Raises:
+        NotSupported: a MIG instance, or a GPU whose driver knows no time-slice.
+        InUse: an MPS daemon of ours holds the GPU, and ``beside_mps`` is False.
+    """
+    _refuse_instances(devices)
+    if not beside_mps:
+        _refuse_mps(host, devices)
+    levels = host.policy.read()
+    steps: list[Step] = []
+    notes = [NO_MILLISECONDS]
+    for device in devices:
+        steps += _steps(host, device, level, levels, notes)
+    names = ",".join(device.selector for device in devices)
+    return Plan(
+        title=f"time-slice {level.title} on {', '.join(device.title for device in devices)}",
+        steps=tuple(steps),
+        undo=f"gpushare timeslice reset -g {names}",
+        notes=tuple(notes),
+    )
+
+
+def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
+    """Return the plan that goes back to level default and to the compute mode that `plan_set` found.
+
+    Raises:
+        NotSupported: as `plan_set`.
+    """
+    _refuse_instances(devices)
+    levels = host.policy.read()
+    steps: list[Step] = []
+    for device in devices:
+        before = _supported_level(device, levels)
+        if before is not TimeSlice.DEFAULT:
+            steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
+        record = _record(host, device)
+        mode = _recorded_mode(record)
+        if mode is not None:
+            steps.append(_mode_step(host, device, mode, record, keep=False))
+    notes = () if steps else ("the time-slice is default already; nothing to do",)
+    return Plan(title="time-slice default", steps=tuple(steps), notes=notes)
+
+
+def _steps(
+    host: Host, device: Device, level: TimeSlice, levels: dict[int, TimeSlice | None], notes: list[str]
+) -> list[Step]:
+    before = _supported_level(device, levels)
+    steps = []
+    mode = host.nvml.compute_mode(device.gpu.index)
+    if mode is not None and mode is not ComputeMode.DEFAULT:
+        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, _record(host, device), keep=True))
+        notes.append(
+            f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
+        )
+    if before is not level:
+        steps.append(_policy_step(host, device, level, before))
+    else:
+        notes.append(f"{device.title} is at time-slice {level.title} already")
+    return steps
+
+
+def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:
+    def set_to(wanted: TimeSlice) -> None:
+        need_root(host, f"setting the time-slice of {device.title}")
+        host.policy.set(device.uuid, wanted)
+        held = host.policy.read().get(device.gpu.index)
+        if held is not wanted:
+            holds = "an unknown level" if held is None else held.title
+            raise OperationFailed(
+                f"{device.title}: nvidia-smi accepted time-slice {wanted.title}, but the GPU holds {holds}",
+                "see: nvidia-smi compute-policy -l",
+                gpu=str(device.gpu.index),
+                code="not_held",
+            )
+
+    def back() -> None:
+        # A step that failed before it changed anything (no root, no nvidia-smi) has nothing to undo.
+        if before is not None and host.policy.read().get(device.gpu.index) is not before:
+            set_to(before)
+
+    return Step(
+        what=f"set the time-slice of {device.title} to {level.title}",
+        command=" ".join(set_argv(device.uuid, level)),
+        undo=None if before is None else " ".join(set_argv(device.uuid, before)),
+        do=lambda: set_to(level),
+        revert=back,
+    )
+
+
+def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, keep: bool) -> Step:
+    """Return the step that sets a compute mode.
+
+    With ``keep`` the mode that was there is written to ``record``, unless an earlier one stands in it;
+    without, the record has done its duty and goes.
+    """
+    before = host.nvml.compute_mode(device.gpu.index)
+    recorded = _recorded_mode(record)
+    # What this step did itself: what another gpushare did meanwhile is not taken back.
+    changed: list[ComputeMode] = []
+    noted: list[Path] = []
+
+    def act() -> None:
+        now = host.nvml.compute_mode(device.gpu.index)
+        if now is not None and now is not mode:
+            changed.append(now)
+            if keep and recorded is None:
+                noted.append(record)
+                _note(record, now)
+        set_compute_mode(host, device, mode)
+        if not keep:
+            noted.append(record)
+            _note(record, None)
+
+    def back() -> None:
+        for previous in changed:
+            set_compute_mode(host, device, previous)
+        if noted and _recorded_mode(record) is not recorded:
+            _note(record, recorded)
+
+    return Step(
+        what=f"set the compute mode of {device.title} to {mode.title}",
+        command=compute_mode_command(device.uuid, mode.name),
+        undo=None if before is None else compute_mode_command(device.uuid, before.name),
+        do=act,
+        revert=back,
+    )
+
+
+def _note(record: Path, previous: ComputeMode | None) -> None:
+    if previous is not None:
+        make_private_directory(record.parent)
+    with writing(record, "the note of the compute mode that was there"):
+        if previous is None:
+            record.unlink(missing_ok=True)
+        else:
+            replace_file(record, json.dumps({"schema": 1, "previous_compute_mode": previous.name}))
+
+
+def _refuse_instances(devices: Sequence[Device]) -> None:
+    for device in devices:
+        if device.mig is not None:
+            raise NotSupported(
+                f"{device.title}: the time-slice is set per GPU, not per MIG instance",
+                f"name the GPU: -g {device.gpu.index}",
+                gpu=str(device.gpu.index),
+            )
+
+
+def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
+    for found in find_daemons(host, [device.gpu for device in devices], deep=False):
+        daemon = found.daemon
+        if daemon.ours and daemon.error is None and daemon.gpu_index is not None:
+            raise InUse(
+                f"GPU {daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
+                f"stop it first: gpushare mps stop -g {daemon.gpu_index}; or set the level beside it: --beside-mps",
+                gpu=str(daemon.gpu_index),
+                code="mps_in_force",
+            )
+
+
+def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> TimeSlice | None:
+    if device.gpu.index not in levels:
+        raise NotSupported(
+            f"{device.title} ({device.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
+            "see which GPUs have one: gpushare timeslice show",
+            gpu=str(device.gpu.index),
+            code="no_time_slice",
+        )
+    return levels[device.gpu.index]
+
+
+def _record(host: Host, device: Device) -> Path:
+    return host.run_directory / "timeslice" / f"{device.uuid}.json"
+
+
+def _recorded_mode(record: Path) -> ComputeMode | None:
+    directory = record.parent
+    if not is_trusted_directory(directory.parent, directory.name):
+        return None
+    with contextlib.suppress(KeyError, TypeError):
+        return ComputeMode[read_trusted(record)["previous_compute_mode"]]
+    return None

@@ -1,0 +1,531 @@
+"""``gpushare advise`` on simulated hosts: what it prints works there, and what it is told wrongly changes nothing."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.cli import main
+from tests.cli.drive import ROOT, World, environment
+
+FARM = ("--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating")
+USERS = ("--processes", "3", "--memory", "2G", "--users", "different", "--pattern", "steady")
+PEOPLE = ("--processes", "5", "--memory", "2G", "--users", "different", "--pattern", "interactive")
+PAIR = ("--production", "1", "--opportunistic", "2", "--users", "same", "--memory", "3G")
+GROUPS = ("--processes", "6", "--memory", "700M", "--groups", "3", "--isolation", "fault", "--no-saturating")
+GROUPS_OF_PEOPLE = (
+    "--processes",
+    "6",
+    "--memory",
+    "1G",
+    "--groups",
+    "2",
+    "--isolation",
+    "fault",
+    "--pattern",
+    "bursty",
+)
+
+
+def commands(data: Any, key: str = "commands") -> list[str]:
+    return [line["command"] for line in data[key] if line["command"]]
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+def test_the_first_screen_fits_80_columns(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = cli("advise", *FARM, host="sim:a100-80gb", output="table").ok().out
+    assert text.splitlines()[0] == "MPS  on GPU 0, NVIDIA A100-SXM4-80GB"
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for words in ("do\n", "undo\n", "measure\n", "what would change it\n", "all ways\n"):
+        assert f"\n{words}" in text
+    assert "    gpushare mps start -g 0 --threads 50 --memory 2816M\n" in text
+    assert "    gpushare mps stop -g 0\n" in text
+    assert "more with -v" in text
+
+
+def test_verbose_prints_every_rule_with_its_source(cli: Any) -> None:
+    answer = cli("advise", *FARM, "-v", host="sim:t4", output="table").ok()
+    data = cli("advise", *FARM, host="sim:t4", output="json").ok().data
+    squeezed = " ".join(answer.out.split())
+    for verdict in data["verdicts"]:
+        for reason in verdict["reasons"]:
+            assert f"[{reason['rule']}]" in squeezed
+            assert " ".join(reason["text"].split()) in squeezed
+
+
+def test_json_has_all_of_it(cli: Any) -> None:
+    data = cli("advise", *FARM, host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] == "mps"
+    assert len(data["verdicts"]) == 13
+    assert {one["outcome"] for one in data["verdicts"]} == {"fits", "fits with a condition", "refused"}
+    assert all(reason["source"] for one in data["verdicts"] for reason in one["reasons"])
+    assert data["memory"]["fits"] is True
+    assert data["case"]["workloads"][0]["same_user"] is True
+    assert data["confidence"] in {"high", "medium", "low"}
+    assert {"question", "if", "then", "then_title", "open"} == set(data["changes"][0])
+
+
+def test_plain_output_is_one_item_a_line(cli: Any) -> None:
+    lines = cli("advise", *FARM, host="sim:t4").ok().out.splitlines()
+    items = [line.split()[0] for line in lines[1 : lines.index("")]]
+    assert items[:2] == ["answer", "why"]
+    assert {"confidence", "memory", "do", "undo", "measure", "change"} <= set(items)
+
+
+def test_csv_is_the_table_of_verdicts(cli: Any) -> None:
+    lines = cli("advise", *FARM, host="sim:t4", output="csv").ok().out.splitlines()
+    assert lines[0] == "way,verdict,why"
+    assert len(lines) == 14
+
+
+def test_the_order_of_flags_does_not_matter(cli: Any) -> None:
+    flags = [("--processes", "4"), ("--users", "same"), ("--no-saturating",), ("--memory", "2G")]
+    answers = {
+        cli("advise", *itertools.chain(*order), host="sim:t4", output="json").ok().out
+        for order in itertools.islice(itertools.permutations(flags), 0, 24, 5)
+    }
+    assert len(answers) == 1
+
+
+def test_a_file_says_the_same_as_flags(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("workloads:\n- {processes: 4, memory: 2G, users: same, saturating: no}\n")
+    by_file = cli("advise", "-f", str(file), host="sim:t4", output="json").ok().data
+    assert by_file == cli("advise", *FARM, host="sim:t4", output="json").ok().data
+
+
+def test_a_file_with_several_workloads(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text(
+        "- {name: api, role: production, users: same, memory: 20G, command: python serve.py}\n"
+        "- {name: train, role: opportunistic, users: same, memory: 40G, saturating: yes}\n"
+    )
+    data = cli("advise", "--file", str(file), output="json").ok().data
+    assert data["winner"] == "mps-priority"
+    assert commands(data) == [
+        "gpushare mps start -g 0",
+        "gpushare run -g 0 -- python serve.py",
+        "gpushare run -g 0 --threads 60 --memory 41728M --priority low -- CMD",
+    ]
+
+
+def test_explaining_a_refused_way(cli: Any) -> None:
+    answer = cli("advise", "--mechanism", "mig", host="sim:t4", output="table").ok()
+    assert "Tesla T4 has no MIG" in answer.out
+    assert "mig-not-there" in answer.out
+    data = cli("advise", "--mechanism", "mig", host="sim:t4", output="json").ok().data
+    assert data["explained"]["outcome"] == "refused"
+
+
+def test_contradicting_sources_are_shown(cli: Any) -> None:
+    out = cli("advise", "--isolation", "fault", "--mechanism", "timeslice", host="sim:t4", output="table").ok().out
+    assert "sources disagree" in out
+    assert "if one workload crashes, they all do" in " ".join(out.split())
+
+
+def test_memory_that_cannot_fit_says_by_how_much(cli: Any) -> None:
+    data = cli("advise", "--processes", "4", "--memory", "30G", host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] == "whole-gpu"
+    # 4 x 30 GiB and 4 contexts of 500 MiB, on 80 GiB of which 2 % stay free.
+    assert data["memory"]["needed_bytes"] == (4 * 30 * 1024 + 4 * 500) * 1024**2
+    assert data["memory"]["left_bytes"] < 0
+    assert data["memory"]["most"] == 2
+    assert "2 would fit" in data["memory"]["sentence"]
+
+
+def test_nothing_fits(cli: Any) -> None:
+    data = cli("advise", "--processes", "2", "--memory", "24G", host="sim:t4", output="json").ok().data
+    assert data["winner"] is None
+    assert data["commands"] == []
+    assert "9.8 GiB too much" in data["why"][0]
+
+
+def test_several_idle_gpus_are_named(cli: Any) -> None:
+    answer = cli("advise", *FARM, host="sim:8xh100-80gb").ok()
+    assert "each of the 4 processes can have one to itself" in answer.err
+
+
+def test_the_limits_add_up(cli: Any) -> None:
+    """Whatever the sizes: the limits of all clients together fit the GPU."""
+    for memory, processes in itertools.product(("1G", "3G", "7G"), (1, 2, 5, 9, 20)):
+        words = (
+            "--processes",
+            str(processes),
+            "--memory",
+            memory,
+            "--users",
+            "same",
+            "--no-saturating",
+            "--isolation",
+            "quota",
+        )
+        data = cli("advise", *words, host="sim:a100-80gb", output="json").ok().data
+        for command in commands(data):
+            if command.startswith("gpushare mps start") and "--memory" in command:
+                limit = command.split("--memory ")[1].split()[0]
+                size = int(limit[:-1]) * (1024**3 if limit.endswith("G") else 1024**2)
+                assert size * processes <= data["memory"]["total_bytes"]
+                assert size * processes == data["memory"]["limits_bytes"]
+                assert size >= int(memory[:-1]) * 1024**3
+
+
+# -- what is printed works -------------------------------------------------------------------------
+
+
+def pasted(lines: list[str], spec: str) -> subprocess.CompletedProcess[str]:
+    """Run lines in a shell, as somebody who pastes them."""
+    script = [
+        "set -e",
+        f'gpushare() {{ "{sys.executable}" -m gpushare "$@"; }}',
+        'sudo() { "$@"; }',
+        *lines,
+    ]
+    env = environment(GPUSHARE_HOST=spec)
+    return subprocess.run(
+        ["bash", "-c", "\n".join(script)], env=env, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+
+def shown(cli: Any, spec: str) -> list[Any]:
+    looks = (("mig", "status"), ("mps", "status"), ("timeslice", "show"))
+    return [cli(*words, host=spec, output="json").json["data"] for words in looks]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "winner"),
+    [
+        ("sim:a100-80gb", USERS, "mig"),
+        ("sim:a100-80gb", GROUPS, "mig+mps"),
+        ("sim:t4", FARM, "mps"),
+        ("sim:t4", PEOPLE, "timeslice"),
+        ("sim:h200", PAIR, "mps-priority"),
+        ("sim:h200", GROUPS_OF_PEOPLE, "mig+timeslice"),
+        ("sim:8xh100-80gb", USERS, "mig"),
+        ("sim:8xh100-80gb", FARM, "mps"),
+    ],
+)
+def test_what_is_printed_works_pasted_and_is_undone(cli: Any, spec: str, words: tuple[str, ...], winner: str) -> None:
+    before = shown(cli, spec)
+    data = cli("advise", *words, "--command", "true", host=spec, output="json").ok().data
+    assert data["winner"] == winner
+    done = pasted(commands(data), spec)
+    assert done.returncode == 0, done
+    assert shown(cli, spec) != before
+    undone = pasted(commands(data, "undo"), spec)
+    assert undone.returncode == 0, undone
+    assert shown(cli, spec) == before
+
+
+@pytest.mark.parametrize("instances", [("1g.10gb*2", "3g.40gb"), ("3g.40gb*2",)], ids=["room", "no-room"])
+def test_instances_that_exist_come_back(cli: Any, instances: tuple[str, ...]) -> None:
+    spec = "sim:a100-80gb"
+    cli("mig", "apply", "-g", "0", *instances, host=spec).ok()
+    for words in (USERS, FARM):
+        data = cli("advise", *words, "--command", "true", host=spec, output="json").ok().data
+        lines = [*commands(data), *commands(data, "undo")]
+        assert pasted(lines, spec).returncode == 0
+        found = cli("mig", "status", host=spec, output="json").ok().data["gpus"][0]["instances"]
+        names = sorted(one["profile"]["name"] for one in found)
+        wanted = {"room": ["1g.10gb", "1g.10gb", "3g.40gb"], "no": ["3g.40gb", "3g.40gb"]}
+        assert names == wanted["room" if len(instances) == 2 else "no"]
+
+
+@pytest.mark.parametrize("users", ["same", "different"])
+def test_the_line_that_measures_is_one(cli: Any, users: str) -> None:
+    words = ("--processes", "2", "--cuda-graphs", "--users", users, "--command", "true")
+    data = cli("advise", *words, output="json").ok().data
+    assert data["winner"] == "measure"
+    (line,) = commands(data)
+    program, verb, *rest = line.split()
+    assert (program, verb) == ("gpushare", "bench")
+    cli(verb, "--dry-run", *rest).ok()
+
+
+# -- --apply ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "spec", "step"),
+    [
+        (FARM, "sim:t4", "limit clients to 50 % of the SM threads"),
+        (USERS, "sim:a100-80gb", "switch MIG on on GPU 0"),
+        (PEOPLE, "sim:t4", "set the time-slice of GPU 0 to short"),
+    ],
+)
+def test_apply_shows_its_plan_in_a_dry_run(cli: Any, words: tuple[str, ...], spec: str, step: str) -> None:
+    before = shown(cli, spec)
+    answer = cli("advise", *words, "--apply", "--dry-run", host=spec, output="json").ok()
+    assert answer.data["dry_run"] is True
+    assert step in [one["what"] for one in answer.data["steps"]]
+    assert shown(cli, spec) == before
+
+
+def test_apply_sets_up_and_names_what_comes_then(cli: Any) -> None:
+    answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
+    assert "note: then, the program, 4 times: gpushare run -g 0 -- CMD" in answer.err
+    assert "note: undo: gpushare mps stop -g 0" in answer.err
+    assert '"threads_percent": 50.0' in cli("mps", "status", host="sim:t4", output="json").ok().out
+
+
+def test_apply_of_several_shells_is_refused(refused: Any) -> None:
+    refused("advise", *GROUPS, "--apply", code="several_shells", exit_code=3, host="sim:a100-80gb")
+
+
+def test_apply_of_nothing_is_refused(refused: Any) -> None:
+    refused("advise", "--memory", "900G", "--apply", code="nothing_fits", exit_code=3)
+
+
+def test_apply_says_what_a_line_itself_says(cli: Any) -> None:
+    cli("sim", "fault", "fail-step", "1", host="sim:a100-80gb").ok()
+    answer = cli("advise", *USERS, "--apply", "-y", host="sim:a100-80gb")
+    assert answer.code != 0
+    assert answer.err.count("error:") == answer.err.count("hint:") == 1
+
+
+def test_apply_beside_a_daemon_sets_its_limits_and_says_how_back(cli: Any) -> None:
+    cli("mps", "start", "--threads", "30", host="sim:t4").ok()
+    answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
+    (undo,) = [line for line in (answer.out + answer.err).splitlines() if line.startswith("note: undo: ")]
+    assert undo == "note: undo: gpushare mps set -g 0 --threads 30 --memory none"
+    cli(*undo.removeprefix("note: undo: gpushare ").split(), host="sim:t4").ok()
+
+
+@pytest.mark.parametrize(("words", "spec"), [(USERS, "sim:a100-80gb"), (PEOPLE, "sim:t4")])
+def test_apply_does_what_the_lines_do(cli: Any, words: tuple[str, ...], spec: str) -> None:
+    before = shown(cli, spec)
+    data = cli("advise", *words, host=spec, output="json").ok().data
+    cli("advise", *words, "--apply", "-y", host=spec).ok()
+    applied = shown(cli, spec)
+    assert applied != before
+    for command in commands(data, "undo"):
+        cli(*command.split()[1:], host=spec).ok()
+    assert shown(cli, spec) == before
+
+
+def test_apply_that_fails_half_way_names_the_way_back(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.cli import advise
+    from gpushare.errors import OperationFailed
+
+    spec = "sim:a100-80gb"
+    cli("mig", "apply", "-g", "0", "3g.40gb", host=spec).ok()
+    run = advise._run
+
+    def failing(words: tuple[str, ...]) -> Any:
+        if words[:2] == ("mps", "start"):
+            raise OperationFailed("the daemon did not start", "look", code="no_daemon")
+        return run(words)
+
+    monkeypatch.setattr(advise, "_run", failing)
+    answer = cli("advise", *FARM, "--apply", host=spec)
+    assert answer.code == 1
+    assert "the daemon did not start; what came before it was done" in answer.err
+    assert "gpushare mig apply -g 0 3g.40gb:" in answer.err
+
+
+def test_a_lost_gpu_is_an_error(cli: Any) -> None:
+    World("sim:t4").fault("lost", gpu="0")
+    for words in ((), ("-g", "0")):
+        answer = cli("advise", "--processes", "2", *words, host="sim:t4")
+        assert answer.code == 6
+        assert len(answer.lines("hint")) == 1
+
+
+def test_a_gpu_that_answers_is_taken(cli: Any) -> None:
+    World("sim:2xt4").fault("lost", gpu="0")
+    data = cli("advise", "--processes", "2", host="sim:2xt4", output="json").ok().data
+    assert data["gpu"] == 1
+
+
+# -- what runs now, and questions ------------------------------------------------------------------
+
+
+def test_live_takes_what_runs(cli: Any) -> None:
+    world = World("sim:h200")
+    cli("status").ok()
+    from gpushare.sim.admin import add_process
+
+    for _ in range(3):
+        add_process(world.spec, "0", memory_bytes=4 * 1024**3)
+    data = cli("advise", "--live", "--no-saturating", output="json").ok().data
+    (workload,) = data["case"]["workloads"]
+    assert workload["processes"] == 3
+    assert workload["saturating"] is False
+    assert 0 < workload["memory"] < 4 * 1024**3
+    assert data["case"]["workloads"][0]["user"]
+
+
+def test_live_with_nobody_there(refused: Any) -> None:
+    refused("advise", "--live", code="nobody", exit_code=6)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: str, *words: str) -> tuple[str, str]:
+    streams = {name: Terminal(typed if name == "stdin" else "") for name in ("stdin", "stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    code = main(["--host", "sim:t4", "advise", *words])
+    assert code == 0, streams["stderr"].getvalue()
+    return streams["stdout"].getvalue(), streams["stderr"].getvalue()
+
+
+def test_questions_that_decide_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked = on_a_terminal(monkeypatch, "yes\nnone\nno\nno\nsteady\n", "--processes", "4")
+    assert "Do all processes belong to the same user?" in asked
+    assert out.startswith(("MPS", "\x1b"))
+
+
+def test_an_answer_that_is_none_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = on_a_terminal(monkeypatch, "perhaps\n\n\n\n\n\n\n\n", "--processes", "4")
+    assert "not one of: yes, no" in asked
+    assert asked.count("Do all processes belong to the same user?") == 2
+
+
+def test_what_is_known_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = on_a_terminal(monkeypatch, "", "--processes", "1", "--no-code", "--saturating")
+    assert "belong to the same user" not in asked
+
+
+@pytest.mark.parametrize("words", [("-y",), ("-o", "json"), ("--mechanism", "mps")])
+def test_nothing_is_asked_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    _, asked = on_a_terminal(monkeypatch, "", "--processes", "4", *words)
+    assert "?" not in asked
+
+
+def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
+    assert "?" not in cli("advise", "--processes", "4").ok().err
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--mechanism", "mgi"), "bad_mechanism", 2),
+        (("--processes", "0"), "bad_count", 2),
+        (("--processes", "many"), "bad_count", 2),
+        (("--processes", "9" * 5000), "bad_count", 2),
+        (("--memory", "6"), "bad_size", 2),
+        (("--users", "some"), "bad_value", 2),
+        (("--isolation", "quota,bad"), "bad_value", 2),
+        (("--pattern", "often"), "bad_value", 2),
+        (("--latency", "fast"), "bad_duration", 2),
+        (("--production", "x"), "bad_count", 2),
+        (("--production", "1", "--processes", "2"), "two_counts", 2),
+        (("--live", "--file", "x"), "two_sources", 2),
+        (("--mechanism", "mps", "--apply"), "explained_and_applied", 2),
+        (("--live", "--production", "1"), "two_sources", 2),
+        (("--file", "/nowhere/w.yaml"), "no_file", 6),
+        (("--from", "/nowhere/r.jsonl"), "no_recording", 6),
+        (("-g", "7"), "unknown_gpu", 6),
+    ],
+)
+def test_bad_words_are_refused(refused: Any, words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("advise", *words, code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("workloads: []\n", "is empty"),
+        ("root: yes\n", "no workloads"),
+        ("- {processes: 4\n", "line"),
+        ("workloads:\n- processes: 4\n  memroy: 6G\n", "line 3: 'memroy' is not a property"),
+        ("workloads:\n- processes: 4\n  memory: six\n", "line 3: 'six' is not a memory size"),
+        ("workloads:\n- processes: 4\n  processes: 5\n", "line 3: 'processes' is there twice"),
+        ("workloads: [{processes: 2}]\nhost: x\n", "line 2: unknown key 'host'"),
+        ("- just text\n", "line 1: a workload is a mapping"),
+        ("- {saturating: maybe}\n", "line 1: 'maybe' is not a value of saturating"),
+    ],
+)
+def test_a_bad_file_names_its_line(cli: Any, tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text(text)
+    answer = cli("advise", "-f", str(file))
+    assert answer.code == 2
+    assert said in answer.err
+    assert str(file) in answer.err
+    assert len(answer.lines("hint")) == 1
+
+
+def test_a_file_that_is_no_text(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+    answer = cli("advise", "-f", str(file))
+    assert answer.code == 1
+    assert "it is not UTF-8" in answer.err
+
+
+def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.cli import facts
+
+    gather = facts.gather
+
+    def as_user(host: Any) -> Any:
+        from dataclasses import replace
+
+        return replace(gather(host), root=False, uid=1000)
+
+    monkeypatch.setattr(facts, "gather", as_user)
+    data = cli("advise", *USERS, host="sim:a100-80gb", output="json").ok().data
+    assert [line for line in commands(data) if line.startswith("sudo ")] == ["sudo gpushare mig apply -g 0 '2g.20gb*3'"]
+    data = cli("advise", *USERS, "--no-root", host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] != "mig"
+    assert not [line for line in commands(data) if "sudo" in line]
+
+
+def test_help_names_every_property(cli: Any) -> None:
+    from gpushare.advice.case import KEYS
+
+    out = cli("advise", "--help", host=None).out
+    assert [key for key in KEYS if key not in {"name", "user"} and f"--{key.replace('_', '-')}" not in out] == []
+
+
+def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:
+    world = World("sim:h200")
+    cli("status").ok()
+    from gpushare.sim.admin import add_process
+
+    for _ in range(2):
+        add_process(world.spec, "0", memory_bytes=3 * 1024**3)
+    file = tmp_path / "r.jsonl"
+    cli("observe", "--for", "0.3s", "--interval", "0.1s", "--to", str(file)).ok()
+    data = cli("advise", "--from", str(file), output="json").ok().data
+    assert sum(one["processes"] for one in data["case"]["workloads"]) == 2
+    assert json.dumps(data)
+    assert os.path.exists(file)
+
+
+def test_a_way_that_is_asked_for_and_refused_names_the_one_to_take(cli: Any) -> None:
+    words = ("--processes", "2", "--memory", "5G", "--users", "different", "--isolation", "fault")
+    answer = cli("advise", *words, "--mechanism", "mig", host="sim:t4").ok()
+    assert "Tesla T4 has no MIG" in answer.out
+    assert "the advice for this case is: time-slicing" in answer.out + answer.err
+
+
+def test_one_small_program_leaves_half_of_the_gpu(cli: Any) -> None:
+    words = ("--processes", "1", "--memory", "10G", "--no-saturating", "--no-code")
+    data = cli("advise", *words, host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] == "mig"
+    assert data["commands"][0]["command"].endswith("gpushare mig apply -g 0 3g.40gb")
+    words = ("--processes", "1", "--memory", "39G", "--no-saturating", "--no-code")
+    data = cli("advise", *words, host="sim:a100-80gb", output="json").ok().data
+    assert data["winner"] == "whole-gpu"

@@ -1,0 +1,115 @@
+"""``gpushare advise`` on a host that is in use: what is in the way goes first, and the undo brings all of it back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.model import ComputeMode
+from tests.cli.advise.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
+
+SMALL = ("--processes", "3", "--memory", "2G", "--users", "same", "--no-saturating")
+PAIR = ("--production", "1", "--opportunistic", "1", "--users", "same")
+
+
+def advised(cli: Any, spec: str, *words: str) -> Any:
+    return cli("advise", *words, "--command", "true", host=spec, output="json").ok().data
+
+
+@pytest.mark.parametrize(
+    ("spec", "there", "words", "winner", "first"),
+    [
+        ("sim:t4", "mps start -g 0 --threads 20 --memory 1G", SMALL, "mps", "gpushare mps set -g 0"),
+        ("sim:h200", "mps start -g 0 --threads 30", PAIR, "mps-priority", "gpushare mps set -g 0"),
+        ("sim:t4", "mps start -g 0 --memory 1G --priority low", PEOPLE, "timeslice", "gpushare mps stop -g 0"),
+        ("sim:a100-80gb", "mps start -g 0 --threads 20", USERS, "mig", "gpushare mps stop -g 0"),
+        ("sim:a100-80gb", "mps start -g 0", GROUPS, "mig+mps", "gpushare mps stop -g 0"),
+        ("sim:a100-80gb", "mig apply -g 0 1g.10gb*7", GROUPS, "mig+mps", "gpushare mig destroy 0/7"),
+        ("sim:a100-80gb", "mig apply -g 0 1g.10gb", GROUPS, "mig+mps", "gpushare mig create -g 0"),
+    ],
+)
+def test_what_was_there_comes_back(
+    cli: Any, spec: str, there: str, words: tuple[str, ...], winner: str, first: str
+) -> None:
+    cli(*there.split(), host=spec).ok()
+    before = cli("capture", host=spec).ok().out
+    data = advised(cli, spec, *words)
+    assert data["winner"] == winner
+    assert commands(data)[0].startswith(first)
+    done = pasted(commands(data), spec)
+    assert done.returncode == 0, done
+    assert cli("capture", host=spec).ok().out != before
+    undone = pasted(commands(data, "undo"), spec)
+    assert undone.returncode == 0, undone
+    assert cli("capture", host=spec).ok().out == before
+
+
+@pytest.mark.parametrize("level", ["default", "long"])
+def test_a_compute_mode_in_the_way_comes_back_and_so_does_the_level(cli: Any, level: str) -> None:
+    spec, host = "sim:t4", connect("sim:t4")
+    cli("timeslice", "set", level, "-g", "0", host=spec).ok()
+    host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+
+    def now() -> tuple[Any, Any]:
+        (gpu,) = connect(spec).nvml.sweep()
+        return gpu.compute_mode, gpu.time_slice
+
+    before = now()
+    data = advised(cli, spec, *PEOPLE)
+    assert data["winner"] == "timeslice"
+    assert pasted(commands(data), spec).returncode == 0
+    assert now() != before
+    lines = commands(data, "undo")
+    for line in lines:
+        # A simulated GPU has no nvidia-smi on the PATH.
+        program, *words = line.split()
+        done = host.programs.run(["nvidia-smi", *words]) if program == "nvidia-smi" else pasted([line], spec)
+        assert 0 in {getattr(done, "exit_code", None), getattr(done, "returncode", None)}, done
+    assert now() == before
+
+
+def test_a_daemon_in_the_way_is_a_condition(cli: Any) -> None:
+    cli("mps", "start", "-g", "0", host="sim:a100-80gb").ok()
+    data = advised(cli, "sim:a100-80gb", *USERS)
+    found = {one["way"]: {reason["rule"] for reason in one["reasons"]} for one in data["verdicts"]}
+    for way in ("timeslice", "mig", "mig+mps", "mig+timeslice"):
+        assert "mps-serves" in found[way]
+    assert "mps-serves" not in found["whole-gpu"]
+
+
+def test_a_daemon_of_somebody_else_is_not_stopped_by_a_command(cli: Any) -> None:
+    from gpushare.advice.recipe import recipe
+    from gpushare.advice.ways import Way
+    from tests.advice.conftest import situation_of
+
+    case = {"processes": 3, "memory": "2G", "users": "different", "pattern": "interactive"}
+    found = recipe(situation_of(case, host="t4", facts={"mps_daemons": 1}), Way.TIMESLICE)
+    assert found.lines[0].command is None
+    assert found.undo[-1].command is None
+    assert not any("mps stop" in (line.command or "") for line in found.lines)
+
+
+def test_instances_that_somebody_is_in_are_a_condition(cli: Any) -> None:
+    from gpushare.sim.admin import add_process
+
+    spec = "sim:a100-80gb"
+    made = cli("mig", "apply", "-g", "0", "4g.40gb", "1g.10gb", host=spec).ok()
+    uuid = re.search(r"4g.40gb:0 on GPU 0: (MIG-\S+)", made.out + made.err)
+    assert uuid is not None
+    add_process(spec, "0", mig=uuid[1])
+    data = advised(cli, spec, "--processes", "3", "--memory", "15G", "--users", "different", "--pattern", "steady")
+    (mig,) = (one for one in data["verdicts"] if one["way"] == "mig")
+    assert "mig-instances-busy" in {reason["rule"] for reason in mig["reasons"]}
+
+
+def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
+    from gpushare.advice.recipe import recipe
+    from gpushare.advice.ways import Way
+    from tests.advice.conftest import situation_of
+
+    case = {"processes": 3, "memory": "2G", "users": "same", "saturating": False}
+    found = recipe(situation_of(case, facts={"mps_daemons": 1, "mig_enabled": True}), Way.MPS)
+    assert "MPS in them" in found.undo[-1].what

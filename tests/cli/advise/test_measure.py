@@ -1,0 +1,249 @@
+"""``gpushare advise --measure`` on a simulated host, with jobs whose need is known, and so the right answer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.model import ComputeMode
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, same, until, until_one_run_is_over
+
+pytestmark = pytest.mark.usefixtures("printed_windows")
+RATE = "^rate=(.+)$"
+FARM = ("--processes", "2", "--memory", "1G", "--users", "same", "--no-saturating")
+SURE = (*FARM, "--isolation", "none", "--latency", "none", "--pattern", "steady")
+WINDOW = ("--metric", RATE, "--for", "0.06")
+
+
+def job(need: int, *more: str) -> list[str]:
+    words = ["--need", str(need), "--rate", "100", "--every", "0.02", *more]
+    # -S: it starts in half the time.
+    return ["--", sys.executable, "-S", "-m", "gpushare.sim.job", *words]
+
+
+def measured(cli: Cli, *words: str) -> Any:
+    return cli("-o", "json", "advise", "--measure", *words).ok().data
+
+
+def commands(data: Any) -> list[str]:
+    return [line["command"] for line in data["commands"] if line["command"]]
+
+
+def test_the_rules_are_confirmed_for_a_small_job(cli: Cli, world: World) -> None:
+    data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(40))
+    assert (data["rules"]["winner"], data["winner"]) == ("mps", "mps")
+    assert data["measured"]["effect"] == "confirmed"
+    assert data["measured"]["ratio"] == pytest.approx(2, rel=0.1)
+    assert (data["measured"]["copies"], data["confidence"]) == (2, "high")
+    assert data["measurement"]["kind"] == "gpushare bench"
+    assert {cell["way"] for cell in data["measurement"]["cells"]} == {
+        *("queue", "timeslice", "mps", "mps:200/n", "mps:100/n")
+    }
+    assert commands(data)[-1].endswith(shlex.join(job(40)[1:])), "the lines name the program"
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+def test_the_mark_is_at_the_way_that_was_measured(cli: Cli) -> None:
+    """At two copies a cap of 200/n is none; what runs as the way mps is not another one's."""
+    answer = cli("advise", "--measure", *SURE, "--repeat", "1", *WINDOW, *job(40)).ok()
+    marked = [
+        line.split()[0] for line in answer.out.splitlines() if line.startswith(("mps", "timeslice")) and " * " in line
+    ]
+    assert len(marked) == 1
+    assert marked != ["mps:200/n"]
+
+
+def slower_under_mps() -> list[str]:
+    """Return a job that fills the GPU and makes 60 of 100 units under MPS (engines with CUDA graphs lose there)."""
+    words = shlex.join(job(100)[1:])
+    script = f'case "$CUDA_MPS_PIPE_DIRECTORY" in */pipe) rate=60;; *) rate=100;; esac; exec {words} --rate "$rate"'
+    return ["--", "sh", "-c", script]
+
+
+def test_the_rules_are_wrong_about_a_job_that_mps_slows_down(cli: Cli) -> None:
+    answer = cli("advise", "--measure", *SURE, "--repeat", "2", *WINDOW, *slower_under_mps())
+    lines = dict(line.split(None, 1) for line in answer.ok().out.splitlines()[1:5])
+    assert lines["answer"] in {"time-slicing", "whole GPU, or a queue"}
+    assert lines["rules"].startswith("MPS (high confidence")
+    assert lines["measured"].startswith("the rules said MPS; measured: ")
+    assert " is 1.6" in lines["measured"]
+    assert "medium: measured here, and the rules expected something else" in answer.out
+    assert "mps start" not in answer.out
+
+
+def test_a_job_that_fills_the_gpu_makes_no_difference(cli: Cli) -> None:
+    data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(100))
+    assert data["measured"]["effect"] == "no-difference"
+    assert (data["winner"], data["rules"]["winner"]) == ("mps", "mps")
+    assert "the rules' answer stands" in data["measured"]["sentence"]
+
+
+def test_the_measured_cap_is_in_the_commands(cli: Cli) -> None:
+    """Two that want 80 percent each and disturb each other: with 50 percent each they do not."""
+    data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(80, "--contention", "20"))
+    assert data["measured"]["effect"] == "other-cap"
+    assert data["measured"]["way"] == "mps:100/n"
+    assert data["rules"]["commands"][0]["command"].startswith("gpushare mps start -g 0 --memory ")
+    assert commands(data)[0].startswith("gpushare mps start -g 0 --threads 50 ")
+
+
+def test_a_mechanism_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.measure.ways import Grounds
+
+    real, ways = Grounds.launches, set()
+
+    def launches(self: Grounds, way: Any, *more: Any) -> Any:
+        ways.add(way.kind)
+        return real(self, way, *more)
+
+    monkeypatch.setattr(Grounds, "launches", launches)
+    words = ("--processes", "2", "--memory", "1G", "--users", "different", "--saturating", "--repeat", "1")
+    data = measured(cli, *words, *WINDOW, *job(40))
+    assert ways == {"queue", "timeslice"}
+    assert {cell["way"] for cell in data["measurement"]["cells"]} == {"queue", "timeslice"}
+    assert data["winner"] != "mps"
+
+
+def test_a_vetoed_mps_is_not_even_the_baseline(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an exclusive compute mode that an MPS daemon holds, one copy alone could only run under MPS."""
+    from gpushare.measure.ways import Grounds
+
+    cli("mps", "start").ok()
+    connect(world.spec).nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    monkeypatch.setattr(Grounds, "launches", lambda *_: pytest.fail("it was measured"))
+    words = ("--processes", "2", "--users", "different", "--saturating")
+    answer = cli("-o", "json", "advise", "--measure", *words, *WINDOW, *job(40))
+    assert (answer.code, answer.json["status"]) == (3, "partial")
+
+
+def test_copies_alone_say_how_many_processes_there_are(cli: Cli) -> None:
+    words = ("--copies", "3", "--users", "same", "--no-saturating", "--profiler", "--repeat", "1")
+    data = measured(cli, *words, *WINDOW, *job(20))
+    assert data["case"]["workloads"][0]["processes"] == 3
+    assert {cell["copies"] for cell in data["measurement"]["cells"]} == {3}
+
+
+def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
+    """Which way wins is another test's: how long such a short run takes is the machine's affair."""
+    data = measured(cli, *FARM, "--repeat", "1", *job(40, "--work", "10"))
+    assert data["measurement"]["metric"]["unit"] == "runs_per_second"
+    runs = {run["way"]: run for run in data["measurement"]["runs"] if run["copies"] == 2}
+    assert set(runs) >= {"timeslice", "mps"}
+    for run in runs.values():
+        assert [one["exit_code"] for one in run["results"]] == [0, 0]
+        assert run["throughput"] == pytest.approx(2 / run["seconds"], rel=0.01)
+
+
+def test_one_way_alone_is_not_measured(cli: Cli) -> None:
+    words = ("--processes", "2", "--memory", "100G")
+    data = measured(cli, *words, "--", "gs-no-such-program")
+    assert (data["winner"], data["measurement"]) == ("whole-gpu", None)
+    assert "nothing to compare" in data["measured"]["sentence"]
+
+
+def test_one_process_is_not_measured(cli: Cli) -> None:
+    data = measured(cli, "--processes", "1", "--", "gs-no-such-program")
+    assert data["measured"]["effect"] == "open"
+    assert "shares with nobody" in data["measured"]["sentence"]
+
+
+def test_dry_run_says_what_would_be_measured(cli: Cli, world: World) -> None:
+    before = same(world.spec)
+    data = cli("-o", "json", "advise", "--measure", "-n", *FARM, *WINDOW, *job(40)).ok().data
+    assert any("under timeslice, 3 times" in step["what"] for step in data["steps"])
+    assert same(world.spec)[1] == before[1]
+
+
+def test_apply_sets_the_final_answer_up(cli: Cli, world: World) -> None:
+    answer = cli("advise", "--measure", *SURE, "--repeat", "2", "--apply", *WINDOW, *job(80, "--contention", "20")).ok()
+    (daemon,) = world.state.daemons
+    assert daemon.threads == 50
+    assert "note: measured: the rules said MPS; measured: 50 % each is 1.2" in answer.err
+    cli("mps", "stop").ok()
+
+
+def test_the_screen_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("--repeat", "1", *WINDOW, *job(40, "--seconds", "6000"))
+    text = cli("-o", "table", "advise", "--measure", *FARM, *words).ok().out
+    lines = text.splitlines()
+    assert lines[0].startswith("MPS  on GPU 0")
+    assert lines[1].startswith("  rules: MPS")
+    assert any(line.startswith("  measured: MPS is ") for line in lines)
+    # A command is never wrapped: it is there to be copied.
+    assert max(len(line) for line in lines if "gpushare.sim.job" not in line) <= 80
+
+
+def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], world: World) -> None:
+    first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50")
+    started = real(*first, *job(40, "--work", "30"))
+    until_one_run_is_over(world)
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    assert answer.code == 130
+    document = answer.json
+    assert (document["status"], document["errors"][0]["code"]) == ("partial", "interrupted")
+    assert document["data"]["measurement"]["runs"]
+    assert document["data"]["rules"]["winner"] == "mps"
+    assert document["data"]["winner"]
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
+    real: Callable[..., Started], world: World
+) -> None:
+    started = real("-o", "json", "advise", "--measure", *FARM, "--", "sleep", "600")
+    until(lambda: world.begun and world.pids(), "the first copy runs")
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    assert answer.code == 130
+    data = answer.json["data"]
+    assert (data["winner"], data["measured"]["effect"]) == ("mps", "open")
+    assert "nothing was measured" in answer.json["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--measure",), "no_command", 2),
+        (("--measure", "--copies", "1", "--", "true"), "bad_copies", 2),
+        (("--measure", "--copies", "600", "--", "true"), "bad_copies", 2),
+        (("--measure", "--repeat", "0", "--", "true"), "bad_repeat", 2),
+        (("--measure", "--for", "1s", "--", "true"), "bad_combination", 2),
+        (("--measure", "--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
+        (("--measure", "--metric", "x", "--", "true"), "bad_metric", 2),
+        (("--measure", "--timeout", "x", "--", "true"), "bad_duration", 2),
+        (("--measure", "--timeout", "0", "--", "true"), "bad_duration", 2),
+        (("--measure", "--mechanism", "mps", "--", "true"), "bad_combination", 2),
+        (("--copies", "3"), "bad_combination", 2),
+        (("--processes", "2", "--", "true"), "bad_combination", 2),
+        (("--measure", "--production", "1", "--opportunistic", "1", "--", "true"), "pair_not_measured", 3),
+        (("--measure", "--", "gs-no-such-program"), "command_not_found", 6),
+    ],
+)
+def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("advise", *words, code=code, exit_code=exit_code)
+
+
+def test_a_command_that_fails_already_alone(cli: Cli, world: World) -> None:
+    answer = cli("-o", "json", "advise", "--measure", *FARM, "--", "false")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (1, "command_failed")
+    assert (world.state.daemons, world.pids()) == ([], [])
+
+
+def test_the_command_may_be_named_by_its_option(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "ran"
+    command = f"touch {shlex.quote(str(out))}"
+    data = measured(cli, *FARM, "--repeat", "1", "--command", command)
+    assert out.exists()
+    assert data["measurement"]["command"] == shlex.split(command)
+    assert json.dumps(data)

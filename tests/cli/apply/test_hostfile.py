@@ -1,0 +1,753 @@
+"""``gpushare capture``, ``diff`` and ``apply`` on simulated hosts."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare.mig.names import names_of
+from gpushare.model import ComputeMode, Priority
+from gpushare.mps.control import MpsControl
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import World, same
+
+EIGHT = "sim:8xh100-80gb"
+TWO = "sim:2xh100"
+MIXED = """\
+version: 1
+gpus:
+- match: {index: 0}
+  exclusive: true
+- match: {index: 1}
+  timeslice: long
+- match: {index: 2}
+  mps: {threads: 25, memory: 4G, priority: low, users: [nobody]}
+- match: {index: 3}
+  mps: {exclusive: true}
+- match: {index: [4, 5]}
+  mig: [3g.40gb, 1g.10gb*2]
+- match: {index: 6}
+  mig:
+  - {wish: "3g.40gb:4", name: train, users: [nobody, daemon], mps: {threads: 50, memory: 2G}}
+  - 1c.2g.20gb*2
+  - {wish: 1g.10gb, name: test}
+- match: {model: h100}
+  timeslice: default
+"""
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes a file and returns its path."""
+
+    def to_file(text: str) -> str:
+        path = tmp_path / "gpushare.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return to_file
+
+
+def one(way: str, index: int = 0) -> str:
+    """Return a file with one entry."""
+    return f"version: 1\ngpus:\n- match: {{index: {index}}}\n  {way}\n"
+
+
+def captured(cli: Cli, host: str) -> str:
+    done = cli("capture", host=host).ok()
+    assert done.err == ""
+    return done.out
+
+
+def states(answer: Any) -> dict[int, str]:
+    return {row["gpu"]: row["state"] for row in answer.data["gpus"]}
+
+
+# -- the round trip ----------------------------------------------------------------------------------
+
+
+def test_capture_reset_apply_gives_the_same(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(MIXED), host=EIGHT).ok()
+    before = captured(cli, EIGHT)
+    assert [list(entry)[1] for entry in yaml.safe_load(before)["gpus"]] == [
+        *("exclusive", "timeslice", "mps", "mps", "mig", "mig", "timeslice")
+    ]
+    cli("sim", "reset", host=EIGHT).ok()
+    assert len(yaml.safe_load(captured(cli, EIGHT))["gpus"]) == 1
+    answer = cli("apply", "-f", write(before), host=EIGHT, output="json").ok()
+    assert states(answer) == {**dict.fromkeys(range(7), "done"), 7: "same"}
+    assert captured(cli, EIGHT) == before
+    assert cli("diff", "-f", write(before), host=EIGHT).ok().err == ""
+
+
+def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(MIXED), host=EIGHT).ok()
+    world = World(EIGHT)
+    gpus = world.state.gpus
+    assert [gpu.compute_mode for gpu in gpus[:4]] == [3, 0, 0, 3]
+    assert [gpu.time_slice for gpu in gpus] == [0, 3, 0, 0, 0, 0, 0, 0]
+    assert [gpu.mig_mode for gpu in gpus[4:]] == [1, 1, 1, 0]
+    assert {(one.profile, one.start) for one in gpus[6].mig} == {("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 1)}
+    rows = {row["gpu_index"]: row for row in cli("mps", "status", host=EIGHT, output="json").ok().data["mps_daemons"]}
+    assert {gpu: (row["threads_percent"], row["memory_limit_bytes"]) for gpu, row in rows.items()} == {
+        2: (25.0, 4 << 30),
+        3: (100.0, None),
+        6: (50.0, 2 << 30),
+    }
+    names = names_of(world.host)
+    assert {name: (one.profile, one.start, one.users) for name, one in names.items()} == {
+        "train": ("3g.40gb", 4, ("daemon", "nobody")),
+        "test": ("1g.10gb", 1, ()),
+    }
+
+
+def test_a_second_apply_does_nothing(cli: Cli, write: Write) -> None:
+    path = write(MIXED)
+    cli("apply", "-f", path, host=EIGHT).ok()
+    before = same(EIGHT)
+    answer = cli("apply", "-f", path, host=EIGHT, output="json").ok()
+    assert answer.data["steps"] == []
+    assert set(states(answer).values()) == {"same"}
+    assert same(EIGHT) == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_way_of_sharing_follows_any_other(cli: Cli, write: Write, seed: int) -> None:
+    chosen = random.Random(seed)  # noqa: S311 - which ways are tried
+    for _ in range(6):
+        document = {"version": 1, "gpus": [{"match": {"index": n}, **_any_way(chosen, n)} for n in range(2)]}
+        path = write(json.dumps(document))
+        answer = cli("apply", "-f", path, host=TWO)
+        assert answer.code == 0, (document, answer)
+        assert cli("diff", "-f", path, host=TWO).code == 0
+        assert cli("apply", "-f", path, host=TWO, output="json").ok().data["steps"] == []
+        assert cli("diff", "-f", write(captured(cli, TWO)), host=TWO).code == 0
+
+
+def _any_way(chosen: random.Random, gpu: int) -> dict[str, Any]:
+    ways: list[dict[str, Any]] = [
+        {"exclusive": True},
+        {"timeslice": chosen.choice(["default", "short", "long"])},
+        {"mps": {}},
+        {"mps": {"threads": 25.5, "memory": "1500M", "users": ["nobody"]}},
+        {"mps": {"exclusive": True, "priority": "low"}},
+        {"mig": []},
+        {"mig": ["1c.3g.40gb:0", {"wish": "2c.3g.40gb:0", "mps": {"threads": 10}}, "2g.20gb"]},
+        {"mig": ["3g.40gb:0", {"wish": "1g.10gb:6", "name": f"a{gpu}", "users": ["nobody"]}, "1g.10gb"]},
+        {
+            "mig": [
+                {"wish": "1g.10gb", "name": f"b{gpu}", "mps": {"memory": "1G"}},
+                {"wish": "1g.10gb", "name": f"a{gpu}"},
+            ]
+        },
+        {"mig": [{"wish": "3g", "name": f"a{gpu}", "users": ["daemon"], "mps": {"users": ["nobody"]}}]},
+    ]
+    return chosen.choice(ways)
+
+
+def test_a_name_moves_to_another_gpu(cli: Cli, write: Write) -> None:
+    text = "version: 1\ngpus:\n- {match: {index: 0}, mig: [%s]}\n- {match: {index: 1}, mig: [%s]}\n"
+    named = "{wish: 1g.10gb, name: train, users: [nobody]}"
+    cli("apply", "-f", write(text % (named, "1g.10gb")), host=TWO).ok()
+    cli("apply", "-f", write(text % ("1g.10gb", named)), host=TWO).ok()
+    world = World(TWO)
+    assert names_of(world.host)["train"].gpu_uuid == world.uuid(1)
+    # The instance that lost its name is everybody's again.
+    nodes = {access.owner for access in _accesses(world, 0)}
+    assert nodes == {0}
+
+
+def _accesses(world: World, gpu: int) -> list[Any]:
+    capabilities = world.host.capabilities
+    minor = world.host.nvml.minor_number(gpu)
+    assert minor is not None
+    return [access for one in capabilities.of_gpu(minor).values() if (access := capabilities.access(one)) is not None]
+
+
+# -- diff --------------------------------------------------------------------------------------------
+
+
+def test_diff_says_each_thing_and_changes_nothing(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(MIXED), host=EIGHT).ok()
+    before = same(EIGHT)
+    other = MIXED.replace("long", "short").replace("threads: 25,", "threads: 30,").replace("name: test", "name: rest")
+    other = other.replace("users: [nobody, daemon]", "users: [nobody]").replace("memory: 2G", "memory: 1G")
+    done = cli("diff", "-f", write(other), host=EIGHT)
+    assert done.code == 7
+    for line in (
+        "GPU 0 (exclusive): as the file has it",
+        "  time-slice: long; the file: short",
+        "  MPS threads: 25 %; the file: 30 %",
+        "  name rest: none; the file: 1g.10gb:1",
+        "  name test: 1g.10gb:1; the file: none",
+        "  users of train: daemon, nobody; the file: nobody",
+        "  MPS of 3g.40gb:4 memory: 2G; the file: 1G",
+    ):
+        assert line in done.out.splitlines(), done.out
+    assert "gpushare apply -f" in done.err
+    assert same(EIGHT) == before
+    answer = cli("diff", "-f", write(other), host=EIGHT, output="json")
+    assert (answer.code, answer.data["as_requested"]) == (7, False)
+    assert answer.data["gpus"][1]["differences"] == [{"what": "time-slice", "found": "long", "wanted": "short"}]
+
+
+def test_diff_knows_what_an_apply_would_make(cli: Cli, write: Write) -> None:
+    path = write(one("mig: [3g.40gb]"))
+    assert cli("diff", "-f", path, host=TWO).out.splitlines() == [
+        "GPU 0 (mig): different",
+        "  MIG: off; the file: on",
+        "  MIG devices: none; the file: 3g.40gb",
+    ]
+    cli("apply", "-f", path, host=TWO).ok()
+    assert cli("diff", "-f", path, host=TWO).ok().out == "GPU 0 (mig): as the file has it\n"
+
+
+def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None:
+    done = cli("diff", "-f", write(one("exclusive: true", index=7)), host=TWO)
+    assert done.code == 7
+    assert "this host has no GPU 7" in done.out
+    # An apply would not mend it.
+    assert "make it so" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("mig: [3g.40gb*3]", "3g.40gb*3 never fits on GPU 0"),
+        ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
+        ("mps: {memory: 900G}", "the memory limit 900.0 GiB is above the 79.6 GiB of GPU 0"),
+    ],
+)
+def test_diff_says_what_can_never_be(cli: Cli, write: Write, way: str, said: str) -> None:
+    done = cli("diff", "-f", write(one(way)), host=TWO)
+    assert done.code == 7
+    assert said in done.out
+    assert "make it so" not in done.err
+
+
+def test_diff_names_the_command_for_the_file_as_it_was_given(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(one("exclusive: true").encode())))
+    assert "make it so: gpushare apply -f -\n" in cli("diff", "-f", "-", host=TWO).err
+    path = tmp_path / "my host.yaml"
+    path.write_text(one("exclusive: true"), encoding="utf-8")
+    assert f"make it so: gpushare apply -f '{path}'\n" in cli("diff", "-f", str(path), host=TWO).err
+
+
+def test_several_gpus_by_model(cli: Cli, write: Write) -> None:
+    host = "sim:2xt4,h100"
+    text = (
+        "version: 1\ngpus:\n- {match: {model: Tesla T4}, exclusive: true}\n- {match: {model: h100}, mig: [7g.80gb]}\n"
+    )
+    answer = cli("apply", "-f", write(text), host=host, output="json").ok()
+    assert states(answer) == {0: "done", 1: "done", 2: "done"}
+    state = World(host).state
+    assert [gpu.compute_mode for gpu in state.gpus[:2]] == [ComputeMode.EXCLUSIVE_PROCESS] * 2
+    assert [one.profile for one in state.gpus[2].mig] == ["7g.80gb"]
+    assert "is model a30" in cli("diff", "-f", write(text.replace("h100", "a30")), host=host).err
+
+
+def test_a_part_of_the_model_is_enough(cli: Cli, write: Write) -> None:
+    host = "sim:a100-40gb,a100-80gb,h100,h100-pcie,l4"
+    text = "version: 1\ngpus:\n- {match: {model: A100}, timeslice: long}\n- {match: {model: h100}, timeslice: short}\n"
+    cli("apply", "-f", write(text), host=host).ok()
+    assert [gpu.time_slice for gpu in World(host).state.gpus] == [3, 3, 1, 1, 0]
+    # The exact name of one goes over the part.
+    text += "- {match: {model: NVIDIA H100 PCIe}, timeslice: medium}\n"
+    cli("apply", "-f", write(text), host=host).ok()
+    assert [gpu.time_slice for gpu in World(host).state.gpus] == [3, 3, 1, 2, 0]
+    for nothing in ("nvidia", "80GB", "a10", "Tesla"):
+        text = f"version: 1\ngpus:\n- {{match: {{model: {nothing}}}, timeslice: long}}\n"
+        assert f"no GPU of this host is model {nothing}" in cli("diff", "-f", write(text), host=host).ok().err
+
+
+def test_the_file_may_come_from_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(one("timeslice: long").encode())))
+    cli("apply", "-f", "-", host=TWO).ok()
+    assert World(TWO).state.gpus[0].time_slice == 3
+
+
+# -- capture -----------------------------------------------------------------------------------------
+
+
+def test_capture_by_uuid(cli: Cli) -> None:
+    world = World(TWO)
+    document = yaml.safe_load(cli("capture", "--by", "uuid", host=TWO).ok().out)
+    assert document["gpus"] == [{"match": {"uuid": [world.uuid(0), world.uuid(1)]}, "timeslice": "default"}]
+    assert cli("capture", "--by", "uuid", host=TWO, output="json").ok().data == document
+
+
+def test_capture_notes_what_a_file_cannot_say(cli: Cli, tmp_path: Path) -> None:
+    world = World("sim:3xt4")
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    world.foreign_daemon(tmp_path, uuid=world.uuid(1))
+    world.fault("lost", gpu="2")
+    done = cli("capture", host="sim:3xt4")
+    assert done.code == 0
+    assert yaml.safe_load(done.out)["gpus"] == [{"match": {"index": 1}, "timeslice": "default"}]
+    assert "compute mode prohibited" in done.err
+    assert "did not start" in done.err
+    assert "GPU 2 does not answer" in done.err
+
+
+@pytest.mark.parametrize("way", ["mps: {threads: 30}", "mig: [{wish: 1g.10gb, mps: {threads: 30}}]"])
+def test_capture_guesses_nothing_of_a_daemon_that_hangs(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    cli("apply", "-f", write(one(way)), host=TWO).ok()
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+    World(TWO).fault("hang", "nvidia-cuda-mps-control")
+    done = cli("capture", host=TWO).ok()
+    assert yaml.safe_load(done.out)["gpus"] == [{"match": {"index": 1}, "timeslice": "default"}]
+    assert "GPU 0 is left out: its MPS daemon cannot be asked" in done.err
+
+
+def test_what_hides_the_time_slice_is_named(cli: Cli, write: Write) -> None:
+    World(TWO).fault("missing", "nvidia-smi")
+    answer = cli("apply", "-f", write(one("timeslice: long")), host=TWO)
+    assert answer.code != 0
+    assert "nvidia-smi is not" in answer.err
+
+
+def test_capture_takes_only_ways_it_knows(refused: Callable[..., str]) -> None:
+    refused("capture", "--by", "name", code="bad_key", exit_code=2)
+
+
+def test_a_gpu_without_compute_modes_is_in_the_default_one(cli: Cli, write: Write) -> None:
+    World(TWO).fault("not-supported", "compute-mode", gpu="0")
+    assert captured(cli, TWO).count("timeslice: default") == 1
+    assert cli("apply", "-f", write(one("timeslice: default")), host=TWO, output="json").ok().data["steps"] == []
+    assert cli("apply", "-f", write(one("exclusive: true")), host=TWO).code == 3
+
+
+def test_an_unknown_level_is_noted(cli: Cli) -> None:
+    World("sim:t4").fault("missing", "nvidia-smi")
+    assert "its time-slice level is not known" in cli("capture", host="sim:t4").err
+
+
+def test_a_daemon_stays_stopped_where_another_size_takes_its_place(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mig: [{wish: '1c.3g.40gb:0', mps: {threads: 10}}, '2c.3g.40gb:0']")), host=TWO).ok()
+    cli("mig", "apply", "3g.40gb:0", "-g", "0", host=TWO).ok()
+    assert cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"] == []
+
+
+# -- refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "exit_code"),
+    [
+        (one("mps: {threads: 300}"), "bad_file", 2),
+        (one("mig: [3g.71gb*3]"), "never_fits", 3),
+        (one("mig: [9g.71gb]"), "mig_profile_unknown", 3),
+        (one("mps: {memory: 400G}"), "limit_above_gpu", 2),
+        (one("mps: {users: [no-such-user]}"), "no_user", 6),
+        (one("exclusive: true", index=4), "unknown_gpu", 6),
+    ],
+)
+def test_a_file_that_can_never_hold_changes_nothing(
+    refused: Callable[..., str], write: Write, text: str, code: str, exit_code: int
+) -> None:
+    World().host.nvml.sweep()
+    refused("apply", "-f", write(text), code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("command", ["apply", "diff"])
+def test_no_file(refused: Callable[..., str], command: str, tmp_path: Path) -> None:
+    refused(command, "-f", str(tmp_path / "none.yaml"), code="no_file", exit_code=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (one("mig: [9g.80gb]", index=1), ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'"),
+        (one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n", ":5:3: GPU 1: 7g.80gb*2 never fits"),
+    ],
+)
+def test_what_can_never_hold_is_said_with_its_place(cli: Cli, write: Write, text: str, said: str) -> None:
+    assert said in cli("apply", "-f", write(text), host=TWO).err
+
+
+def test_a_daemon_that_gives_way_to_mig_is_said_to(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
+    planned = cli("apply", "-f", write(one("mig: [3g.40gb]")), "-n", host=TWO).ok().out
+    assert f"leave the MPS daemon of {World(TWO).uuid(0)} stopped: MIG has the GPU" in planned
+
+
+def test_what_the_next_boot_would_not_bring_back_is_said(cli: Cli, write: Write) -> None:
+    assert "at boot" not in cli("apply", "-f", write(one("timeslice: long")), host=TWO).ok().err
+    done = cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok()
+    assert "at boot only this file is applied, and it says nothing of GPU 0" in done.err
+    # It replaced the one before; once said is enough.
+    assert "at boot" not in cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok().err
+
+
+def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]")), host=TWO).ok()
+    before = same(TWO)
+    answer = cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]", index=1)), host=TWO, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (2, "name_taken")
+    assert ":3:3: GPU 1: the name 'test' is given to 1g.10gb:6 of GPU 0" in answer.json["errors"][0]["message"]
+    assert same(TWO) == before
+
+
+def test_a_file_without_a_name(refused: Callable[..., str]) -> None:
+    assert "empty" in refused("apply", "-f", "", code="bad_file", exit_code=2)
+
+
+def test_one_wrong_gpu_keeps_all_as_they_are(cli: Cli, write: Write) -> None:
+    before = same(TWO) if cli("status", host=TWO).ok() else None
+    text = one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
+    answer = cli("apply", "-f", write(text), host=TWO, output="json")
+    assert answer.code == 3
+    assert answer.json["errors"][0]["code"] == "never_fits"
+    assert same(TWO) == before
+
+
+def test_a_gpu_without_mig_is_refused(cli: Cli, write: Write) -> None:
+    answer = cli("apply", "-f", write(one("mig: []")), host="sim:t4", output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (3, "no_mig")
+
+
+def test_only_root_may(cli: Cli, write: Write) -> None:
+    World(TWO).fault("user", "nobody")
+    path = write(one("timeslice: long"))
+    answer = cli("apply", "-f", path, host=TWO, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (4, "no_permission")
+    planned = cli("apply", "-f", path, "--dry-run", host=TWO, output="json").ok()
+    assert states(planned) == {0: "planned"}
+    assert World(TWO).state.gpus[0].time_slice == 0
+
+
+def test_a_user_may_have_daemons_of_his_own(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    world.fault("user", "nobody")
+    cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
+    assert [daemon.threads for daemon in world.state.daemons] == [25.0]
+    answer = cli("apply", "-f", write(one("mps: {exclusive: true}")), host=TWO, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (4, "no_permission")
+    assert cli("diff", "-f", write(one("mps: {threads: 25}")), host=TWO).code == 0
+
+
+def test_the_schema_is_printed(cli: Cli) -> None:
+    schema = json.loads(cli("capture", "--schema", host=TWO).ok().out)
+    assert schema["title"] == "gpushare.yaml, version 1"
+    assert cli("capture", "--schema", host=TWO, output="json").ok().data == schema
+
+
+def test_a_dry_run_changes_nothing(cli: Cli, write: Write) -> None:
+    cli("status", host=EIGHT).ok()
+    before = same(EIGHT)
+    done = cli("apply", "-f", write(MIXED), "--dry-run", host=EIGHT).ok()
+    assert "nothing is changed (dry run)" in done.out
+    assert "nvidia-smi -i 4 -mig 1" in done.out
+    assert same(EIGHT) == before
+    assert not (World(EIGHT).directory / "var" / "applied.yaml").exists()
+
+
+# -- in use ------------------------------------------------------------------------------------------
+
+BUSY = [
+    # What is there, who is on it, what is wanted.
+    ("timeslice: default", {}, "mig: [3g.40gb]"),
+    ("timeslice: default", {}, "mps: {threads: 25}"),
+    ("mig: [3g.40gb]", {"mig": "0"}, "timeslice: default"),
+    ("mig: [3g.40gb]", {"mig": "0"}, "mig: [7g.80gb]"),
+    ("mps: {threads: 25}", {"mps": True}, "timeslice: default"),
+    ("mps: {threads: 25}", {"mps": True}, "mps: {exclusive: true}"),
+    ("mps: {threads: 25}", {"mps": True}, "mig: [3g.40gb]"),
+]
+
+
+@pytest.mark.parametrize(("there", "who", "wanted"), BUSY)
+def test_a_gpu_in_use_is_refused_and_the_others_are_done(
+    cli: Cli, write: Write, there: str, who: dict[str, Any], wanted: str
+) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(one(there)), host=TWO).ok()
+    pid = _somebody(world, who)
+    before = captured_of_gpu(cli, 0)
+    answer = cli(
+        "apply", "-f", write(one(wanted) + "- {match: {index: 1}, timeslice: long}\n"), host=TWO, output="json"
+    )
+    assert answer.code == 19, answer
+    assert answer.json["status"] == "partial"
+    (error,) = answer.json["errors"]
+    assert error["gpu"] == "0"
+    assert states(answer) == {0: "failed", 1: "done"}
+    assert captured_of_gpu(cli, 0) == before
+    assert pid in world.pids()
+    assert world.state.gpus[1].time_slice == 3
+    # It did not hold as a whole: what is applied at boot stays what it was.
+    assert there in (world.directory / "var" / "applied.yaml").read_text()
+    # Alone it is an error as any other.
+    alone = cli("apply", "-f", write(one(wanted)), "--wait", "0.1", host=TWO, output="json")
+    assert (alone.code, alone.json["status"], alone.json["errors"][0]["code"]) == (19, "error", error["code"])
+    world.send(pid, 9)
+    cli("apply", "-f", write(one(wanted)), host=TWO).ok()
+
+
+def _somebody(world: World, who: dict[str, Any]) -> int:
+    if who.get("mps"):
+        return world.client()
+    instance = world.state.gpus[0].mig[0].uuid if "mig" in who else None
+    return admin.add_process(world.spec, "0", mig=instance) if instance else admin.add_process(world.spec, "0")
+
+
+def captured_of_gpu(cli: Cli, gpu: int) -> Any:
+    return cli("capture", "-g", str(gpu), host=TWO, output="json").ok().data["gpus"]
+
+
+def test_what_is_refused_is_not_called_done(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- match: all\n  exclusive: true\n")
+    for _ in range(2):
+        cli("sim", "add", "-g", "0", host=TWO).ok()
+    cli("apply", "-f", path, "-y", host=TWO)
+    for option in ("-y", "-n"):
+        answer = cli("apply", "-f", path, option, host=TWO)
+        assert answer.code == 19
+        assert "as requested" not in answer.out
+        assert "nothing is changed" in answer.out
+
+
+def test_wait_goes_on_when_the_program_has_ended(cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(TWO)
+    pid = admin.add_process(TWO, "0")
+    monkeypatch.setattr(
+        "gpushare.cli.apply.time.sleep", lambda _seconds: world.send(pid, 9) if pid in world.pids() else None
+    )
+    done = cli("apply", "-f", write(one("mig: [3g.40gb]")), "--wait", "1h", host=TWO).ok()
+    assert "waiting up to 3600 s: GPU 0" in done.err
+    assert [one.profile for one in world.state.gpus[0].mig] == ["3g.40gb"]
+
+
+def test_what_may_change_under_programs_does(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    admin.add_process(TWO, "0")
+    cli("apply", "-f", write(one("timeslice: long")), host=TWO).ok()
+    cli("apply", "-f", write(one("mps: {threads: 25}", index=1)), host=TWO).ok()
+    world.client(index=1)
+    cli("apply", "-f", write(one("mps: {threads: 50, memory: 1G}", index=1)), host=TWO).ok()
+    (daemon,) = world.state.daemons
+    assert (daemon.threads, daemon.memory) == (50.0, {"0": 1024})
+    assert len(world.attached()) == 1
+
+
+def test_somebody_elses_daemon_is_never_stopped(cli: Cli, write: Write, tmp_path: Path) -> None:
+    world = World(TWO)
+    pid = world.foreign_daemon(tmp_path, uuid=world.uuid(0))
+    answer = cli("apply", "-f", write(one("exclusive: true")), host=TWO, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (19, "foreign_daemon")
+    assert "did not start" in cli("diff", "-f", write(one("timeslice: default")), host=TWO).out
+    assert world.state.daemons[0].pid == pid
+
+
+UNIT = """\
+version: 1
+gpus:
+- match: {index: 0}
+  mps: {threads: 25, memory: 3840M, priority: low, users: [nobody]}
+- match: {index: 1}
+  mig:
+  - {wish: "3g.40gb:4", mps: {threads: 50}}
+  - 1g.10gb
+"""
+
+
+def unit_daemon(world: World, uuid: str, *, threads: str, memory: str = "-", users: tuple[str, ...] = ()) -> None:
+    """Start a daemon as the unit of `gpushare export systemd` does, and give it its limits."""
+    from gpushare.host.cdi import local_path
+    from gpushare.mps.control import MpsControl
+    from gpushare.mps.home import LIMIT_FILE, let_in, pipe_directory
+
+    pipe = local_path(world.host, pipe_directory(uuid))
+    pipe.mkdir(parents=True)
+    let_in(pipe, users)
+    environment = {
+        "CUDA_VISIBLE_DEVICES": uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": pipe_directory(uuid),
+        "CUDA_MPS_LOG_DIRECTORY": f"/var/log/gpushare-mps/{uuid}",
+    }
+    assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+    control = MpsControl(world.host.programs, pipe_directory(uuid))
+    control.set_default_threads(float(threads))
+    if memory != "-":
+        control.set_default_memory(3840 << 20)
+        control.set_default_priority(Priority.LOW)
+    (pipe.parent / LIMIT_FILE).write_text(f"{memory}\n", encoding="utf-8")
+
+
+def test_daemons_of_units_are_in_force(cli: Cli, write: Write) -> None:
+    path, world = write(UNIT), World(TWO)
+    cli("apply", "-f", path, "-y", host=TWO).ok()
+    before = cli("capture", host=TWO).ok().out
+    uuids = [one.visible[0] for one in world.state.daemons]
+    for uuid in uuids:
+        cli("mps", "stop", "-g", uuid, host=TWO).ok()
+    unit_daemon(world, uuids[0], threads="25", memory="3840M", users=("nobody",))
+    unit_daemon(world, uuids[1], threads="50")
+    # At the next boot, or when gpushare.service is started again, nothing is in its way.
+    assert cli("diff", "-f", path, host=TWO).code == 0
+    assert cli("apply", "-f", path, "-y", host=TWO, output="json").ok().data["steps"] == []
+    assert cli("capture", host=TWO).ok().out == before
+    assert cli("doctor", host=TWO).code == 0
+    exported = cli("export", "systemd", host=TWO).ok().out
+    assert exported.count("ExecStart=/usr/bin/nvidia-cuda-mps-control -f") == 2
+    assert " 25.0 3840M 3G 1\n" in exported
+    assert "setfacl -m u:nobody:rx" in exported
+
+
+def test_a_unit_is_not_worked_against(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    cli("doctor", host=TWO)
+    unit_daemon(world, world.uuid(), threads="50")
+    answer = cli("apply", "-f", write("version: 1\ngpus:\n- match: {index: 0}\n  timeslice: long\n"), "-y", host=TWO)
+    assert answer.code == 19
+    assert "gpushare-mps-gpu-" in answer.lines("error")[0]
+    assert "sudo systemctl disable --now gpushare-mps-gpu-" in answer.lines("hint")[0]
+    assert len(world.state.daemons) == 1
+
+
+def test_a_lost_gpu_does_not_hold_up_the_others(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    world.fault("lost", gpu="0")
+    text = "version: 1\ngpus:\n- {match: {index: [0, 1]}, timeslice: long}\n"
+    answer = cli("apply", "-f", write(text), host=TWO, output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (6, "gpu_lost")
+    assert states(answer) == {0: "failed", 1: "done"}
+    assert cli("diff", "-f", write(text), host=TWO).code == 7
+
+
+def test_what_a_dead_daemon_left_is_cleared_away(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(one("mps: {exclusive: true}")), host=TWO).ok()
+    world.send(world.state.daemons[0].pid, 9)
+    assert cli("diff", "-f", write(one("mps: {exclusive: true}")), host=TWO).code == 7
+    cli("apply", "-f", write(one("timeslice: default")), host=TWO).ok()
+    assert cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"] == []
+    assert world.state.gpus[0].compute_mode == 0
+
+
+# -- faults ------------------------------------------------------------------------------------------
+
+FROM = (
+    "version: 1\ngpus:\n- match: {index: 0}\n  mig:\n  - {wish: 3g.40gb, name: old, users: [nobody]}\n"
+    "  - {wish: '1g.10gb:0', mps: {threads: 10}}\n- {match: {index: 1}, exclusive: true}\n"
+)
+TO = (
+    "version: 1\ngpus:\n- match: {index: 0}\n  mig:\n  - {wish: 2g.20gb*2, mps: {threads: 20}}\n"
+    "  - {wish: 1g.10gb, name: new, users: [daemon]}\n- {match: {index: 1}, timeslice: long}\n"
+)
+
+
+@pytest.mark.parametrize("step", range(1, 12))
+def test_a_fault_at_a_step_takes_that_gpu_back(cli: Cli, write: Write, step: int) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(FROM), host=TWO).ok()
+    before = captured_of_gpu(cli, 0)
+    world.fault("fail-step", str(step))
+    answer = cli("apply", "-f", write(TO), host=TWO, output="json")
+    admin.clear_faults(TWO)
+    rows = states(answer)
+    failed = {gpu for gpu, state in rows.items() if state == "failed"}
+    assert len(failed) <= 1
+    assert answer.code == (1 if failed else 0)
+    for gpu in (0, 1):
+        wanted = "failed" if gpu in failed else "done"
+        assert rows[gpu] == wanted
+    if 0 in failed:
+        assert captured_of_gpu(cli, 0) == before
+    assert cli("diff", "-f", write(FROM), "-q", host=TWO).code == 7 or not failed
+    kept = (world.directory / "var" / "applied.yaml").read_text()
+    assert kept == (FROM if failed else TO)
+    # The way is free afterwards.
+    cli("apply", "-f", write(TO), host=TWO).ok()
+    assert (world.directory / "var" / "applied.yaml").read_text() == TO
+
+
+@pytest.mark.usefixtures("patience_is_over")
+def test_a_daemon_that_does_not_start_takes_its_gpu_back(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(FROM), host=TWO).ok()
+    before = captured_of_gpu(cli, 1)
+    world.fault("hang", "nvidia-smi")
+    text = one("timeslice: long", index=1)
+    answer = cli("apply", "-f", write(text), host=TWO, output="json")
+    admin.clear_faults(TWO)
+    assert answer.code != 0
+    assert captured_of_gpu(cli, 1) == before
+
+
+def test_a_missing_program_changes_nothing(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    cli("status", host=TWO).ok()
+    before = same(TWO)
+    world.fault("missing", "nvidia-cuda-mps-control")
+    answer = cli("apply", "-f", write(one("mps: {}")), host=TWO, output="json")
+    assert answer.code == 3
+    admin.clear_faults(TWO)
+    assert same(TWO) == before
+
+
+def test_a_crash_in_the_middle_is_undone_by_the_next_apply(cli: Cli, write: Write) -> None:
+    import os
+
+    world = World(TWO)
+    cli("apply", "-f", write(FROM), host=TWO).ok()
+    world.fault("crash-step", "3")
+    path = write(TO)
+    child = os.fork()
+    if not child:
+        cli("apply", "-f", path, host=TWO)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
+    admin.clear_faults(TWO)
+    done = cli("apply", "-f", path, host=TWO).ok()
+    assert "was interrupted" in done.err
+    assert cli("diff", "-f", path, host=TWO).code == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EIO, 1), (errno.EACCES, 4)])
+def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """The units for the boot would apply another one, or none."""
+    world = World(TWO)
+    kept, real = world.directory / "var" / "applied.yaml", os.replace
+
+    def refusing(source: Any, target: Any) -> None:
+        if Path(target) == kept:
+            raise OSError(number, os.strerror(number), str(source))
+        real(source, target)
+
+    text = one("timeslice: long")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refusing)
+        answer = cli("apply", "-f", write(text), host=TWO, output="json")
+    (error,) = answer.json["errors"]
+    assert (answer.code, error["code"], answer.json["status"]) == (code, "not_kept", "partial")
+    assert os.strerror(number) in error["message"]
+    assert error["hint"]
+    assert (states(answer), answer.data["kept"]) == ({0: "done"}, None)
+    assert not kept.exists()
+    # The same again keeps it, though there is nothing else to do.
+    assert cli("apply", "-f", write(text), host=TWO, output="json").ok().data["kept"] == str(kept)
+    assert kept.read_text() == text
+    # One that is kept is not written again: at boot the disk may be full.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refusing)
+        cli("apply", "-f", write(text), host=TWO).ok()

@@ -1,0 +1,275 @@
+"""``gpushare compare``: the views, the names, one cell explained, and hosts that do not answer."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.sim import admin
+from tests.cli.drive import World
+
+ROWS = 10
+MECHANISMS = ["streams", "mps", "timeslice", "mig", "vgpu"]
+
+
+def cells(answer, mechanism):
+    """Return the cells of one mechanism by row."""
+    return {cell["row"]: cell for cell in answer.data["cells"] if cell["mechanism"] == mechanism}
+
+
+def grid_of(answer):
+    """Return the records of plain output: (row, mechanism) to what it says."""
+    lines = answer.out.splitlines()
+    at = [lines[1].index(word) for word in ("row", "mechanism", "says")]
+    return {(line[: at[1]].strip(), line[at[1] : at[2]].strip()): line[at[2] :].strip() for line in lines[2:]}
+
+
+def test_all_of_it_on_a_host(cli):
+    answer = cli("compare", output="json").ok()
+    data = answer.data
+    assert (data["view"], data["host"], data["driver"], data["root"]) == ("host", "sim:h200", "580.159.04", True)
+    assert [(cell["row"], cell["mechanism"]) for cell in data["cells"]][:5] == [
+        ("partition_type", one) for one in MECHANISMS
+    ]
+    assert len(data["cells"]) == ROWS * len(MECHANISMS)
+    for cell in data["cells"]:
+        assert cell["sources"], cell
+        assert all(list(source) == ["key", "title", "where", "date"] for source in cell["sources"])
+
+
+@pytest.mark.parametrize(
+    ("host", "mechanism", "row", "words"),
+    [
+        ("sim:h200", "mig", "max_partitions", "7 of 1g.18gb"),
+        ("sim:h200", "mig", "sm_isolation", "16 to 132 SMs"),
+        ("sim:h200", "mig", "reconfigure", "When idle, you are root; no reset; idle now"),
+        ("sim:h200", "mps", "max_partitions", "48 clients (MPS 13000)"),
+        ("sim:h200", "mps", "sm_isolation", "of 132 SMs"),
+        ("sim:a100-80gb", "mig", "max_partitions", "7 of 1g.10gb"),
+        ("sim:a100-80gb", "mig", "sm_isolation", "98 of the GPU's 108 in MIG mode"),
+        ("sim:a100-80gb", "mig", "reconfigure", "with a reset of the GPU"),
+        ("sim:a30", "mig", "max_partitions", "4 of 1g.6gb"),
+        ("sim:t4", "mps", "sm_isolation", "of 40 SMs"),
+        ("sim:t4", "timeslice", "reconfigure", "Live, you are root: default, short, medium, long"),
+    ],
+)
+def test_a_cell_of_this_host(cli, host, mechanism, row, words):
+    assert words in cells(cli("compare", host=host, output="json").ok(), mechanism)[row]["host"]
+
+
+def test_a_gpu_without_mig(cli):
+    answer = cli("compare", "mig", host="sim:t4", output="json").ok()
+    assert {cell["host"] for cell in answer.data["cells"]} == {None}
+    assert answer.data["availability"] == [
+        {"mechanism": "mig", "gpu": 0, "usable": False, "why": "no: Tesla T4 has no MIG"}
+    ]
+    plain = grid_of(cli("compare", "mig", host="sim:t4").ok())
+    assert plain["on this host", "MIG"] == "no: Tesla T4 has no MIG"
+    assert plain["max partitions", "MIG"] == "not here"
+
+
+def test_a_newer_driver_takes_60_clients(cli, world):
+    world.fault("driver", "595.45.04")
+    mps = cells(cli("compare", "mps", output="json").ok(), "mps")
+    assert (mps["max_partitions"]["limit"], mps["max_partitions"]["host"]) == (60, "60 clients (MPS 13020)")
+    assert mps["sm_isolation"]["host"].endswith("or exclusive static partitions")
+    assert mps["error_isolation"]["host"] == "No: a fatal fault ends all clients of the GPU"
+
+
+def test_who_is_not_root_is_told(cli, world):
+    world.fault("user", "1000")
+    answer = cli("compare", "ts", "mig", output="json").ok()
+    assert answer.data["root"] is False
+    assert "needs root" in cells(answer, "timeslice")["reconfigure"]["host"]
+    assert "needs root" in cells(answer, "mig")["reconfigure"]["host"]
+
+
+def test_mps_that_is_not_installed(cli, world):
+    world.fault("missing", "nvidia-cuda-mps-control")
+    assert grid_of(cli("compare", "mps").ok())["on this host", "MPS"] == "no: nvidia-cuda-mps-control is not installed"
+
+
+def test_time_slice_levels_that_the_gpu_does_not_have(cli, world):
+    world.fault("not-supported", "time-slice", gpu="0")
+    said = cells(cli("compare", "ts", output="json").ok(), "timeslice")["reconfigure"]["host"]
+    assert said == "No: this GPU has no time-slice levels"
+
+
+def test_nvidia_smi_that_is_missing_costs_one_cell(cli, world):
+    world.fault("missing", "nvidia-smi")
+    said = cells(cli("compare", "ts", output="json").ok(), "timeslice")
+    assert said["reconfigure"]["host"] == said["reconfigure"]["today"]
+    assert "GiB free" in said["max_partitions"]["host"]
+
+
+def test_gpus_of_several_kinds(cli):
+    answer = cli("compare", "mig", host="sim:2xt4,a30").ok()
+    assert answer.out.startswith("# Ways to share a GPU, on sim:2xt4,a30: 2 x Tesla T4, NVIDIA A30, driver")
+    assert grid_of(answer)["max partitions", "MIG"] == "GPU 0,1: not here. GPU 2: 4 of 1g.6gb"
+    one = cli("compare", "mig", "-g", "2", host="sim:2xt4,a30").ok()
+    assert grid_of(one)["max partitions", "MIG"] == "4 of 1g.6gb"
+
+
+def test_a_lost_gpu_is_left_out(cli):
+    host = "sim:2xa30"
+    connect(host)
+    admin.set_fault(host, "lost", "1", None)
+    answer = cli("compare", "mig", host=host).ok()
+    assert grid_of(answer)["max partitions", "MIG"] == "4 of 1g.6gb"
+    assert answer.lines("note") == ["note: GPU 1 is left out: GPU 1: the GPU is lost: it fell off the bus"]
+
+
+def test_no_gpu_that_answers(cli, world, refused):
+    world.fault("lost", gpu="0")
+    answer = cli("compare").ok()
+    assert "Ways to share a GPU, today" in answer.out
+    assert "no GPU answers" in answer.err
+    refused("compare", "--view", "host", code="gpu_lost", exit_code=6)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "exit_code", "why"),
+    [
+        ("no-driver", "driver_not_loaded", 9, "the NVIDIA driver is not loaded"),
+        ("no-nvml", "nvml_missing", 12, "libnvidia-ml.so.1 is not on this machine"),
+    ],
+)
+def test_without_a_driver_the_table_is_there(cli, world, refused, fault, code, exit_code, why):
+    world.fault(fault)
+    answer = cli("compare").ok()
+    assert answer.out.startswith("# Ways to share a GPU, today, newest drivers\n")
+    assert answer.lines("note") == [f"note: shown is the view today; no view of this host: {why}"]
+    for view in ("published", "today"):
+        quiet = cli("compare", "--view", view, output="json").ok()
+        assert (quiet.data["view"], quiet.data["host"], quiet.err) == (view, None, "")
+        assert len(quiet.data["cells"]) == 50
+    assert why in cli("compare", "--why", "reconfigure", "mig").ok().out
+    assert why in refused("compare", "--view", "host", code=code, exit_code=exit_code)
+
+
+def test_published_is_what_nvidia_published(cli):
+    said = grid_of(cli("compare", "--view", "published").ok())
+    assert said["error isolation", "Time-slicing"] == "Yes"
+    assert said["max partitions", "MPS"] == "48"
+    assert said["partition type", "vGPU"] == "Temporal & Physical – VMs"
+    assert len(said) == 50
+
+
+@pytest.mark.parametrize(
+    ("driver", "clients"),
+    [([], "60 clients"), (["--driver", "580"], "48 clients"), (["--driver", "595.45.04"], "60 clients")],
+)
+def test_today_by_driver(cli, driver, clients):
+    said = grid_of(cli("compare", "MPS", "--view", "today", *driver).ok())
+    assert said["max partitions", "MPS"].startswith(clients)
+    assert ("[driver 590 on]" in said["max partitions", "MPS"]) is (driver == [])
+
+
+def test_a_driver_alone_means_today(cli):
+    data = cli("compare", "--driver", "580", output="json").ok().data
+    assert (data["view"], data["host"], data["driver"]) == ("today", None, "580")
+
+
+def test_names_are_forgiven_and_taken_once(cli):
+    data = cli("compare", "Time-Slicing", "ts", "MIG", output="json").ok().data
+    assert [cell["mechanism"] for cell in data["cells"]] == ["timeslice", "mig"] * ROWS
+
+
+@pytest.mark.parametrize(
+    "words", [("error isolation", "ts"), ("errors", "Time-slicing"), ("timeslice", "error-isolation")]
+)
+def test_why_a_cell_is_so(cli, words):
+    answer = cli("compare", "--why", *words).ok()
+    assert answer.out.startswith("# error isolation, Time-slicing\n")
+    for part in ("published 2022", "today", "this host", "sources disagree", "they all do", "k8s-device-plugin", "GKE"):
+        assert part in answer.out
+    one = cli("compare", "--why", *words, output="json").ok().data["cells"]
+    assert [(cell["row"], cell["mechanism"], cell["published"]) for cell in one] == [
+        ("error_isolation", "timeslice", "Yes")
+    ]
+
+
+def test_why_mps_in_mig_is_disputed(cli):
+    assert "GKE and CIP203 describe it" in cli("compare", "--why", "target-use", "mig").ok().out
+
+
+def test_csv_is_a_record_per_cell(cli):
+    rows = list(csv.DictReader(io.StringIO(cli("compare", "mig", "mps", output="csv").ok().out, newline="")))
+    assert len(rows) == 2 * ROWS
+    assert list(rows[0]) == [
+        "row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note", "sources",
+    ]  # fmt: skip
+    assert all(row["sources"].split()[0] == "nvidia-table-2022" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("mgi",), "no_mechanism"),
+        (("--view", "tomorrow"), "bad_view"),
+        (("--view", ""), "bad_view"),
+        (("--why", "colour", "mig"), "no_row"),
+        (("--why", "memory", "mig"), "no_row"),
+        (("--why", "errors", "colour"), "no_mechanism"),
+        (("mig", "--why", "errors", "mig"), "two_names"),
+        (("--driver", "new"), "bad_driver"),
+        (("--driver", "580", "--view", "host"), "two_views"),
+        (("--driver", "580", "-g", "0"), "two_views"),
+        (("-g", "0", "--view", "published"), "two_views"),
+        (("--why", "errors"), "usage"),
+    ],
+)
+def test_what_is_not_understood_is_refused(refused, words, code):
+    refused("compare", *words, code=code, exit_code=2)
+
+
+def test_a_gpu_that_is_not_there_is_refused(refused):
+    refused("compare", "-g", "7", code="unknown_gpu", exit_code=6)
+
+
+def test_looking_changes_nothing(cli):
+    world = World()
+    cli("compare").ok()
+    before = world.host.nvml.sweep()
+    cli("compare").ok()
+    assert world.host.nvml.sweep() == before
+
+
+# -- the screens ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_screen(cli, golden, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    answer = cli("compare", host="sim:a100-80gb", output="table").ok()
+    golden(f"compare-{width}", answer.out)
+    assert max(map(len, answer.out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(("width", "columns"), [(80, 2), (120, 4)])
+def test_some_of_it_fits_as_a_grid(cli, monkeypatch, width, columns):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = cli("compare", *MECHANISMS[:columns], host="sim:t4", output="table").ok().out
+    assert out.splitlines()[2].split() == ["Streams", "MPS", "Time-slicing", "MIG"][:columns]
+    assert max(map(len, out.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_a_narrow_screen_keeps_every_word(cli, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = cli("compare", "--view", "published", output="table").ok().out
+    # A word may be broken where the screen is narrower than it, but never cut.
+    assert "virtualizationandneedVMmanagementbenefits" in "".join(out.split())
+    assert max(map(len, out.splitlines()[1:])) <= width + 8
+
+
+def test_the_explanation_on_a_screen(cli, golden, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    golden("compare-why-80", cli("compare", "--why", "error isolation", "mps", output="table").ok().out)
+
+
+def test_plain_output(cli, golden):
+    golden("compare-plain", cli("compare", "mps", "mig", host="sim:t4").ok().out)

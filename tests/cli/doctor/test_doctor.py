@@ -1,0 +1,311 @@
+"""``gpushare doctor``: every check in each verdict that it can have."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.doctor import examine
+from gpushare.model import ComputeMode
+from gpushare.mps.control import MpsControl
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+
+def checks(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
+    """Return the checks by id (the last of several)."""
+    answer = cli("doctor", host=host, output="json")
+    assert answer.lines("error") == []
+    found = {check["id"]: check for check in answer.data["checks"]}
+    for check in found.values():
+        if check["verdict"] in {"warn", "fail"}:
+            assert check["why"]
+            assert check["remedy"]
+    verdicts = {check["verdict"] for check in answer.data["checks"]}
+    assert answer.json["status"] == "ok"
+    assert answer.data["worst"] == next((one for one in ("fail", "warn") if one in verdicts), "pass")
+    assert answer.code == int("fail" in verdicts)
+    return found
+
+
+def verdict(cli: Cli, identifier: str) -> str:
+    return str(checks(cli)[identifier]["verdict"])
+
+
+def test_all_is_well(cli: Cli) -> None:
+    found = checks(cli)
+    assert {check["verdict"] for check in found.values()} == {"pass"}, found
+    assert set(found) == {
+        "nvml.library",
+        "driver.loaded",
+        "smi.program",
+        "mps.control",
+        "mps.server",
+        "mps.daemons",
+        "gpu.persistence",
+        "gpu.compute_mode",
+        "run.directory",
+        "user.root",
+        "pid.namespace",
+        "gpu.xid",
+        "mps.shm",
+    }
+    assert found["smi.program"]["seen"].endswith(" of 1 GPU")
+    assert cli("doctor").code == 0
+
+
+def test_nothing_is_changed(cli: Cli, world: World) -> None:
+    checks(cli)
+    assert not (world.directory / "run").exists()
+
+
+@pytest.mark.parametrize("form", ["table", "plain", "yaml", "csv"])
+def test_other_outputs(cli: Cli, world: World, form: str) -> None:
+    world.fault("persistence-off")
+    answer = cli("doctor", output=form)
+    assert answer.code == 0
+    assert "gpu.persistence" in answer.out
+    assert "nvidia-persistenced" in answer.out
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(answer.out)))
+        assert {row["verdict"] for row in rows} == {"pass", "warn"}
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_on_a_terminal(cli: Cli, world: World, width: int) -> None:
+    from gpushare.show.doctor import check_lines
+
+    world.fault("persistence-off")
+    rows = cli("doctor", output="json").data["checks"]
+    lines = [line.plain for line in check_lines(rows, width)]
+    assert [line.split()[:2] for line in lines if line[:4] in {"pass", "warn"}] == [
+        [row["verdict"], row["id"]] for row in rows
+    ]
+    # Only a command may be longer than the terminal is wide.
+    assert all(len(line) <= width or "mend: " in line for line in lines)
+    assert any(line.endswith("mend: sudo systemctl enable --now nvidia-persistenced") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "identifier"),
+    [("no-nvml", "nvml.library"), ("no-driver", "driver.loaded"), ("no-permission", "nvml.answers")],
+)
+def test_nvml_that_does_not_answer(cli: Cli, world: World, fault: str, identifier: str) -> None:
+    world.fault(fault)
+    found = checks(cli)
+    assert found[identifier]["verdict"] == "fail"
+    assert found["smi.program"]["verdict"] == "skip"
+    assert cli("doctor").code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "warns", "fails"), [((), 0, 1), (("--fail-on", "failure"), 0, 1), (("--fail-on", "warning"), 1, 1)]
+)
+def test_exit_codes_are_those_of_a_linter(
+    cli: Cli, world: World, words: tuple[str, ...], warns: int, fails: int
+) -> None:
+    """2 means a usage error everywhere else."""
+    assert cli("doctor", *words).code == 0
+    world.fault("persistence-off")
+    assert cli("doctor", *words).code == warns
+    world.fault("no-driver")
+    assert cli("doctor", *words).code == fails
+    assert cli("doctor", "--fail-on", "pass").code == 2
+
+
+def test_lost_gpu(cli: Cli) -> None:
+    world = World("sim:2xh200")
+    world.fault("lost", gpu="1")
+    found = checks(cli, host=world.spec)
+    assert (found["gpu.answers"]["verdict"], found["gpu.answers"]["gpu"]) == ("fail", 1)
+
+
+def test_no_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.host.nvml.NvmlReader.sweep", lambda _: ())
+    assert verdict(cli, "gpu.present") == "fail"
+
+
+def test_smi_missing(cli: Cli, world: World) -> None:
+    world.fault("missing", "nvidia-smi")
+    assert verdict(cli, "smi.program") == "fail"
+
+
+def test_smi_hangs(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host.smi import ComputePolicy
+
+    monkeypatch.setattr(ComputePolicy.read, "__defaults__", (0.1,))
+    world.fault("hang", "nvidia-smi")
+    found = checks(cli)["smi.program"]
+    assert (found["verdict"], "did not answer" in found["seen"]) == ("fail", True)
+    assert "gpushare doctor" not in found["remedy"]
+
+
+def test_mps_control_hangs(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.mps.control import probe_version
+
+    monkeypatch.setattr(probe_version, "__defaults__", (0.1,))
+    world.fault("hang", "nvidia-cuda-mps-control")
+    found = checks(cli)["mps.control"]
+    assert (found["verdict"], "did not answer" in found["seen"]) == ("fail", True)
+    assert "gpushare doctor" not in found["remedy"]
+
+
+def test_mps_programs_missing(cli: Cli, world: World) -> None:
+    world.fault("missing", "nvidia-cuda-mps-control")
+    found = checks(cli)
+    assert (found["mps.control"]["verdict"], found["mps.server"]["verdict"]) == ("warn", "warn")
+
+
+def test_mps_of_an_older_driver(cli: Cli, world: World) -> None:
+    world.fault("driver", "535.261.03")
+    found = checks(cli)["mps.control"]
+    assert (found["verdict"], "before driver 580" in found["seen"]) == ("pass", True)
+
+
+def test_persistence(cli: Cli, world: World) -> None:
+    world.fault("persistence-off")
+    assert verdict(cli, "gpu.persistence") == "warn"
+
+
+def test_persistence_unknown_is_no_verdict(cli: Cli, world: World) -> None:
+    world.fault("not-supported", "nvmlDeviceGetPersistenceMode")
+    found = checks(cli)
+    assert found.get("gpu.persistence", {"verdict": "skip"})["verdict"] == "skip"
+
+
+@pytest.mark.parametrize("mode", [ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED])
+def test_compute_mode_left_over(cli: Cli, world: World, mode: ComputeMode) -> None:
+    world.host.nvml.set_compute_mode(0, mode)
+    found = checks(cli)["gpu.compute_mode"]
+    assert (found["verdict"], found["gpu"]) == ("warn", 0)
+    assert mode.title in found["seen"]
+
+
+def test_compute_mode_of_a_daemon_is_not_left_over(cli: Cli) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    assert verdict(cli, "gpu.compute_mode") == "pass"
+
+
+def test_compute_mode_of_a_foreign_daemon_is_not_left_over(cli: Cli, world: World, sim_dir: Path) -> None:
+    world.foreign_daemon(sim_dir)
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    assert verdict(cli, "gpu.compute_mode") == "pass"
+
+
+def test_compute_mode_of_a_dead_daemon_is_left_over(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    found = checks(cli)
+    assert (found["gpu.compute_mode"]["verdict"], found["mps.stale"]["verdict"]) == ("warn", "warn")
+
+
+def test_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
+    assert "no MPS daemon runs" in checks(cli)["mps.daemons"]["seen"]
+    cli("mps", "start").ok()
+    world.client()
+    assert "of gpushare answers, 1 client" in checks(cli)["mps.daemons"]["seen"]
+    cli("mps", "stop", "--force").ok()
+    world.foreign_daemon(sim_dir)
+    assert f"of somebody else (root, {sim_dir}/p)" in checks(cli)["mps.daemons"]["seen"]
+
+
+def test_stale_files(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    found = checks(cli)["mps.stale"]
+    assert found["verdict"] == "warn"
+    # The remedy mends it.
+    cli(*found["remedy"].split()[1:]).ok()
+    assert "mps.stale" not in checks(cli)
+
+
+@pytest.mark.parametrize(("ours", "expected"), [(True, "fail"), (False, "warn")])
+def test_hanging_daemon(
+    cli: Cli, world: World, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, ours: bool, expected: str
+) -> None:
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+    monkeypatch.setattr("gpushare.mps.stop._PROBE_SECONDS", 0.1)
+    if ours:
+        cli("mps", "start").ok()
+    else:
+        world.foreign_daemon(sim_dir)
+    world.send(world.state.daemons[0].pid, signal.SIGSTOP)
+    found = checks(cli)["mps.answers"]
+    assert found["verdict"] == expected
+    if ours:
+        cli(*found["remedy"].rpartition("gpushare ")[2].split()).ok()
+        assert world.state.daemons == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_fault(cli: Cli, world: World, sim_dir: Path, ours: bool) -> None:
+    if ours:
+        cli("mps", "start").ok()
+    else:
+        world.foreign_daemon(sim_dir)
+    victim = world.client(queue_seconds=0.5)
+    world.client(queue_seconds=0.5)
+    world.send(victim, signal.SIGKILL)
+    found = checks(cli)["mps.fault"]
+    assert found["verdict"] == "fail"
+    assert "807" in found["why"]
+
+
+def test_orphan(cli: Cli, world: World) -> None:
+    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.start import plan_start
+    from gpushare.plan import carry_out
+    from gpushare.selection import select_one
+
+    carry_out(plan_start(world.host, select_one("0", world.host.nvml.sweep()), MpsLimits(), transient=True))
+    found = checks(cli)["mps.orphan"]
+    assert found["verdict"] == "warn"
+    cli(*found["remedy"].split()[1:]).ok()
+    assert "mps.orphan" not in checks(cli)
+
+
+def test_run_directory(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world.host.run_directory
+    run.mkdir()
+    assert "0 daemons" in checks(cli)["run.directory"]["seen"]
+    run.chmod(0o777)
+    assert verdict(cli, "run.directory") == "fail"
+    run.rmdir()
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    assert verdict(cli, "run.directory") == "warn"
+
+
+def test_run_path(cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("x" * 60)))
+    assert verdict(cli, "run.path") == "fail"
+
+
+def test_user(cli: Cli, world: World) -> None:
+    assert "as root" in checks(cli)["user.root"]["seen"]
+    world.fault("user", "1000")
+    found = checks(cli)["user.root"]
+    assert (found["verdict"], "user 1000" in found["seen"]) == ("pass", True)
+
+
+def test_device_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    here = replace(world.host, spec="local")
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    found = list(examine._permissions(examine.Examination(here)))
+    assert (found[-1].id, found[-1].verdict) == ("device.nodes", examine.Verdict.FAIL)
+    monkeypatch.setattr(os, "access", lambda *_, **__: True)
+    assert [check.id for check in examine._permissions(examine.Examination(here))] == ["user.root"]
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(True, "pass"), (False, "warn"), (None, "skip")])
+def test_pid_namespace(cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: bool | None, expected: str) -> None:
+    monkeypatch.setattr("gpushare.sim.processes.SimulatedProcesses.namespace_is_host", lambda _: answer)
+    assert verdict(cli, "pid.namespace") == expected

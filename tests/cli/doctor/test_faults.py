@@ -1,0 +1,595 @@
+"""``gpushare doctor``: each fault that a simulated host can have is found, it alone, and none on a healthy one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.doctor.check import Examination
+from gpushare.doctor.examine import BAD_XIDS, environments
+from gpushare.host.machine import LocalMachine, xids_in
+from gpushare.host.smi import ComputePolicy
+from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.model import ComputeMode, TimeSlice
+from gpushare.mps.home import DaemonHome
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+# A user of every machine that is not root.
+NOBODY = "nobody"
+Arrange = Callable[[Cli, World, Path], object]
+
+
+def findings(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
+    """Return what warns or fails, by id; each says why it matters and what mends it."""
+    answer = cli("doctor", host=host, output="json")
+    assert answer.lines("error") == []
+    found = {one["id"]: one for one in answer.data["checks"] if one["verdict"] in {"warn", "fail"}}
+    assert all(one["why"] and one["remedy"] for one in found.values())
+    return found
+
+
+def named(world: World, profile: str, start: int = 0, users: tuple[str, ...] = ()) -> None:
+    with names_changed(world.host) as names:
+        names["train"] = NamedInstance(name="train", gpu_uuid=world.uuid(), profile=profile, start=start, users=users)
+
+
+def started(cli: Cli, *words: str) -> None:
+    cli("mps", "start", *words).ok()
+
+
+def home(world: World) -> Path:
+    return Path(world.state.daemons[0].pipe_directory).parent
+
+
+def pending(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.client()
+    world.client(user=NOBODY)
+
+
+def default_path(cli: Cli, world: World, _: Path) -> None:
+    done = world.host.programs.run(
+        ["nvidia-cuda-mps-control", "-d"],
+        env={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps", "CUDA_MPS_LOG_DIRECTORY": "/var/log/nvidia-mps"},
+    )
+    assert done.exit_code == 0
+
+
+def dead_default(cli: Cli, world: World, _: Path) -> None:
+    cli("doctor")
+    path = world.directory / "tmp" / "nvidia-mps"
+    path.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "control"))
+
+
+def foreign(cli: Cli, world: World, directory: Path) -> None:
+    world.foreign_daemon(directory)
+    (directory / "p").chmod(0o755)
+
+
+def two_daemons(cli: Cli, world: World, directory: Path) -> None:
+    started(cli)
+    foreign(cli, world, directory)
+
+
+def gone_device(cli: Cli, world: World, _: Path) -> None:
+    (uuid,) = world.mig("1g.18gb:0")
+    started(cli, "-g", uuid)
+    world.mig("1g.18gb:1")
+
+
+def time_slice(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.host.policy.set(world.uuid(), TimeSlice.LONG)
+
+
+def outside(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.client()
+    cli("sim", "add", "--name", "stranger").ok()
+
+
+def no_daemon_there(cli: Cli, world: World, _: Path) -> None:
+    cli("doctor")
+    admin.add_process(world.spec, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"})
+
+
+def open_directory(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    Path(world.state.daemons[0].pipe_directory).chmod(0o777)
+
+
+def closed_parent(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    home(world).chmod(0o700)
+
+
+def large_log(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    os.truncate(home(world) / "log" / "control.log", 200 << 20)
+
+
+def no_segment(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    with open(home(world) / "log" / "server.log", "a", encoding="utf-8") as file:
+        file.write("[2026-11-21 07:58:04.413 Server   426] MPS Server failed to create/open SHM segment.\n")
+
+
+def few_descriptors(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.fault("descriptors", "256")
+
+
+def dropped(cli: Cli, world: World, _: Path) -> None:
+    started(cli, "--memory", "8G")
+    world.client(environment={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G,1=4G"})
+
+
+def many_connections(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.client(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+
+
+def ignored_percentage(cli: Cli, world: World, directory: Path) -> None:
+    environment = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(directory / "p"),
+        "CUDA_MPS_LOG_DIRECTORY": str(directory / "l"),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "400",
+    }
+    assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+    (directory / "p").chmod(0o755)
+
+
+def mig_pending(cli: Cli, world: World, _: Path) -> None:
+    world.fault("reset-required")
+    handle = world.host.nvml.handle(0)
+    world.host.nvml.demand(lambda nvml: nvml.nvmlDeviceSetMigMode(handle, 1))
+
+
+def mig_empty(cli: Cli, world: World, _: Path) -> None:
+    cli("mig", "enable", "-g", "0", "-y").ok()
+
+
+def bare(cli: Cli, world: World, _: Path) -> None:
+    from gpushare.sim.state import SimulatedGpuInstance, StateFile
+
+    world.mig("1g.18gb:0")
+    with StateFile(world.spec).changed() as state:
+        state.gpus[0].bare.append(SimulatedGpuInstance(profile="1g.18gb", start=1, gpu_instance_id=10))
+
+
+def interrupted(cli: Cli, world: World, _: Path) -> None:
+    from gpushare.mig.journal import Journal
+
+    journal = Journal(world.host)
+    with journal.locked():
+        journal.begin("change MIG on GPU 0", (), ())
+        journal.note("create 1g.18gb")
+
+
+def stale_cdi(cli: Cli, world: World, _: Path) -> None:
+    world.mig("1g.18gb:0")
+    cli("sim", "cdi").ok()
+    world.mig("2g.35gb:0")
+
+
+def another_size(cli: Cli, world: World, _: Path) -> None:
+    world.mig("1g.18gb:0")
+    named(world, "3g.71gb")
+
+
+def name_of_nothing(cli: Cli, world: World, _: Path) -> None:
+    cli("doctor")
+    named(world, "3g.71gb")
+
+
+def open_grant(cli: Cli, world: World, _: Path) -> None:
+    world.mig("3g.71gb:0")
+    named(world, "3g.71gb", users=(NOBODY,))
+
+
+def hostengine(cli: Cli, world: World, _: Path) -> None:
+    cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
+
+
+def hostengine_beside_mig(cli: Cli, world: World, directory: Path) -> None:
+    world.mig("1g.18gb:0")
+    hostengine(cli, world, directory)
+
+
+def hostengine_and_pending(cli: Cli, world: World, directory: Path) -> None:
+    mig_pending(cli, world, directory)
+    hostengine(cli, world, directory)
+
+
+def hostengine_in_instance(cli: Cli, world: World, _: Path) -> None:
+    (uuid,) = world.mig("1g.18gb:0")
+    cli("sim", "add", "--holder", "--name", "nv-hostengine", "--mig", uuid).ok()
+
+
+def shell_of_a_gone_instance(cli: Cli, world: World, _: Path) -> None:
+    (uuid,) = world.mig("1g.18gb:0")
+    world.mig()
+    admin.add_process(world.spec, holder=True, memory_bytes=0, environment={"CUDA_VISIBLE_DEVICES": uuid})
+    no_files(world)
+
+
+def shell_of_another_gpu(cli: Cli, world: World, _: Path) -> None:
+    cli("doctor")
+    gone = "GPU-00000000-0000-0000-0000-000000000000"
+    for _ in range(2):
+        admin.add_process(world.spec, holder=True, memory_bytes=0, environment={"CUDA_VISIBLE_DEVICES": gone})
+        no_files(world)
+
+
+def no_files(world: World) -> None:
+    """Let the last process be one that only was given an environment: a shell."""
+    from gpushare.sim.state import StateFile
+
+    with StateFile(world.spec).changed() as state:
+        state.processes[-1].open_files = []
+
+
+def exclusive_left(cli: Cli, world: World, _: Path) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+
+
+def fault(kind: str, value: str | None = None) -> Arrange:
+    return lambda cli, world, _: world.fault(kind, value)
+
+
+def dead_daemon(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+
+
+FAULTS: dict[str, tuple[Arrange, set[str]]] = {
+    "no library": (fault("no-nvml"), {"nvml.library"}),
+    "no driver": (fault("no-driver"), {"driver.loaded"}),
+    "library and driver differ": (fault("mismatch"), {"driver.mismatch"}),
+    "not permitted": (fault("no-permission"), {"nvml.answers"}),
+    "lost GPU": (fault("lost"), {"gpu.answers", "smi.program"}),
+    "no nvidia-smi": (fault("missing", "nvidia-smi"), {"smi.program"}),
+    "hanging nvidia-smi": (fault("hang", "nvidia-smi"), {"smi.program"}),
+    "persistence off": (fault("persistence-off"), {"gpu.persistence"}),
+    "exclusive left over": (exclusive_left, {"gpu.compute_mode"}),
+    "Xid 79": (fault("xid", "79"), {"gpu.xid"}),
+    "no MPS programs": (fault("missing", "nvidia-cuda-mps-control"), {"mps.control", "mps.server"}),
+    "MPS programs of another driver": (fault("mps-version", "13020"), {"mps.version"}),
+    "dead daemon": (dead_daemon, {"mps.stale"}),
+    "daemon of somebody else": (foreign, {"mps.foreign"}),
+    "daemon at the default path": (default_path, {"mps.default_path"}),
+    "dead daemon at the default path": (dead_default, {"mps.default_stale"}),
+    "two daemons": (two_daemons, {"mps.foreign", "mps.several"}),
+    "daemon without its device": (gone_device, {"mps.device"}),
+    "time-slice under MPS": (time_slice, {"mps.timeslice"}),
+    "client of another user waits": (pending, {"mps.pending"}),
+    "program outside MPS": (outside, {"mps.outside"}),
+    "program that found no daemon": (no_daemon_there, {"mps.environment"}),
+    "memory limits dropped": (dropped, {"mps.limits_dropped"}),
+    "many connections": (many_connections, {"mps.connections"}),
+    "thread percentage ignored": (ignored_percentage, {"mps.foreign", "mps.threads_ignored"}),
+    "little shared memory": (fault("shm", str(64 << 20)), {"mps.shm"}),
+    "few descriptors": (few_descriptors, {"mps.descriptors"}),
+    "no SHM segment": (no_segment, {"mps.descriptors"}),
+    "open pipe directory": (open_directory, {"mps.directory"}),
+    "closed parent directory": (closed_parent, {"mps.reach"}),
+    "large log": (large_log, {"mps.log"}),
+    "MIG pending": (mig_pending, {"mig.pending"}),
+    "MIG without instances": (mig_empty, {"mig.empty"}),
+    "no compute instance": (bare, {"mig.bare"}),
+    "interrupted change": (interrupted, {"mig.interrupted"}),
+    "stale CDI": (stale_cdi, {"cdi.stale"}),
+    "name means another size": (another_size, {"mig.name"}),
+    "name without MIG": (name_of_nothing, {"mig.name"}),
+    "grant open again": (open_grant, {"mig.grant"}),
+    "DCGM": (hostengine_beside_mig, {"mig.holders"}),
+    "DCGM before a reset": (hostengine_and_pending, {"mig.holders", "mig.pending"}),
+    "DCGM in an instance": (hostengine_in_instance, {"mig.holders"}),
+    "environment of a gone instance": (shell_of_a_gone_instance, {"mig.environment"}),
+    "environment of a gone GPU": (shell_of_another_gpu, {"gpu.environment"}),
+    "blind": (fault("blind"), {"pid.namespace"}),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_is_found_and_nothing_else(
+    cli: Cli, world: World, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(ComputePolicy.read, "__defaults__", (0.1,))
+    arrange, expected = FAULTS[case]
+    arrange(cli, world, sim_dir)
+    assert set(findings(cli)) == expected
+
+
+def shared(cli: Cli, world: World) -> None:
+    started(cli, "--exclusive", "--memory", "8G", "--threads", "50")
+    world.client()
+    world.client(environment={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G"})
+
+
+def cut(cli: Cli, world: World) -> None:
+    cli("mig", "create", "3g.71gb", "--name", "train", "-y").ok()
+    cli("mig", "grant", "train", NOBODY, "-y").ok()
+    cli("sim", "cdi").ok()
+    cli("sim", "add", "--mig", world.state.gpus[0].mig[0].uuid, "--user", NOBODY).ok()
+
+
+def plain(cli: Cli, world: World) -> None:
+    cli("timeslice", "set", "short").ok()
+    cli("sim", "add").ok()
+    # A program of this boot that failed by itself, and the daemon that every host should run.
+    world.fault("xid", "31")
+    cli("sim", "add", "--holder", "--name", "nvidia-persistenced").ok()
+
+
+def watched(cli: Cli, world: World) -> None:
+    # DCGM runs on most machines of a data centre; with MIG off it is in nobody's way.
+    cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
+
+
+def applied(cli: Cli, world: World) -> None:
+    """What a gpushare.yaml asked for is nothing left over, and nothing closed by mistake."""
+    cli("doctor").ok()
+    path = world.directory / "gpushare.yaml"
+    text = "version: 1\ngpus:\n- match: {model: h200}\n  "
+    for way in (f"mps: {{users: [{NOBODY}]}}", "exclusive: true"):
+        path.write_text(text + way + "\n", encoding="utf-8")
+        cli("apply", "-f", str(path), "-y").ok()
+        if way.startswith("mps"):
+            assert findings(cli) == {}
+
+
+@pytest.mark.parametrize("arrange", [shared, cut, plain, watched, applied])
+def test_a_healthy_host_has_none(cli: Cli, world: World, arrange: Callable[[Cli, World], None]) -> None:
+    if arrange is cut:
+        cli("mig", "enable", "-g", "0", "-y").ok()
+    arrange(cli, world)
+    assert findings(cli) == {}
+    assert cli("doctor").code == 0
+
+
+@pytest.mark.parametrize("host", ["sim:8xh100-80gb", "sim:4xa100-40gb", "sim:2xt4", "sim:h200,rtx-4090"])
+def test_healthy_hosts_of_all_kinds(cli: Cli, host: str) -> None:
+    assert findings(cli, host) == {}
+
+
+@pytest.mark.parametrize("driver", ["535.261.03", "550.163.01", "570.124.06", "590.44.01", "595.45.04"])
+def test_healthy_drivers(cli: Cli, world: World, driver: str) -> None:
+    world.fault("driver", driver)
+    assert findings(cli) == {}
+
+
+@pytest.mark.parametrize(
+    ("arrange", "identifier"),
+    [(open_directory, "mps.directory"), (closed_parent, "mps.reach"), (time_slice, "mps.timeslice")],
+)
+def test_the_remedy_mends_it(cli: Cli, world: World, sim_dir: Path, arrange: Arrange, identifier: str) -> None:
+    arrange(cli, world, sim_dir)
+    words = findings(cli)[identifier]["remedy"].removeprefix("sudo ").split()
+    if words[0] == "chmod":
+        path = Path(words[2])
+        path.chmod(0o755 if words[1] == "0755" else path.stat().st_mode | 0o001)
+    else:
+        cli(*words[1:]).ok()
+    assert findings(cli) == {}
+
+
+def test_a_grant_is_closed_by_its_remedy(cli: Cli, world: World, sim_dir: Path) -> None:
+    open_grant(cli, world, sim_dir)
+    words = findings(cli)["mig.grant"]["remedy"].split()
+    assert words == ["sudo", "gpushare", "mig", "grant", "train", NOBODY]
+    cli(*words[2:]).ok()
+    assert findings(cli) == {}
+
+
+def test_the_name_says_what_is_there_instead(cli: Cli, world: World, sim_dir: Path) -> None:
+    another_size(cli, world, sim_dir)
+    found = findings(cli)["mig.name"]
+    assert found["seen"] == "train means 3g.71gb:0 of GPU 0, and 1g.18gb:0 is there now"
+    assert found["gpu"] == 0
+
+
+def test_a_shell_whose_instance_became_smaller(cli: Cli, world: World) -> None:
+    (uuid,) = world.mig("1g.18gb:0")
+    named(world, "3g.71gb")
+    admin.add_process(world.spec, holder=True, memory_bytes=0, environment={"CUDA_VISIBLE_DEVICES": uuid})
+    no_files(world)
+    found = findings(cli)
+    assert set(found) == {"mig.name", "mig.environment"}
+    assert "means 1g.18gb:0 now, where train meant 3g.71gb:0" in found["mig.environment"]["seen"]
+
+
+def test_the_shell_that_asks_is_called_so(world: World) -> None:
+    gone = "MIG-00000000-0000-0000-0000-000000000000"
+
+    class Machine:
+        def environments(self, names: object) -> dict[int, dict[str, str]]:
+            return {os.getpid(): {"CUDA_VISIBLE_DEVICES": gone}}
+
+    host = replace(world.host, machine=Machine())  # type: ignore[arg-type]
+    (check,) = environments(Examination(host, gpus=host.nvml.sweep()))
+    assert check.seen == f"CUDA_VISIBLE_DEVICES names {gone}, which is not there, in the environment of this shell"
+
+
+def test_a_change_that_goes_on_is_no_finding(cli: Cli, world: World) -> None:
+    from gpushare.mig.journal import Journal
+
+    journal = Journal(world.host)
+    with journal.locked():
+        journal.begin("change MIG on GPU 0", (), ())
+        assert findings(cli) == {}
+
+
+def test_who_waits_is_named(cli: Cli, world: World, sim_dir: Path) -> None:
+    pending(cli, world, sim_dir)
+    assert "1 client of nobody waits" in findings(cli)["mps.pending"]["seen"]
+    # When the server's user has gone it comes in.
+    for process in world.state.processes:
+        if process.mps_server is not None:
+            admin.end_process(world.spec, process.pid)
+    assert findings(cli) == {}
+
+
+@pytest.mark.parametrize("number", sorted(BAD_XIDS))
+def test_the_remedy_of_an_xid_explains_it(cli: Cli, world: World, number: int) -> None:
+    world.fault("xid", str(number))
+    remedy = findings(cli)["gpu.xid"]["remedy"]
+    assert remedy == f"gpushare explain 'Xid {number}'"
+    (found,) = cli("explain", f"Xid {number}", output="json").ok().data["explanations"]
+    assert any("reset" in one or "reboot" in one or "off and on" in one for one in found["next"]), found
+
+
+def test_the_gpu_of_an_xid_is_named(cli: Cli) -> None:
+    world = World("sim:2xh200")
+    world.fault("xid", "79", gpu="1")
+    found = findings(cli, world.spec)["gpu.xid"]
+    assert (found["gpu"], found["remedy"]) == (1, "gpushare explain 'Xid 79'")
+
+
+def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.errors import GpuLost
+    from gpushare.host.nvml import NvmlReader
+
+    def lost(*_: object) -> bool:
+        raise GpuLost("GPU 0: the GPU is lost", "see: gpushare status")
+
+    world.fault("xid", "79")
+    monkeypatch.setattr(NvmlReader, "persistence", lost)
+    checks = {one["id"]: one for one in cli("doctor", output="json").data["checks"]}
+    assert (checks["doctor.unseen"]["verdict"], checks["gpu.xid"]["verdict"]) == ("skip", "warn")
+    assert "'persistence' could not be looked at" in checks["doctor.unseen"]["seen"]
+
+
+def test_a_change_of_root_that_was_interrupted_is_seen_by_all(cli: Cli, world: World, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from gpushare.doctor.examine import examine
+    from gpushare.mig.journal import Journal
+
+    roots = replace(world.host, run_directory=tmp_path / "run")
+    journal = Journal(roots)
+    with journal.locked():
+        journal.begin("change MIG on GPU 0", (), ())
+    found = examine(replace(world.host, shared_run_directories=(tmp_path / "run",)))
+    assert [one.id for one in found if one.verdict.value == "fail"] == ["mig.interrupted"]
+
+
+def test_the_kernel_log_may_not_be_readable(cli: Cli, world: World) -> None:
+    world.fault("user", "1000")
+    answer = cli("doctor", output="json")
+    assert {one["id"]: one["verdict"] for one in answer.data["checks"]}["gpu.xid"] == "skip"
+
+
+def test_xids_of_real_lines() -> None:
+    text = (
+        "NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+        "[  12.3] NVRM: Xid (PCI:0000:41:00): 31, pid=1234, name=python3, Ch 00000008, intr 00000000. MMU Fault\n"
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.159.04\n"
+    )
+    assert [tuple(one) for one in xids_in(text)] == [(79, "0000:01:00"), (31, "0000:41:00")]
+
+
+def test_the_machine_itself(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "limits").write_text(
+        "Limit    Soft Limit  Hard Limit  Units\nMax open files   1024   524288   files\n"
+    )
+    (tmp_path / "7" / "environ").write_bytes(b"A=1\0CUDA_VISIBLE_DEVICES=MIG-x\0")
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "limits").write_text("Max open files   unlimited   unlimited   files\n")
+    machine = LocalMachine(str(tmp_path))
+    assert [machine.descriptor_limit(pid) for pid in (7, 8, 9)] == [1024, 1 << 30, None]
+    assert machine.environments(["CUDA_VISIBLE_DEVICES"]) == {7: {"CUDA_VISIBLE_DEVICES": "MIG-x"}}
+    space = LocalMachine().shared_memory()
+    assert space is None or 0 <= space.free <= space.total
+    assert LocalMachine().descriptor_limit(os.getpid())
+
+
+def test_exclusive_is_left_over_where_the_kept_file_says_otherwise(cli: Cli, world: World) -> None:
+    path = world.directory / "gpushare.yaml"
+    for way in ("exclusive: true", "timeslice: default"):
+        cli("doctor")
+        path.write_text(f"version: 1\ngpus:\n- match: all\n  {way}\n", encoding="utf-8")
+        cli("apply", "-f", str(path), "-y").ok()
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    assert set(findings(cli)) == {"gpu.compute_mode", "host.drift"}
+
+
+def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> None:
+    from gpushare.hostfile.look import keep_applied
+
+    exclusive_left(cli, world, world.directory)
+    keep_applied(world.host, "version: 9\n")
+    found = findings(cli)
+    assert set(found) == {"gpu.compute_mode", "host.file"}
+    assert "applied.yaml:1:1: the file lacks the key 'gpus'" in found["host.file"]["seen"]
+    keep_applied(world.host, "version: 1\ngpus:\n- {match: {index: 7}, timeslice: default}\n")
+    assert "this host has no GPU 7" in findings(cli)["host.file"]["seen"]
+
+
+@pytest.mark.parametrize(
+    ("way", "undone"),
+    [
+        ("timeslice: long", ("timeslice", "reset", "-g", "0")),
+        ("mps: {threads: 25}", ("mps", "stop", "-g", "0")),
+        ("mps: {threads: 25}", ("mps", "set", "-g", "0", "--threads", "30")),
+        ("mig: [3g.71gb]", ("mig", "destroy", "all", "-g", "0")),
+        ("mig: [3g.71gb]", ("mig", "create", "1g.18gb", "-g", "0")),
+    ],
+)
+def test_what_was_applied_and_is_gone_is_told(
+    cli: Cli, world: World, tmp_path: Path, way: str, undone: tuple[str, ...]
+) -> None:
+    path = tmp_path / "gpushare.yaml"
+    path.write_text(f"version: 1\ngpus:\n- match: all\n  {way}\n", encoding="utf-8")
+    cli("apply", "-f", str(path)).ok()
+    assert findings(cli) == {}
+    cli(*undone).ok()
+    found = findings(cli)["host.drift"]
+    assert (found["gpu"], "is not as it was applied" in found["seen"]) == (0, True)
+    command, _, _ = found["remedy"].partition(";")
+    cli(*command.split()[2:]).ok()
+    assert findings(cli) == {}
+
+
+def test_what_a_user_applied_is_not_the_hosts(cli: Cli, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "gpushare.yaml"
+    path.write_text("version: 1\ngpus:\n- match: all\n  timeslice: long\n", encoding="utf-8")
+    cli("apply", "-f", str(path)).ok()
+    cli("timeslice", "reset", "-g", "0").ok()
+    world.fault("user", NOBODY)
+    assert findings(cli) == {}
+
+
+def test_who_would_hold_up_mig_is_told(cli: Cli, world: World) -> None:
+    watched(cli, world)
+    (check,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "mig.holders"]
+    assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
+
+
+def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpushare run` has NVML open while its program runs, as seen on an H200."""
+    from gpushare.host.process import OpenFiles
+    from gpushare.sim.processes import SimulatedProcesses
+
+    uuid = world.mig("1g.18gb:0")[0]
+    started(cli, "-g", uuid)
+    lease = DaemonHome(home(world)).take_lease()
+    opened = OpenFiles(by_pid={os.getppid(): ("/dev/nvidia0",), os.getpid(): ("/dev/nvidia0",)}, complete=True)
+    monkeypatch.setattr(SimulatedProcesses, "open_files", lambda *_: opened)
+    # The parent of this test is a stranger; the holder of the lease is not.
+    assert f"pid {os.getppid()}" in findings(cli)["mig.holders"]["seen"]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert f"pid {lease.path.name.partition('.')[0]}," not in findings(cli)["mig.holders"]["seen"]
+    lease.release()

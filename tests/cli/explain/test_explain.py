@@ -1,0 +1,211 @@
+"""``gpushare explain``: codes, names and log lines, each with meaning, cause, next command and source."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+
+from gpushare.advice.explain import Explanation, explain, explanations
+from gpushare.errors import NotFound
+from gpushare.sim.mps_servers import LogLine, render
+from gpushare.sim.nvml_abi import ERROR_TEXTS
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+# server.log of an H200 with driver 580.159.04, after a client was killed with a deep queue.
+FAULT_LOG = """\
+[2026-11-21 07:58:10.752 Server   510] Creating server context on device 0 (NVIDIA H200)
+[2026-11-21 07:58:12.704 Server   510] Server failed to recevie command with status 806, assuming client {PID: 507, Context ID: 1} exit
+[2026-11-21 07:58:12.704 Server   510] Server failed to recevie command with status 806, assuming client {PID: 508, Context ID: 1} exit
+[2026-11-21 07:58:13.001 Server   510] Server teardown in progress. Refusing to accept new client {PID: 509, Context ID: 0}
+[2026-11-21 07:58:13.001 Server   510] Failed to accept client {PID: 509, Context ID: 0} with status 807
+"""
+
+
+def titles(text: str) -> list[str]:
+    return [one.explanation.title for one in explain(text)]
+
+
+@pytest.mark.parametrize("one", explanations(), ids=lambda one: one.names[0] if one.names else one.pattern[:30])
+def test_every_explanation_is_whole(one: Explanation) -> None:
+    assert one.meaning.endswith(".")
+    assert one.cause.endswith(".")
+    assert one.source
+    assert (one.code is None) == (one.pattern is not None)
+    assert one.kind == "mps" or one.names
+    if one.cause not in {"Normal.", "Hardware."} and one.kind != "mps":
+        assert one.next
+
+
+def test_what_must_be_known_is() -> None:
+    known = {(one.kind, one.code) for one in explanations()}
+    assert {("cuda", code) for code in (*range(805, 812), 915, 2, 46, 100, 101, 201, 700, 719, 802, 803, 804)} <= known
+    assert {("nvml", code) for code in (*range(31), 999)} <= known
+    assert {("xid", code) for code in (13, 31, 43, 45, 63, 79, 94, 95, 109)} <= known
+    assert len(known - {("mps", None)}) == sum(one.kind != "mps" for one in explanations())
+
+
+def test_nvml_says_what_the_library_says() -> None:
+    texts = {one.code: one.text for one in explanations() if one.kind == "nvml"}
+    names = {one.code: one.names[0] for one in explanations() if one.kind == "nvml"}
+    import pynvml
+
+    for code, text in ERROR_TEXTS.items():
+        assert texts[int(code)] == text
+    for code, name in names.items():
+        assert getattr(pynvml, name, code) == code
+    # nvmlErrorString of an H200, driver 580.159.04.
+    said = {
+        0: "Success",
+        14: "Corrupted infoROM",
+        17: "GPU access blocked by the operating system",
+        22: "vGPU ECC not supported",
+        24: "Invalid Frequency",
+        26: "Requested functionality has been deprecated",
+        27: "System is not in ready state",
+        28: "No supported GPUs were found",
+        29: "Resource not in correct state to perform requested operation",
+        30: "Reset type is not supported for given device",
+    }
+    assert {code: texts[code] for code in said} == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("805", ["CUDA error 805"]),
+        ("CUDA error 805", ["CUDA error 805"]),
+        ("error 805", ["CUDA error 805"]),
+        ("CUDA_ERROR_MPS_CONNECTION_FAILED", ["CUDA error 805"]),
+        ("cudaErrorMpsConnectionFailed", ["CUDA error 805"]),
+        ("mps client failed to connect to the MPS control daemon or the MPS server", ["CUDA error 805"]),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", ["CUDA error 700"]),
+        # As cudaGetErrorString of the CUDA runtimes 12 and 13 has them.
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", ["CUDA error 46"]),
+        ("CUDA error: MPS server is not ready to accept new MPS client requests", ["CUDA error 807"]),
+        (
+            "is using CUDA Dynamic Parallelism, but the current configuration, like MPS, does not support it",
+            ["CUDA error 811"],
+        ),
+        ("one or more resources are insufficient or non-applicable for the operation", ["CUDA error 915"]),
+        ("torch.AcceleratorError: cudaErrorMpsRpcFailure (error code 806)", ["CUDA error 806"]),
+        ("2", ["CUDA error 2", "NVML return code 2"]),
+        ("NVML 2", ["NVML return code 2"]),
+        ("19", ["NVML return code 19"]),
+        ("NVML_ERROR_IN_USE", ["NVML return code 19"]),
+        ("Not Found", ["NVML return code 6"]),
+        ("Unable to destroy GPU instance ID 9 from GPU 0: In use by another client", ["NVML return code 19"]),
+        ("Failed to initialize NVML: Driver/library version mismatch", ["NVML return code 18"]),
+        (
+            "Failed to initialize NVML: GPU access blocked by the operating system",
+            ["NVML return code 17"],
+        ),
+        ("Xid 31", ["Xid 31"]),
+        ("xid 79", ["Xid 79"]),
+        ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),
+        ("NVRM: Xid (PCI:0000:01:00): 31, pid=812, name=python3, Ch 00000008, MMU Fault: ENGINE", ["Xid 31"]),
+    ],
+)
+def test_codes_names_and_pasted_lines(asked: str, found: list[str]) -> None:
+    assert titles(asked) == found
+
+
+def test_a_real_log() -> None:
+    matches = explain(FAULT_LOG)
+    assert [one.lines for one in matches] == [1, 2, 1, 1]
+    assert "{PID: 507" in matches[1].line
+    assert "807" in matches[3].explanation.meaning
+
+
+def test_lines_of_the_simulated_daemon(cli: Cli, world: World) -> None:
+    """Whatever the daemon and the server write in a life with a fault and a waiting client is known."""
+    import signal
+    from pathlib import Path
+
+    cli("mps", "start").ok()
+    victim = world.client(queue_seconds=0.5)
+    world.client(queue_seconds=0.5)
+    world.client(user="nobody")
+    world.send(victim, signal.SIGKILL)
+    directory = Path(world.state.daemons[0].log_directory)
+    lines = [line for name in ("control.log", "server.log") for line in (directory / name).read_text().splitlines()]
+    assert len(lines) > 20
+    unknown = []
+    for line in lines:
+        # What is listed below "The following clients", and replies to commands, are bare values.
+        if re.fullmatch(r"\[[^]]*\] [\d.]*", line):
+            continue
+        try:
+            explain(line)
+        except NotFound:
+            unknown.append(line)
+    assert unknown == []
+
+
+# Seen on an H200 while a client of another user waited, and at the end of the daemon.
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[2026-11-21 12:50:30.411 Control   940] Try shutting down server 956, backoff is disabled",
+        "[2026-11-21 12:50:30.412 Control   940] Server 956 has 2 active worker threads. Server will not shutdown.",
+        "[2026-11-21 12:50:30.412 Control   940] Control will try shutting down server 956 again in at most 200ms",
+        "[2026-11-21 12:50:30.412 Server   956] Server was unable to shutdown due to 2 active clients",
+        "[2026-11-21 12:50:43.026 Server   956] Waiting for current clients to finish",
+        "[2026-11-21 12:50:43.026 Server   956] Exiting",
+        # The server's own spelling.
+        "[2026-11-21 07:58:13.001 Server   510] All clients belonging to error trigging process 507 will be torn down",
+        "[2026-11-21 12:49:55.554 Control   434] quit command issued with timeout of 1",
+    ],
+)
+def test_lines_of_an_h200(line: str) -> None:
+    assert titles(line) == ["MPS log line"]
+
+
+def test_the_form_of_a_line_does_not_matter() -> None:
+    line = LogLine("/nowhere", "control.log", "Control", 7, "NEW SERVER 1: Ready")
+    assert titles(render(line, 0.0)) == titles("NEW SERVER 1: Ready") == ["MPS log line"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "close"), [("812", "CUDA error 811"), ("NVML_ERROR_IN_USR", "NVML_ERROR_IN_USE"), ("Xid 780", "Xid 79")]
+)
+def test_unknown_names_what_is_close(cli: Cli, asked: str, close: str) -> None:
+    answer = cli("explain", *asked.split(), host=None)
+    assert answer.code == 6
+    assert (answer.out, len(answer.lines("error"))) == ("", 1)
+    assert close in answer.lines("hint")[0]
+
+
+@pytest.mark.parametrize("asked", ["", "hello there, all is well", "\n\n"])
+def test_unknown(asked: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        explain(asked)
+    assert caught.value.code == "not_explained"
+    assert caught.value.hint
+
+
+def test_the_command(cli: Cli) -> None:
+    answer = cli("explain", "805", host=None).ok()
+    assert "CUDA_ERROR_MPS_CONNECTION_FAILED" in answer.out
+    assert all(word in answer.out for word in ("means", "cause", "next", "gpushare doctor", "source"))
+    assert max(map(len, answer.out.splitlines())) <= 80
+    (found,) = cli("explain", "Xid", "31", host=None, output="json").data["explanations"]
+    assert (found["title"], found["kind"], found["code"]) == ("Xid 31", "xid", 31)
+    assert found["next"]
+
+
+def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stdin:
+        buffer = io.BytesIO(FAULT_LOG.encode())
+
+    monkeypatch.setattr("sys.stdin", Stdin())
+    data: list[dict[str, Any]] = cli("explain", "-", host=None, output="json").data["explanations"]
+    assert [one["lines"] for one in data] == [1, 2, 1, 1]
+
+
+def test_control_characters_of_a_log_do_not_reach_the_terminal(cli: Cli) -> None:
+    answer = cli("explain", "NEW SERVER 1: Ready \x1b[31m", host=None).ok()
+    assert "\x1b" not in answer.out

@@ -1,0 +1,413 @@
+"""``gpushare export`` on simulated hosts: each engine, what it refuses, its files and its JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare.connect import connect
+from gpushare.export.k8s import from_config
+from gpushare.mig.parted import choose, parse_parted
+from gpushare.mps.home import homes_in
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+T4S = "sim:4xt4"
+H100S = "sim:8xh100-80gb"
+ENGINES = ("k8s", "dra", "karpenter", "slurm", "systemd")
+CONTAINERS = ("cdi", "docker", "compose")
+
+
+def cut(*profiles: str, host: str = H100S, gpu: str = "0") -> list[str]:
+    """Give a simulated GPU these MIG devices and return their UUIDs."""
+    connect(host)
+    admin.set_mig(host, gpu, profiles)
+    return [mig.uuid for mig in connect(host).nvml.sweep()[int(gpu)].mig_instances]
+
+
+def documents(text: str) -> list[Any]:
+    return list(yaml.safe_load_all(text))
+
+
+def plugin_of(text: str) -> Any:
+    """Return the plugin configuration that the node is labelled with."""
+    data = documents(text)[0]["data"]
+    (key,) = (key for key in data if key != "none")
+    return key, from_config(yaml.safe_load(data[key]))
+
+
+def test_time_slicing_in_kubernetes(cli: Cli) -> None:
+    done = cli("export", "k8s", "--node", "gpu01", host=T4S).ok()
+    kinds = [one["kind"] for one in documents(done.out)]
+    assert kinds == ["ConfigMap", "ClusterPolicy", "Deployment"]
+    key, plugin = plugin_of(done.out)
+    assert (key, plugin.strategy, plugin.replicas) == ("timeslice-4", "timeSlicing", (("nvidia.com/gpu", 4),))
+    assert documents(done.out)[2]["spec"]["replicas"] == 5
+    assert "note: apply: kubectl taint node gpu01 nvidia.com/gpu=true:NoSchedule" in done.err
+    assert "choose with --replicas N" in done.err
+    assert cli("export", "k8s", "--node", "gpu01", host=T4S, output="table").ok().out == done.out
+
+
+def test_options_of_k8s(cli: Cli) -> None:
+    words = ["--replicas", "10", "--rename", "--every-node", "--namespace", "nvidia"]
+    done = cli("export", "k8s", *words, host=T4S).ok()
+    key, plugin = plugin_of(done.out)
+    assert (key, plugin.rename, plugin.replicas) == ("timeslice-10", True, (("nvidia.com/gpu", 10),))
+    assert documents(done.out)[1]["spec"]["devicePlugin"]["config"]["default"] == key
+    assert "NODE" in cli("export", "k8s", host=T4S).ok().err
+
+
+def test_the_chart_of_the_plugin_alone(cli: Cli) -> None:
+    done = cli("export", "k8s", "--helm", "--replicas", "6", host=T4S).ok()
+    assert list(documents(done.out)[0]["config"]["map"]) == ["none", "timeslice-6"]
+    assert "helm upgrade" in done.err
+
+
+def test_mps_in_kubernetes(cli: Cli) -> None:
+    memory = (connect(T4S).nvml.sweep()[0].memory_total_bytes or 0) // 5 // 2**20
+    cli("mps", "start", "-g", "all", "--threads", "20", "--memory", f"{memory}M", host=T4S).ok()
+    key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
+    assert (key, plugin.strategy, plugin.replicas) == ("mps-5", "mps", (("nvidia.com/gpu", 5),))
+
+
+def test_mig_in_kubernetes(cli: Cli) -> None:
+    host = "sim:2xh100"
+    for gpu in "01":
+        cut(*["1g.10gb"] * 7, host=host, gpu=gpu)
+    done = cli("export", "k8s", "--mig-replicas", "2", host=host).ok()
+    key, plugin = plugin_of(done.out)
+    assert (key, plugin.mig_strategy) == ("mig-timeslice-2", "mixed")
+    assert plugin.replicas == (("nvidia.com/mig-1g.10gb", 2),)
+    single = cli("export", "k8s", "--mig-strategy", "single", host=host).ok()
+    assert plugin_of(single.out)[1].mig_strategy == "single"
+
+
+@pytest.fixture
+def uneven(cli: Cli) -> list[str]:
+    """Cut GPU 0, put MPS on one of its devices and on GPU 2, and return the UUIDs of the MIG devices."""
+    uuids = cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
+    cli("mps", "start", "-g", uuids[0], "--threads", "50", host=H100S).ok()
+    cli("mps", "start", "-g", "2", "--threads", "30", "--memory", "8G", host=H100S).ok()
+    cli("timeslice", "set", "long", "-g", "3", host=H100S).ok()
+    return uuids
+
+
+def test_dra_says_what_the_plugin_cannot(cli: Cli, refused: Callable[..., str], uneven: list[str]) -> None:
+    said = refused("export", "k8s", code="no_slice_length", exit_code=3, host=H100S)
+    assert "gpushare export dra" in said
+    done = cli("export", "dra", host=H100S).ok()
+    found = {one["metadata"]["name"]: one for one in documents(done.out)}
+    by_interval = found["gpu-3-timeslice"]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]
+    assert by_interval["timeSlicingConfig"] == {"interval": "Long"}
+    by_mps = found["gpu-2-mps"]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]
+    assert by_mps["mpsConfig"] == {"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "8192Mi"}
+    assert [name for name in found if name.startswith("gpu-0") and name.endswith("-mps")]
+    assert "MPSSupport=true" in done.err
+    only = cli("export", "dra", "-g", "3", "--any-gpu", "--kubernetes", "1.32", host=H100S).ok()
+    assert documents(only.out)[0]["apiVersion"] == "resource.k8s.io/v1beta1"
+
+
+def test_slurm_and_mig_parted_and_systemd(cli: Cli) -> None:
+    cut("3g.40gb:4", "1g.10gb:0")
+    cli("mps", "start", "-g", "2", "--threads", "30", "--memory", "8G", host=H100S).ok()
+    out = cli("export", "slurm", "--autodetect", "off", "--replicas", "3", host=H100S).ok().out
+    assert "Name=gpu Type=nvidia_h100_80gb_hbm3_3g.40gb MultipleFiles=/dev/nvidia0,/dev/nvidia-caps/nvidia-cap" in out
+    assert "Name=mps Count=100 File=/dev/nvidia2\n" in out
+    assert "Name=shard Count=3 File=/dev/nvidia1\n" in out
+    assert "echo 8192M" in out
+    assert "AutoDetect=nvml\n" in cli("export", "slurm", host=H100S).ok().out
+    parted = cli("export", "mig-parted", "--name", "day", host=H100S).ok()
+    first = choose(parse_parted(yaml.safe_load(parted.out)), "day").entries[0]
+    assert (first.devices, dict(first.counts)) == ((0,), {"1g.10gb": 1, "3g.40gb": 1})
+    # Both ways to write it are one file.
+    same = cli("mig", "export", "--name", "day", host=H100S).ok()
+    assert yaml.safe_load(parted.out) == yaml.safe_load(same.out)
+    units = cli("export", "systemd", "--program", "/opt/bin/gpushare", host=H100S).ok().out
+    assert "ExecStart=/opt/bin/gpushare apply -f /var/lib/gpushare/applied.yaml\n" in units
+    assert "gpushare-mps-ready 30.0 8192M 8G -\n" in units
+
+
+def test_exclusive_mode_of_a_daemon_is_kept_at_boot(cli: Cli) -> None:
+    cli("mps", "start", "-g", "0", "--exclusive", host="sim:h200").ok()
+    units = cli("export", "systemd", host="sim:h200").ok().out
+    assert "-c EXCLUSIVE_PROCESS\n" in units
+
+
+def test_karpenter(cli: Cli) -> None:
+    done = cli("export", "karpenter", "--replicas", "4", "--max-nodes", "2", host="sim:t4").ok()
+    pool, overlay, verify = documents(done.out)
+    assert pool["spec"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert overlay["spec"]["capacity"] == {"nvidia.com/gpu": "4"}
+    assert verify["spec"]["replicas"] == 2
+    named = cli("export", "karpenter", "--instance-type", "g4dn.2xlarge", "--name", "a", host="sim:t4").ok()
+    assert "g4dn.2xlarge" in named.out
+
+
+def test_containers(cli: Cli, uneven: list[str]) -> None:
+    shared, plain = uneven[0], uneven[1]
+    flags = shlex.split(cli("export", "docker", "-g", shared, host=H100S).ok().out)
+    assert f"device={shared}" in flags
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50" in flags
+    pipe = next(word for word in flags if word.startswith("CUDA_MPS_PIPE_DIRECTORY=")).partition("=")[2]
+    assert Path(pipe).is_dir()
+    assert cli("export", "docker", "-g", plain, host=H100S).ok().out == f"--gpus device={plain}\n"
+    assert cli("export", "cdi", "-g", plain, host=H100S).ok().out == f"--device nvidia.com/gpu={plain}\n"
+    (document,) = documents(cli("export", "compose", "-g", "2", "--cdi", "--image", "x", host=H100S).ok().out)
+    assert document["services"]["gpu"]["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+    assert document["services"]["gpu"]["image"] == "x"
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, *CONTAINERS])
+def test_json_is_one_document(cli: Cli, engine: str) -> None:
+    host = "sim:t4" if engine in CONTAINERS else T4S
+    data = cli("export", engine, host=host, output="json").ok().data
+    assert list(data) == ["engine", "documents", "commands", "needs", "lost", "written"]
+    assert data["engine"] == engine
+    assert data["documents"]
+    for one in data["documents"]:
+        assert list(one) == ["name", "text", "kind"]
+        assert one["text"].endswith("\n")
+    assert data["commands"]
+    assert data["needs"]
+    assert data["written"] == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: str) -> None:
+    there = tmp_path / "my files"
+    cli("mps", "start", "-g", "all", host=T4S).ok()
+    done = cli("export", engine, "--to", str(there), host=T4S).ok()
+    data = cli("export", engine, host=T4S, output="json").ok().data
+    assert {path.name: path.read_text() for path in there.iterdir()} == {
+        one["name"]: one["text"] for one in data["documents"]
+    }
+    assert sorted(done.out.splitlines()) == sorted(str(path) for path in there.iterdir())
+    assert f"note: apply: cd '{there}'" in done.err
+    for one in data["documents"]:
+        assert bool((there / one["name"]).stat().st_mode & 0o100) is (one["kind"] == "sh")
+    # Nothing that is there is written over.
+    (there / data["documents"][0]["name"]).write_text("mine")
+    refused("export", engine, "--to", str(there), code="file_exists", exit_code=19, host=T4S)
+    assert (there / data["documents"][0]["name"]).read_text() == "mine"
+
+
+def test_a_directory_that_cannot_be_made(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    to = str(tmp_path / "file" / "below")
+    refused("export", "k8s", "--to", to, code="not_written", exit_code=4, host=T4S)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (["k8s", "-g", "0"], "per_node", 3),
+        (["k8s", "-g", "9"], "unknown_gpu", 6),
+        (["k8s", "--replicas", "1"], "bad_replicas", 2),
+        (["k8s", "--mig-replicas", "0"], "bad_replicas", 2),
+        (["k8s", "--namespace", "default"], "bad_namespace", 2),
+        (["k8s", "--mig-strategy", "both"], "bad_strategy", 2),
+        (["k8s", "--node", "GPU 01"], "bad_node", 2),
+        (["k8s", "--helm", "--every-node"], "two_ways", 2),
+        (["k8s", "--helm", "-g", "0"], "per_node", 3),
+        (["dra", "--kubernetes", "1.20"], "no_dra", 3),
+        (["dra", "--kubernetes", "x"], "bad_version", 2),
+        (["karpenter", "--name", "A"], "bad_name", 2),
+        (["karpenter", "--max-nodes", "0"], "bad_number", 2),
+        (["slurm", "--autodetect", "x"], "bad_autodetect", 2),
+        (["mig-parted"], "no_mig", 3),
+        (["mig-parted", "--name", "a b"], "bad_name", 2),
+        (["systemd", "--program", "gpushare"], "bad_path", 2),
+        (["docker"], "gpu_not_named", 2),
+        (["compose", "-g", "all"], "one_gpu", 2),
+        (["cdi", "-g", "9"], "unknown_gpu", 6),
+    ],
+)
+def test_refused(refused: Callable[..., str], words: list[str], code: str, exit_code: int) -> None:
+    refused("export", *words, code=code, exit_code=exit_code, host=T4S)
+
+
+@pytest.mark.parametrize("engine", ["k8s", "karpenter", "slurm"])
+def test_what_an_engine_cannot_say(refused: Callable[..., str], uneven: list[str], engine: str) -> None:
+    codes = {"slurm": "sharing_on_mig"}
+    said = refused("export", engine, code=codes.get(engine, "no_slice_length"), exit_code=3, host=H100S)
+    assert "gpushare export dra" in said
+
+
+def test_a_mig_instance_is_not_a_gpu(refused: Callable[..., str], uneven: list[str]) -> None:
+    refused("export", "dra", "-g", uneven[0], code="whole_gpu", exit_code=2, host=H100S)
+    refused("export", "docker", "-g", "0", code="one_device", exit_code=2, host=H100S)
+
+
+def test_a_gpu_in_mig_mode_without_devices(refused: Callable[..., str]) -> None:
+    nvml = connect("sim:h100").nvml
+    handle = nvml.handle(0)
+    nvml.demand(lambda api: api.nvmlDeviceSetMigMode(handle, 1))
+    nvml.restart()
+    assert nvml.sweep()[0].mig_enabled is True
+    refused("export", "slurm", code="no_device", exit_code=3, host="sim:h100")
+    refused("export", "docker", code="no_device", exit_code=6, host="sim:h100")
+    refused("export", "dra", code="no_device", exit_code=3, host="sim:h100")
+
+
+def test_a_lost_gpu_and_a_prohibited_one(refused: Callable[..., str]) -> None:
+    world = World(T4S)
+    from gpushare.model import ComputeMode
+
+    world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
+    assert "timeslice set" in refused("export", "k8s", code="no_sharing", exit_code=3, host=T4S)
+    world.fault("lost", gpu="1")
+    refused("export", "k8s", code="gpu_lost", exit_code=6, host=T4S)
+
+
+def test_exclusive_gpus_are_whole(cli: Cli) -> None:
+    from gpushare.model import ComputeMode
+
+    for index in range(4):
+        World(T4S).host.nvml.set_compute_mode(index, ComputeMode.EXCLUSIVE_PROCESS)
+    key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
+    assert (key, plugin.strategy) == ("whole", None)
+    assert "shard" not in cli("export", "slurm", host=T4S).ok().out
+
+
+def test_notes_can_be_silenced(cli: Cli) -> None:
+    done = cli("export", "k8s", "-q", host=T4S).ok()
+    assert done.err == ""
+    assert json.dumps(documents(done.out))
+
+
+# -- from gpushare.yaml ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that writes a file and returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "gpushare.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_file_says_what_the_host_is_not_yet(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file("version: 1\ngpus:\n- {match: all, timeslice: {level: default, replicas: 3}}\n")
+    done = cli("export", "k8s", "-f", path, host=T4S).ok()
+    assert plugin_of(done.out)[0] == "timeslice-3"
+    assert "--replicas" not in done.err
+    # The command line goes over the file.
+    assert plugin_of(cli("export", "k8s", "-f", path, "--replicas", "7", host=T4S).ok().out)[0] == "timeslice-7"
+    assert "Count=3" in cli("export", "slurm", "-f", path, host=T4S).ok().out
+    assert "nvidia.com/gpu: '12'" in cli("export", "karpenter", "-f", path, host=T4S).ok().out
+
+
+def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file('version: 1\ngpus:\n- match: {index: 0}\n  mig: [3g, "1g*2"]\n')
+    host = "sim:2xh100"
+    entries = choose(parse_parted(yaml.safe_load(cli("export", "mig-parted", "-f", path, host=host).ok().out)), None)
+    assert [(one.devices, one.mig_enabled, dict(one.counts)) for one in entries.entries] == [
+        ((0,), True, {"1g.10gb": 2, "3g.40gb": 1}),
+        ((1,), False, {}),
+    ]
+    claims = {one["metadata"]["name"] for one in documents(cli("export", "dra", "-f", path, host=host).ok().out)}
+    assert len([name for name in claims if name.startswith("gpu-0-mig-")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "exit_code"),
+    [
+        ("version: 1\ngpus: [{match: {index: 9}, exclusive: true}]\n", "unknown_gpu", 6),
+        ("version: 1\ngpus: [{match: all, shared: true}]\n", "bad_file", 2),
+        ("version: 1\ngpus: [{match: all, timeslice: long}]\n", "no_slice_length", 3),
+        ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "no_mig", 3),
+    ],
+)
+def test_a_file_that_is_refused(
+    refused: Callable[..., str], file: Callable[[str], str], text: str, code: str, exit_code: int
+) -> None:
+    refused("export", "k8s", "-f", file(text), code=code, exit_code=exit_code, host=T4S)
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "exit_code", "said"),
+    [
+        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 never fits on GPU 1"),
+        ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
+        ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
+        ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
+        ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is above the 79.6 GiB of GPU 1"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])
+def test_what_a_gpu_can_never_hold_is_not_exported(
+    refused: Callable[..., str],
+    file: Callable[[str], str],
+    engine: str,
+    way: str,
+    code: str,
+    exit_code: int,
+    said: str,
+) -> None:
+    path = file(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
+    assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
+
+
+def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file("version: 1\ngpus:\n- {match: {index: 1}, mps: {memory: 900G}}\n")
+    cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()
+
+
+# -- MPS daemons that are not what they seem -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("patience_is_over")
+def test_a_daemon_that_hangs_is_not_left_out(cli: Cli, refused: Callable[..., str]) -> None:
+    cli("mps", "start", "-g", "0", host=T4S).ok()
+    World(T4S).fault("hang", "nvidia-cuda-mps-control")
+    refused("export", "dra", code="daemon_silent", exit_code=1, host=T4S)
+
+
+def test_a_daemon_that_another_user_cannot_see_into(refused: Callable[..., str], tmp_path: Path) -> None:
+    world = World(T4S)
+    world.foreign_daemon(tmp_path)
+    world.fault("user", "1000")
+    assert "sudo" in refused("export", "dra", code="daemon_unknown", exit_code=4, host=T4S)
+
+
+def test_daemons_of_a_run_and_dead_ones_are_not_what_the_host_is_set_to(cli: Cli) -> None:
+    for index in "01":
+        cli("mps", "start", "-g", index, host=T4S).ok()
+    world = World(T4S)
+    first, second = homes_in([world.host.run_directory])
+    record = first.read()
+    assert record is not None
+    first.write(replace(record, transient=True))
+    dead = second.read()
+    assert dead is not None
+    world.send(dead.pid, 9)
+    assert plugin_of(cli("export", "k8s", host=T4S).ok().out)[0] == "timeslice-4"
+    assert "gpushare-mps-gpu" not in cli("export", "systemd", host=T4S).ok().out
+
+
+def test_a_daemon_of_somebody_else_counts(cli: Cli, tmp_path: Path) -> None:
+    World(T4S).foreign_daemon(tmp_path)
+    key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
+    assert (key, plugin.strategy) == ("mps-4", "mps")
+    assert str(tmp_path / "p") in cli("export", "docker", "-g", "1", host=T4S).ok().out
+
+
+def test_a_media_extension_is_not_lost(cli: Cli) -> None:
+    """The name of a MIG device need not have the +me that its GPU instance has."""
+    host = "sim:a100-40gb"
+    cli("mig", "enable", "-g", "0", "-y", host=host).ok()
+    cli("mig", "create", "1g.5gb+me", "1c.3g.20gb", "-y", host=host).ok()
+    assert '"1g.5gb+me": 1' in cli("export", "mig-parted", host=host).ok().out
+    assert '"1c.3g.20gb": 1' in cli("export", "mig-parted", host=host).ok().out

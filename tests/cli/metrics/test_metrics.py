@@ -1,0 +1,349 @@
+"""``gpushare export prometheus`` and ``gpushare metrics``: the values, the text format, the file, the server, the alerts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.model import ComputeMode, Gpu, Snapshot
+from gpushare.run.pause import Pauses, note_pauses
+from gpushare.show.prometheus import _HELP, Family, Reading, Sample, exposition, families
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World
+
+parser = pytest.importorskip("prometheus_client.parser")
+DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
+LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
+
+
+def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return the samples of a text, read by prometheus-client; each name and label set once."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for family in parser.text_string_to_metric_families(text):
+        assert family.documentation
+        assert family.type == "gauge"
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found
+            assert sample.timestamp is None
+            found[key] = sample.value
+    return found
+
+
+def samples(cli: Cli, host: str = "sim:h200") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return parsed(cli("export", "prometheus", host=host, output="json").data["text"])
+
+
+def value(found: Any, name: str, **labels: str) -> float | None:
+    """Return the one value of a metric whose labels hold these, or None."""
+    values = [
+        number for (known, has), number in found.items() if known == f"gpushare_{name}" and labels.items() <= set(has)
+    ]
+    assert len(values) < 2, (name, values)
+    return values[0] if values else None
+
+
+def test_an_idle_gpu(cli: Cli, world: World) -> None:
+    found = samples(cli)
+    uuid = world.uuid()
+    assert value(found, "host_up") == value(found, "gpu_up", UUID=uuid, gpu="0") == 1
+    assert value(found, "gpu_info", UUID=uuid, model="NVIDIA H200") == 1
+    assert value(found, "gpu_mechanism", mechanism="time-slicing") == 1
+    assert value(found, "gpu_time_slice_level") == value(found, "gpu_processes") == value(found, "mig_enabled") == 0
+    assert not [name for name, _ in found if name.startswith(("gpushare_mps", "gpushare_mig_instance"))]
+
+
+def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
+    pid = int(cli("sim", "add").ok().out)
+    assert value(samples(cli), "opportunistic_pauses") is None
+    note_pauses(world.host, Pauses(pid=pid, started_at=None, gpu_uuid=world.uuid(), pauses=7, paused=True))
+    found = samples(cli)
+    assert value(found, "opportunistic_pauses", UUID=world.uuid(), pid=str(pid)) == 7
+    assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1
+
+
+def test_mps(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "50", "--memory", "8G", "--priority", "low").ok()
+    world.client()
+    cli("sim", "add").ok()
+    found = samples(cli)
+    assert value(found, "gpu_mechanism", mechanism="MPS") == 1
+    assert value(found, "mps_daemon_up", UUID=world.uuid(), ours="true", user="root") == 1
+    assert value(found, "mps_clients") == value(found, "mps_servers", status="ACTIVE") == 1
+    assert value(found, "mps_clients_limit") == 48
+    assert value(found, "mps_threads_limit_ratio") == 0.5
+    assert value(found, "mps_memory_limit_bytes") == 8 << 30
+    assert value(found, "mps_client_priority") == 1
+    assert value(found, "mps_outside_processes") == 1
+    assert value(found, "mps_leases") == 0
+
+
+def test_a_dead_daemon_is_down_and_has_no_values(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    found = samples(cli)
+    assert value(found, "mps_daemon_up") == 0
+    assert value(found, "mps_clients") is None
+    assert value(found, "gpu_mechanism", mechanism="MPS") is None
+
+
+def test_no_limit_is_absent(cli: Cli) -> None:
+    cli("mps", "start").ok()
+    assert value(samples(cli), "mps_memory_limit_bytes") is None
+
+
+def test_several_foreign_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
+    for name in ("a", "b"):
+        (sim_dir / name).mkdir()
+        world.foreign_daemon(sim_dir / name)
+    found = [labels for name, labels in samples(cli) if name == "gpushare_mps_daemon_up"]
+    assert len(found) == 2
+
+
+def test_mig(cli: Cli, world: World) -> None:
+    world.mig("3g.71gb:0", "3g.71gb:4")
+    with names_changed(world.host) as names:
+        names["train"] = NamedInstance(name="train", gpu_uuid=world.uuid(), profile="3g.71gb", start=4)
+    cli("sim", "add", "--mig", world.state.gpus[0].mig[0].uuid).ok()
+    found = samples(cli)
+    assert value(found, "mig_enabled") == 1
+    instances = [dict(labels) for name, labels in found if name == "gpushare_mig_instance_info"]
+    assert {one["start"]: one.get("name") for one in instances} == {"0": None, "4": "train"}
+    assert [(one["GPU_I_PROFILE"], one["UUID"]) for one in instances] == [("3g.71gb", world.uuid())] * 2
+    busy = [number for (name, _), number in found.items() if name == "gpushare_mig_instance_busy"]
+    assert sorted(busy) == [0, 1]
+    # Two 3g use six of seven compute slices, and the seventh is lost to everybody.
+    assert value(found, "mig_free_compute_slices") == value(found, "mig_lost_compute_slices") == 1
+    assert value(found, "mig_free_memory_slices") == value(found, "mig_lost_memory_slices") == 0
+    assert value(found, "mig_free_instances", profile="1g.18gb") == 0
+    assert value(found, "gpu_mechanism", mechanism="MIG") == 1
+
+
+def test_leases(cli: Cli, world: World) -> None:
+    from gpushare.host.claims import HeldClaim, take_claim
+
+    (uuid,) = world.mig("1g.18gb:0")
+    assert value(samples(cli), "mig_instance_leases") == 0
+    lease = take_claim(world.host, uuid)
+    assert isinstance(lease, HeldClaim)
+    assert value(samples(cli), "mig_instance_leases") == 1
+    lease.release()
+
+
+def test_a_lost_gpu(cli: Cli) -> None:
+    world = World("sim:2xh200")
+    world.fault("lost", gpu="1")
+    found = samples(cli, world.spec)
+    assert [value(found, "gpu_up", gpu=gpu) for gpu in "01"] == [1, 0]
+    assert value(found, "gpu_processes", gpu="1") is None
+    assert value(found, "host_up") == 1
+
+
+def test_what_is_unknown_is_absent(cli: Cli, world: World) -> None:
+    world.fault("not-supported", "time-slice")
+    world.fault("not-supported", "processes")
+    found = samples(cli)
+    assert value(found, "gpu_time_slice_level") is None
+    assert value(found, "gpu_processes") is None
+
+
+def test_a_host_that_does_not_answer(cli: Cli, world: World, tmp_path: Path) -> None:
+    world.fault("no-driver")
+    path = tmp_path / "gpushare.prom"
+    answer = cli("export", "prometheus", "--textfile", str(path))
+    assert (answer.code, len(answer.lines("error"))) == (9, 1)
+    found = parsed(path.read_text())
+    assert value(found, "host_up") == 0
+    assert {name for name, _ in found} == {"gpushare_build_info", "gpushare_host_up"}
+
+
+@pytest.mark.parametrize("host", ["sim:8xh100-80gb", "sim:a100-40gb,t4", "sim:2xrtx-4090"])
+def test_every_host_can_be_read(cli: Cli, host: str) -> None:
+    assert value(samples(cli, host), "host_up") == 1
+
+
+def test_textfile(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "gpushare.prom"
+    path.write_text("old")
+    cli("export", "prometheus", "--textfile", str(path)).ok()
+    text = path.read_text()
+    assert text.endswith("\n")
+    assert value(parsed(text), "host_up") == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [one.name for one in tmp_path.iterdir()] == ["gpushare.prom"]
+
+
+def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpushare.prom"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    answer = cli("export", "prometheus", "--textfile", str(path))
+    assert (answer.code, "No space left" in answer.err) == (4, True)
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["gpushare.prom"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--textfile", "/nowhere/at/all/a.prom"), "not_written", 4),
+        (("--textfile", "/tmp/a.txt"), "bad_textfile", 2),
+        (("--rules", "--dashboard"), "bad_export", 2),
+    ],
+)
+def test_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("export", "prometheus", *words, code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("listen", ["9836", "localhost", "127.0.0.1:port", "127.0.0.1:99999", ":-1"])
+def test_no_address(refused: Callable[..., str], listen: str) -> None:
+    refused("metrics", "--listen", listen, code="bad_address", exit_code=2)
+
+
+def test_address_in_use(refused: Callable[..., str]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        refused("metrics", "--listen", f"127.0.0.1:{taken.getsockname()[1]}", code="cannot_listen", exit_code=1)
+
+
+def test_without_the_package(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    said = refused("metrics", code="no_prometheus_client", exit_code=3)
+    assert "gpushare[metrics]" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_server(real: Callable[..., Started], world: World, number: int) -> None:
+    world.mig("1g.18gb:0")
+    started = real("metrics", "--listen", "127.0.0.1:0")
+    assert started.process.stderr is not None
+    address = re.search(r"http://\S+", started.process.stderr.readline())
+    assert address is not None
+    for profiles in (["1g.18gb"], ["2g.35gb"]):
+        # A change between two scrapes is seen: nothing of the first is kept.
+        world.mig(*(f"{profile}:0" for profile in profiles))
+        with urllib.request.urlopen(address.group(), timeout=120) as answer:  # noqa: S310 - the server of this test
+            found = parsed(answer.read().decode())
+        instances = [dict(labels)["GPU_I_PROFILE"] for name, labels in found if name == "gpushare_mig_instance_info"]
+        assert instances == profiles
+    started.signal(number)
+    assert started.result().code == 0
+
+
+@given(
+    labels=st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), LABEL, max_size=3),
+    number=st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_any_label_and_value_come_back(labels: dict[str, str], number: float) -> None:
+    text = exposition([Family("gpushare_x", "A \\ help\nof two lines.", (Sample(labels, number),))])
+    assert parsed(text) == {("gpushare_x", frozenset(labels.items())): number}
+
+
+@given(
+    uuids=st.lists(st.sampled_from(["GPU-1", "GPU-2", None]), max_size=4),
+    taken=st.one_of(st.none(), st.floats(0, 2e9)),
+)
+def test_no_series_comes_twice(uuids: list[str | None], taken: float | None) -> None:
+    gpus = tuple(Gpu(index=number, uuid=uuid) for number, uuid in enumerate(uuids))
+    found = families(Reading(version="1", snapshot=Snapshot(host="x", gpus=gpus, taken_at=taken)))
+    parsed(exposition(found))
+    assert all(family.samples for family in found)
+
+
+def test_names_follow_the_conventions() -> None:
+    for name, text in _HELP.items():
+        assert re.fullmatch(r"gpushare_[a-z_]+[a-z]", name)
+        assert text.endswith(".")
+        # Base units: nothing in percent, milliseconds or MiB.
+        assert not re.search(r"percent|milli|mib|_ms$|total$", name)
+
+
+def expressions() -> list[str]:
+    rules = yaml.safe_load((DATA / "prometheus-rules.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((DATA / "grafana-dashboard.json").read_text())["panels"]
+    return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_rules_and_dashboard_use_metrics_that_exist() -> None:
+    used = {name for text in expressions() for name in re.findall(r"\bgpushare_\w+", text)}
+    assert len(used) > 10
+    assert used <= set(_HELP)
+
+
+def test_rules_name_the_command_that_mends_it(cli: Cli) -> None:
+    rules = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"][0]["rules"]
+    assert all(rule["annotations"]["mend"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
+
+
+def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, tmp_path: Path) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    text = cli("export", "prometheus", output="json").data["text"]
+    assert "gpushare_gpu_exclusive_wanted{" not in text
+    path = tmp_path / "gpushare.yaml"
+    path.write_text("version: 1\ngpus:\n- match: all\n  exclusive: true\n", encoding="utf-8")
+    cli("apply", "-f", str(path)).ok()
+    text = cli("export", "prometheus", output="json").data["text"]
+    assert f'gpushare_gpu_exclusive_wanted{{gpu="0",UUID="{world.uuid()}"}} 1' in text.splitlines()
+
+
+def test_the_dashboard_is_whole(cli: Cli) -> None:
+    board = json.loads(cli("export", "prometheus", "--dashboard").ok().out)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) > 8
+    assert all(
+        target["datasource"]["uid"] == "${datasource}" for panel in board["panels"] for target in panel["targets"]
+    )
+
+
+@pytest.fixture
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    return found
+
+
+def test_promtool_takes_the_metrics(cli: Cli, world: World, promtool: str) -> None:
+    cli("mps", "start", "--threads", "50").ok()
+    world.client()
+    text = cli("export", "prometheus", output="json").data["text"]
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    # Labels of dcgm-exporter are called as there.
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_promtool_tests_the_rules(promtool: str, tmp_path: Path) -> None:
+    shutil.copy(DATA / "prometheus-rules.yaml", tmp_path)
+    shutil.copy(Path(__file__).parents[2] / "data" / "prometheus-rules-test.yaml", tmp_path)
+    done = subprocess.run(
+        [promtool, "test", "rules", "prometheus-rules-test.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCESS" in done.stdout

@@ -1,0 +1,397 @@
+"""``gpushare mig`` create, destroy, apply, enable, disable, recover, name: what they do, refuse, and print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import World, same
+from tests.mig.mig_host import MigHost
+
+A100, H100, EIGHT, MIXED = "sim:a100-80gb", "sim:h100-80gb", "sim:8xa100-80gb", "sim:2xh100-80gb,a30,t4"
+Refused = Callable[..., str]
+
+
+def instances(world: World, gpu: int = 0) -> list[tuple[str, int]]:
+    found = world.state.gpus[gpu]
+    return sorted({(one.profile, one.start) for one in [*found.mig, *found.bare]}, key=lambda one: one[1])
+
+
+# -- what they do ----------------------------------------------------------------------------------
+
+
+def test_create_adds_and_says_what_it_made(cli: Cli) -> None:
+    world = World(A100)
+    cli("mig", "enable", host=A100).ok()
+    answer = cli("-o", "json", "mig", "create", "3g.40gb", "1g.10gb*2", "--name", "train", host=A100).ok()
+    made = {(one["profile"], one["start"]): one["uuids"] for one in answer.data["created"]}
+    assert sorted(made) == sorted(instances(world))
+    assert {uuid for uuids in made.values() for uuid in uuids} == {one.uuid for one in world.state.gpus[0].mig}
+    text = cli("mig", "status", host=A100).out
+    assert all(f"'train-{number}'" in text for number in (1, 2, 3))
+    shown = cli("mig", "create", "1g.10gb", "--name", "more", host=A100).ok()
+    assert "+1g.10gb" in shown.out
+    assert "undo: gpushare mig apply -g 0 " in shown.err
+    # What was there stayed: exactly one more.
+    assert len(instances(world)) == len(made) + 1
+
+
+def test_create_by_need(cli: Cli) -> None:
+    cli("mig", "enable", host=A100).ok()
+    cli("mig", "create", "--memory", "15G", host=A100).ok()
+    assert [one[0] for one in instances(World(A100))] == ["1g.20gb"]
+
+
+@pytest.mark.parametrize(
+    "words", [("apply", "7g.80gb"), ("destroy", "all"), ("disable", "--destroy"), ("create", "1g")]
+)
+def test_an_instance_is_no_gpu(cli: Cli, refused: Refused, words: tuple[str, ...]) -> None:
+    """Its neighbours would go with it."""
+    cli("mig", "apply", "3g.40gb", "1g.10gb", host=A100).ok()
+    uuid = World(A100).state.gpus[0].mig[0].uuid
+    said = refused("mig", *words, "-g", uuid, code="whole_gpu", exit_code=2, host=A100)
+    assert "-g 0" in said
+
+
+def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
+    cli("mig", "apply", "3g.40gb", "-g", "1", host="sim:2xh100").ok()
+    cli("mig", "create", "3g.40gb", "-g", "all", host="sim:2xh100").ok()
+    assert [len(instances(World("sim:2xh100"), gpu)) for gpu in (0, 1)] == [0, 2]
+    refused("mig", "create", "3g.40gb", "-g", "all", code="no_room", exit_code=19, host="sim:2xh100")
+
+
+def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
+    world = World(H100)
+    cli("mig", "apply", "1c.3g.40gb*2", host=H100).ok()
+    before = {one.uuid for one in world.state.gpus[0].mig}
+    answer = cli("-o", "json", "mig", "create", "1c.3g.40gb", host=H100).ok()
+    (new,) = {one.uuid for one in world.state.gpus[0].mig} - before
+    assert [one["uuids"] for one in answer.data["created"]] == [[new]]
+    assert answer.data["undo"] == "gpushare mig apply -g 0 1c.3g.40gb:4*2"
+    # A name is one of a GPU instance: what gets one is not put among others.
+    cli("mig", "destroy", new, host=H100).ok()
+    cli("mig", "create", "1c.3g.40gb", "--name", "mine", host=H100).ok()
+    assert instances(world) == [("3g.40gb", 0), ("3g.40gb", 4)]
+
+
+def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
+    cli("mig", "enable", "-g", "3", host=EIGHT).ok()
+    planned = cli("-o", "json", "mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", "-n", host=EIGHT).ok()
+    step = planned.data["steps"][0]
+    assert step["what"] == "name 1g.10gb:6 on GPU 3 'train'"
+    assert step["command"] == "gpushare mig name train 1g.10gb:6 -g 3"
+    cli("mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", host=EIGHT).ok()
+    again = cli("mig", "name", "other", "train", "-g", "3", host=EIGHT)
+    assert "1g.10gb:6 on GPU 3 is named 'train' already" in again.err
+
+
+@pytest.mark.parametrize("how", ["name", "uuid", "place", "ids", "gi"])
+def test_destroy_takes_each_way_to_say_which(cli: Cli, how: str) -> None:
+    world = World(A100)
+    cli("mig", "enable", host=A100).ok()
+    cli("mig", "create", "3g.40gb", "--name", "train", host=A100).ok()
+    cli("mig", "create", "1g.10gb", host=A100).ok()
+    one = next(one for one in world.state.gpus[0].mig if one.profile == "3g.40gb")
+    words = {
+        "name": "train",
+        "uuid": one.uuid[:16],
+        "place": "3g:4",
+        "ids": f"0/{one.gpu_instance_id}",
+        "gi": str(one.gpu_instance_id),
+    }
+    cli("mig", "destroy", words[how], host=A100).ok()
+    assert [profile for profile, _ in instances(world)] == ["1g.10gb"]
+    assert "train" not in cli("-o", "json", "mig", "status", host=A100).out
+
+
+def test_apply_keeps_every_busy_instance_of_a_full_host(cli: Cli) -> None:
+    host = MigHost(EIGHT)
+    assert host.run("mig", "apply", "-g", "all", "3g.40gb 1g.10gb*4").code == 0
+    free = next(one.uuid for one in host.state.gpus[0].mig if (one.profile, one.start) == ("1g.10gb", 2))
+    pids = [host.add(uuid) for gpu, uuid in host.devices() if gpu in {0, 3} and uuid != free]
+    before, busy = host.look(), host.busy()
+    assert sorted(busy) == sorted(pids)
+    cli("mig", "apply", "-g", "0", "3g.40gb 1g.10gb*3 1g.10gb+me", host=EIGHT).ok()
+    assert host.busy() == busy
+    assert host.look()[1:] == before[1:]
+    assert host.look()[0].places == (before[0].places - {("1g.10gb", 2)}) | {("1g.10gb+me", 2)}
+
+
+def test_apply_reads_a_file_from_stdin_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import sys
+
+    text = """version: v1
+mig-configs:
+  two: [{devices: [1], mig-enabled: true, mig-devices: {"3g.40gb": 1, "2g.20gb": 1}}]
+"""
+
+    class Once(io.TextIOWrapper):
+        """A standard input that gives its text once, as a pipe does."""
+
+    monkeypatch.setattr(sys, "stdin", Once(io.BytesIO(text.encode()), encoding="utf-8"))
+    cli("mig", "apply", "-f", "-", "-c", "two", host=EIGHT).ok()
+    world = World(EIGHT)
+    assert [[one for one, _ in instances(world, gpu)] for gpu in range(3)] == [[], ["2g.20gb", "3g.40gb"], []]
+    assert [gpu.mig_mode for gpu in world.state.gpus] == [0, 1, *[0] * 6]
+
+
+def test_enable_and_disable_are_read_back_and_told(cli: Cli) -> None:
+    world = World(H100)
+    answer = cli("mig", "enable", host=H100).ok()
+    assert "no CUDA program can use it" in answer.err
+    assert "a reboot or a reload of the driver turns MIG off again" in answer.err
+    assert (world.state.gpus[0].mig_mode, world.state.gpus[0].mig_pending) == (1, 1)
+    assert "nothing to do" in cli("mig", "enable", host=H100).ok().out
+    cli("mig", "disable", host=H100).ok()
+    assert (world.state.gpus[0].mig_mode, world.state.gpus[0].mig_pending) == (0, 0)
+
+
+CHANGES: list[tuple[str, ...]] = [
+    ("create", "-g", "0", "1g.10gb", "--name", "ann"),
+    ("destroy", "-g", "0", "2g.20gb:4"),
+    ("apply", "-g", "0,1", "7g.80gb"),
+    ("enable", "-g", "2"),
+    ("disable", "-g", "0", "--destroy"),
+    ("recover",),
+    ("name", "bob", "0/3"),
+]
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=" ".join)
+def test_a_dry_run_changes_nothing_and_needs_no_root(cli: Cli, words: tuple[str, ...]) -> None:
+    cli("mig", "apply", "-g", "0", "3g.40gb:0 2g.20gb:4", host=EIGHT).ok()
+    instance = next(one for one in World(EIGHT).state.gpus[0].mig if one.profile == "2g.20gb")
+    words = tuple(f"0/{instance.gpu_instance_id}" if word == "0/3" else word for word in words)
+    World(EIGHT).fault("user", "1000")
+    before = same(EIGHT)
+    answer = cli("-o", "json", "mig", *words, "--dry-run", host=EIGHT).ok()
+    assert same(EIGHT) == before
+    assert answer.data["dry_run"] is True
+    if words[0] != "recover":
+        assert answer.data["steps"]
+        assert all(step["command"] for step in answer.data["steps"])
+
+
+UNDONE: list[tuple[str, ...]] = [
+    ("create", "-g", "1", "1g.10gb*2", "--name", "ann"),
+    ("destroy", "-g", "1", "train"),
+    ("destroy", "-g", "1", "2g.20gb:0", "train"),
+    ("destroy", "-g", "1", "all"),
+    ("apply", "-g", "1", "7g.80gb"),
+    ("apply", "-g", "0,1", "1c.4g.40gb*2 1g.10gb"),
+    ("apply", "-g", "3", "4g.40gb"),
+    ("enable", "-g", "3"),
+    ("disable", "-g", "1", "--destroy"),
+    ("disable", "-g", "2"),
+    ("disable", "-g", "0,1,2", "--destroy"),
+]
+
+
+@pytest.mark.parametrize("words", UNDONE, ids=" ".join)
+def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> None:
+    host = MigHost(EIGHT)
+    for prepare in (
+        ("apply", "-g", "0", "2c.3g.40gb 1c.3g.40gb 2g.20gb"),
+        ("apply", "-g", "1", "2g.20gb:0"),
+        ("create", "-g", "1", "3g.40gb", "--name", "train"),
+        ("enable", "-g", "2"),
+    ):
+        assert host.run("mig", *prepare).code == 0
+    before, names = host.look(), host.names()
+    said = host.run("mig", *words)
+    assert said.code == 0, said
+    assert host.look() != before
+    (undo,) = [line for line in said.err.splitlines() if line.startswith("note: undo: ")]
+    for command in undo.removeprefix("note: undo: ").split("; "):
+        program, *rest = shlex.split(command)
+        assert program == "gpushare"
+        again = host.run(*rest)
+        assert again.code == 0, (command, again)
+    assert [(one.mode, one.pending, one.places, one.devices) for one in host.look()] == [
+        (one.mode, one.pending, one.places, one.devices) for one in before
+    ]
+    assert host.names() == names
+
+
+# -- what they refuse ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "code", "exit_code"),
+    [
+        (MIXED, ("enable", "-g", "3"), "no_mig", 3),
+        (MIXED, ("apply", "-g", "all", "1g"), "no_mig", 3),
+        ("sim:t4", ("create", "1g.5gb"), "no_mig", 3),
+        (A100, ("create", "1g.10gb"), "mig_off", 3),
+        (A100, ("apply", "4g.40gb*2"), "never_fits", 3),
+        (A100, ("apply", "5g.50gb"), "mig_profile_unknown", 3),
+        (A100, ("apply", "banana"), "bad_profile", 2),
+        (A100, ("apply", "3g.40gb:1"), "bad_placement", 2),
+        (A100, ("apply",), "no_wish", 2),
+        (A100, ("apply", "1g.10gb", "-f", "x.yaml"), "no_wish", 2),
+        (A100, ("apply", "1g.10gb", "-c", "day"), "no_file", 2),
+        (A100, ("destroy", "train"), "unknown_instance", 6),
+        (A100, ("destroy", "0/99"), "unknown_instance", 6),
+        (A100, ("name", "train", "0/1"), "unknown_instance", 6),
+        (A100, ("name", "train"), "no_name", 2),
+        (A100, ("name", "--forget", "train"), "no_name", 6),
+        (A100, ("name", "3g.40gb", "0/1"), "bad_name", 2),
+        # What is typed wrong is told before what the host lacks.
+        (A100, ("create", "1g.10gb", "--name", "a b"), "bad_name", 2),
+        (A100, ("enable", "-g", "7"), "unknown_gpu", 6),
+        (EIGHT, ("enable",), "gpu_not_named", 2),
+        (EIGHT, ("apply", "1g.10gb"), "gpu_not_named", 2),
+        (EIGHT, ("create", "1g.10gb"), "gpu_not_named", 2),
+        (EIGHT, ("destroy", "3"), "gpu_not_named", 2),
+        (EIGHT, ("destroy", "all"), "gpu_not_named", 2),
+        (EIGHT, ("disable",), "gpu_not_named", 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_refused_on_a_new_host(refused: Refused, host: str, words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("mig", *words, code=code, exit_code=exit_code, host=host)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("create", "4g.40gb"), "no_room", 19),
+        (("apply", "7g.80gb"), "no_room", 19),
+        (("destroy", "all"), "no_room", 19),
+        (("destroy", "MIG-"), "unknown_instance", 6),
+        (("disable",), "instances_exist", 19),
+        (("disable", "--destroy"), "no_room", 19),
+        (("create", "1g.10gb", "--name", "train"), "name_taken", 2),
+        (("create", "1g.10gb", "--name", "3g"), "bad_name", 2),
+        (("name", "train", "0/8"), "name_taken", 2),
+        (("name", "other", "train"), "name_taken", 2),
+        (("name", "other", "all"), "one_instance", 2),
+        (("apply", "7g.80gb", "--evict", "nobody"), "unknown_instance", 6),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_refused_beside_instances(
+    cli: Cli, refused: Refused, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    cli("mig", "enable", host=A100).ok()
+    cli("mig", "create", "3g.40gb:4", "--name", "train", host=A100).ok()
+    cli("mig", "create", "1g.10gb:1", host=A100).ok()
+    admin.add_process(A100, mig=next(one.uuid for one in World(A100).state.gpus[0].mig if one.profile == "1g.10gb"))
+    refused("mig", *words, code=code, exit_code=exit_code, host=A100)
+
+
+def test_an_id_that_several_gpus_have_is_ambiguous(cli: Cli, refused: Refused) -> None:
+    cli("mig", "apply", "-g", "0,1", "3g.40gb:4", host=EIGHT).ok()
+    said = refused("mig", "destroy", "-g", "0,1", "2", code="ambiguous_instance", exit_code=2, host=EIGHT)
+    assert "0/2, 1/2" in said
+
+
+@pytest.mark.parametrize("words", [("enable",), ("apply", "1g.10gb"), ("destroy", "all")], ids=" ".join)
+def test_without_root_nothing_changes(cli: Cli, refused: Refused, words: tuple[str, ...]) -> None:
+    if words[0] == "destroy":
+        cli("mig", "apply", "1g.10gb", host=A100).ok()
+    World(A100).fault("user", "1000")
+    assert "sudo" in refused("mig", *words, code="no_permission", exit_code=4, host=A100)
+
+
+@pytest.mark.parametrize("host", [A100, H100])
+def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) -> None:
+    """Hopper would let it, and refuse the first instance."""
+    world = World(host)
+    assert world.host.nvml.count() == 1
+    pid = admin.add_process(host)
+    said = refused("mig", "enable", code="in_use", exit_code=19, host=host)
+    assert f"python3 ({pid}, root)" in said
+    assert str(pid) in refused("mig", "apply", "1g.10gb", code="in_use", exit_code=19, host=host)
+
+
+def test_a_pending_mode_is_taken_back_also_beside_a_program(cli: Cli) -> None:
+    """Somebody else asked for it with nvidia-smi while the GPU was in use."""
+    host = MigHost(A100)
+    admin.add_process(A100)
+    with host.file.changed() as state:
+        state.gpus[0].mig_pending = 1
+    assert "pending: on" in cli("mig", "status", host=A100).out
+    cli("mig", "disable", host=A100).ok()
+    assert host.look()[0][:2] == (0, 0)
+    assert len(host.pids()) == 1
+
+
+def test_dcgm_is_in_the_way_where_the_gpu_must_be_reset(cli: Cli, refused: Refused) -> None:
+    for host in (A100, H100):
+        World(host).host.nvml.count()
+        cli("sim", "add", "--holder", "--name", "nv-hostengine", host=host).ok()
+    said = refused("mig", "enable", code="in_use", exit_code=19, host=A100)
+    assert "nv-hostengine" in said
+    assert "systemctl" in said
+    cli("mig", "enable", host=H100).ok()
+
+
+def test_a_mode_that_is_only_pending_is_an_error_and_taken_back(refused: Refused) -> None:
+    for host in (A100, H100):
+        World(host).fault("reset-required")
+        refused("mig", "apply", "1g.10gb", code="reset_required", exit_code=1, host=host)
+        gpu = World(host).state.gpus[0]
+        assert (gpu.mig_mode, gpu.mig_pending) == (0, 0)
+
+
+def test_disabling_that_needs_a_reset_makes_the_instances_again() -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "1c.3g.40gb*2 1g.10gb").code == 0
+    before = host.look()
+    host.fault("reset-required")
+    said = host.run("mig", "disable", "--destroy")
+    assert (said.code, said.error["code"]) == (1, "reset_required")
+    assert host.look() == before
+
+
+def test_a_driver_that_hides_the_profiles_until_mig_is_on(cli: Cli, refused: Refused) -> None:
+    """Driver 535 and older."""
+    world = World(A100)
+    world.fault("not-supported", "nvmlDeviceGetGpuInstanceProfileInfo")
+    said = refused("mig", "apply", "1g.10gb", code="mig_off", exit_code=3, host=A100)
+    assert "gpushare mig enable -g 0" in said
+    assert "only while MIG is on" in refused("mig", "plan", "1g.10gb", code="no_profiles", exit_code=3, host=A100)
+    assert "only while MIG is on" in cli("mig", "profiles", host=A100).ok().out
+    cli("mig", "enable", host=A100).ok()
+
+
+def test_a_lost_gpu_among_eight(cli: Cli, refused: Refused) -> None:
+    cli("mig", "apply", "-g", "0,1", "1g.10gb", host=EIGHT).ok()
+    World(EIGHT).fault("lost", gpu="1")
+    refused("mig", "apply", "-g", "all", "2g.20gb", code="gpu_lost", exit_code=6, host=EIGHT)
+    cli("mig", "apply", "-g", "0", "2g.20gb", host=EIGHT).ok()
+    assert [one for one, _ in instances(World(EIGHT))] == ["2g.20gb"]
+
+
+@pytest.mark.parametrize("words", CHANGES[:6], ids=" ".join)
+def test_without_a_driver(cli: Cli, words: tuple[str, ...]) -> None:
+    World(EIGHT).fault("no-driver")
+    answer = cli("mig", *words, host=EIGHT)
+    assert answer.code == (0 if words == ("recover",) else 9)
+
+
+def test_cdi_is_written_anew_only_where_there_is_one(cli: Cli, refused: Refused) -> None:
+    refused("mig", "apply", "1g.10gb", "--refresh-cdi", code="no_cdi_spec", exit_code=6, host=A100)
+    cli("sim", "cdi", host=A100).ok()
+    stale = cli("mig", "apply", "1g.10gb", host=A100).ok()
+    assert "--refresh-cdi" in stale.err
+    fresh = cli("mig", "apply", "2g.20gb", "--refresh-cdi", host=A100).ok()
+    assert "CDI specification" in fresh.out
+    assert "stale" not in fresh.err
+    assert "--refresh-cdi" not in fresh.err
+
+
+def test_json_of_a_change_is_one_document(cli: Cli) -> None:
+    answer = cli("-o", "json", "mig", "apply", "3g.40gb", host=A100).ok()
+    data: Any = json.loads(answer.out)["data"]
+    assert data["dry_run"] is False
+    assert data["created"][0]["profile"] == "3g.40gb"
+    assert [step["command"].split()[0] for step in data["steps"]] == ["nvidia-smi", "nvidia-smi"]

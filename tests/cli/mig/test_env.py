@@ -1,0 +1,50 @@
+"""``gpushare mig env``: the variable of a named instance, after it was looked at."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+from tests.cli.run.test_mig import bind, divided
+
+
+def test_it_prints_what_a_shell_takes(cli: Cli, world: World) -> None:
+    uuid, _ = world.mig("3g.71gb:4", "1g.18gb:0")
+    bind(world, "train", "3g.71gb", 4)
+    answer = cli("mig", "env", "train").ok()
+    assert (answer.out, answer.err) == (f"export CUDA_VISIBLE_DEVICES={uuid}\n", "")
+    assert shlex.split(answer.out) == ["export", f"CUDA_VISIBLE_DEVICES={uuid}"]
+
+
+def test_as_a_document(cli: Cli, world: World) -> None:
+    uuid, _ = world.mig("3g.71gb:4", "1g.18gb:0")
+    bind(world, "train", "3g.71gb", 4)
+    assert cli("mig", "env", "train", output="json").ok().data == {
+        "name": "train",
+        "uuid": uuid,
+        "gpu": 0,
+        "profile": "3g.71gb",
+        "start": 4,
+        "environment": {"CUDA_VISIBLE_DEVICES": uuid},
+    }
+
+
+def test_of_a_divided_instance_the_first(cli: Cli, world: World) -> None:
+    world.mig("3g.71gb:0")
+    divided(world, 0, 1)
+    bind(world, "train", "3g.71gb", 0)
+    answer = cli("mig", "env", "train").ok()
+    assert answer.out == f"export CUDA_VISIBLE_DEVICES={world.state.gpus[0].mig[0].uuid}\n"
+    assert "2 compute instances" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("word", "code"), [("1g.18gb", "not_a_name"), ("19", "not_a_name"), ("MIG-0123abcd-0000", "not_a_name")]
+)
+def test_only_a_name_says_which(refused: Callable[..., str], world: World, word: str, code: str) -> None:
+    world.mig("1g.18gb")
+    refused("mig", "env", word, code=code, exit_code=2)

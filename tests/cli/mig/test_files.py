@@ -1,0 +1,366 @@
+"""``gpushare mig check`` and ``mig export`` on simulated hosts, and every file that is none."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare.cli.mig_files import config_of, demands_of
+from gpushare.connect import connect
+from gpushare.errors import NotFound, NotSupported
+from gpushare.mig.parted import Demand
+from gpushare.mig.wish import parse_wish
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+HOST = "sim:2xh100"
+MIXED = "sim:h100,t4"
+TWO = """\
+version: v1
+mig-configs:
+  day:
+  - devices: [0]
+    mig-enabled: true
+    mig-devices: {"3g.40gb": 1, "1g.10gb": 2}
+  - devices: [1]
+    mig-enabled: false
+  night:
+  - {devices: all, mig-enabled: false}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str | bytes], str]:
+    """Return a function that writes a file and returns its path."""
+
+    def write(content: str | bytes) -> str:
+        path = tmp_path / "mig.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def cut(*profiles: str, host: str = HOST, gpu: str = "0") -> None:
+    """Give a simulated GPU these instances."""
+    connect(host)
+    admin.set_mig(host, gpu, profiles)
+
+
+# -- check -------------------------------------------------------------------------------------------
+
+
+def test_as_asked(cli: Cli) -> None:
+    cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
+    done = cli("mig", "check", "3g", "1g.10gb*2", "-g", "0", host=HOST).ok()
+    assert done.out == "GPU 0: as asked\n"
+    assert done.err == ""
+    data = cli("mig", "check", "3g:4", "1g.10gb*2", "-g", "0", host=HOST, output="json").ok().data
+    assert data["as_requested"] is True
+    assert data["gpus"][0]["missing"] == data["gpus"][0]["extra"] == []
+
+
+def test_what_is_missing_and_too_much_is_said(cli: Cli) -> None:
+    cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
+    done = cli("mig", "check", "3g:0", "1g.10gb", "2g.20gb*2", "-g", "0", host=HOST)
+    assert done.code == 7
+    assert done.out == "GPU 0: not as asked\n  missing: 3g.40gb:0, 2g.20gb*2\n  too much: 1g.10gb:1, 3g.40gb:4\n"
+    assert "apply --dry-run" in done.err
+    answer = cli("mig", "check", "3g:0", "-g", "0", host=HOST, output="json")
+    assert answer.code == 7
+    assert answer.json["status"] == "ok"
+    row = answer.data["gpus"][0]
+    assert row["missing"] == [{"profile": "3g.40gb", "start": 0, "count": 1, "mig_device": True}]
+    assert [one["start"] for one in row["extra"]] == [0, 1, 4]
+
+
+def test_every_gpu_is_looked_at_without_g(cli: Cli) -> None:
+    cut("1g.10gb")
+    answer = cli("mig", "check", "1g.10gb", host=HOST, output="json")
+    assert answer.code == 7
+    first, second = answer.data["gpus"]
+    assert first["as_requested"] is True
+    assert second["problem"] == "MIG is off; asked: on"
+    assert second["missing"] == [{"profile": "1g.10gb", "start": None, "count": 1, "mig_device": True}]
+
+
+def test_a_pending_mode_is_not_as_asked(cli: Cli, file: Callable[[str], str]) -> None:
+    host = "sim:a100-80gb"
+    connect(host)
+    admin.set_fault(host, "reset-required", "0", None)
+    nvml = connect(host).nvml
+    handle = nvml.handle(0)
+    nvml.ask(lambda api: api.nvmlDeviceSetMigMode(handle, 1))
+    (gpu,) = nvml.sweep()
+    assert (gpu.mig_enabled, gpu.mig_pending) == (False, True)
+    done = cli("mig", "check", "-f", file(TWO), "-c", "night", host=host)
+    assert done.code == 7
+    assert "MIG on is pending; asked: off" in done.out
+    assert "MIG is off, and on is pending; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
+    assert "another MIG mode is pending" in cli("mig", "export", host=host).ok().err
+
+
+def test_check_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
+    cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
+    path = file(TWO)
+    assert cli("mig", "check", "-f", path, "-c", "day", host=HOST).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
+    done = cli("mig", "check", "-f", path, "-c", "night", host=HOST)
+    assert done.code == 7
+    assert "GPU 0: not as asked\n  MIG is on; asked: off\n  too much: 1g.10gb:0, 1g.10gb:1, 3g.40gb:4" in done.out
+    assert cli("mig", "check", "-f", path, "-c", "night", "-g", "1", host=HOST).ok().out == "GPU 1: as asked\n"
+
+
+def test_a_gpu_that_no_entry_is_for_is_not_as_asked(cli: Cli, file: Callable[[str], str]) -> None:
+    path = file('version: v1\nmig-configs: {x: [{device-filter: "0x20B510DE", devices: all, mig-enabled: false}]}\n')
+    done = cli("mig", "check", "-f", path, host=HOST)
+    assert done.code == 7
+    assert "GPU 1: not as asked\n  no entry of the config is for it" in done.out
+    assert "config 'x', entry 1 is for no GPU here" in done.err
+
+
+def test_the_filter_knows_the_model(cli: Cli, file: Callable[[str], str]) -> None:
+    cut("1g.10gb", host=MIXED)
+    path = file(
+        'version: v1\nmig-configs:\n  x:\n  - device-filter: "0x233010DE"\n    devices: all\n    mig-enabled: true\n'
+        '    mig-devices: {"1g.10gb": 1}\n  - {device-filter: ["0x1EB810DE"], devices: all, mig-enabled: false}\n'
+    )
+    assert cli("mig", "check", "-f", path, host=MIXED).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
+
+
+def test_a_gpu_without_mig(cli: Cli, file: Callable[[str], str]) -> None:
+    cut("1g.10gb", host=MIXED)
+    path = file('version: v1\nmig-configs: {x: [{devices: all, mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n')
+    done = cli("mig", "check", "-f", path, host=MIXED)
+    assert done.code == 7
+    assert done.out == "GPU 0: as asked\nGPU 1: not as asked\n  Tesla T4 has no MIG\n"
+    off = file("version: v1\nmig-configs: {x: [{devices: all, mig-enabled: false}]}\n")
+    assert cli("mig", "check", "-f", off, host="sim:t4").ok().out == "GPU 0: as asked\n"
+
+
+def test_a_lost_gpu_is_not_as_asked(cli: Cli) -> None:
+    cut("1g.10gb")
+    admin.set_fault(HOST, "lost", "1", None)
+    answer = cli("mig", "check", "1g.10gb", host=HOST, output="json")
+    assert answer.code == 7
+    assert [row["as_requested"] for row in answer.data["gpus"]] == [True, False]
+    assert "lost" in answer.data["gpus"][1]["problem"].lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        ([], "no_wish", 2),
+        (["1g.10gb", "-f", "x"], "no_wish", 2),
+        (["1g.10gb", "-c", "x"], "no_wish", 2),
+        (["banana"], "bad_profile", 2),
+        (["9g.99gb"], "mig_profile_unknown", 3),
+        (["1g.10gb", "-g", "9"], "unknown_gpu", 6),
+        (["-f", "/nonexistent/mig.yaml"], "no_file", 6),
+        (["-f", "/"], "bad_file", 2),
+    ],
+)
+def test_check_refuses(refused: Callable[..., str], words: list[str], code: str, exit_code: int) -> None:
+    refused("mig", "check", *words, code=code, exit_code=exit_code, host=HOST)
+
+
+# -- files that are none -----------------------------------------------------------------------------
+
+BOMB = "a: &a {k0: 1, k1: 1, k2: 1}\n" + "".join(
+    f"{new}: &{new} {{<<: [*{old}, *{old}, *{old}, *{old}]}}\n"
+    for old, new in zip("abcdefghijkl", "bcdefghijklm", strict=True)
+)
+LAUGHS = "a: &a [x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "empty"),
+        ("a: [1\n", "not YAML"),
+        ("a: b: c\n", ":1:5: this is not YAML"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        ("a: \x07\n", "not YAML"),
+        ("!!python/object/apply:os.system [id]\n", "not YAML"),
+        ("version: v1\nversion: v1\n", "the key 'version' stands twice"),
+        ("version: v1\nmig-configs: {x: [{devices: all, mig-enabled: no}], x: []}\n", "the key 'x' stands twice"),
+        ("&a [*a]\n", "a list"),
+        ("version: v1\nmig-configs: &a {x: *a}\n", "config 'x' has no list"),
+        ("version: v1\nmig-configs: {x: &a [*a]}\n", "config 'x', entry 1 is a list"),
+        ("[" * 5000, "too deep"),
+        (BOMB, "too many keys"),
+        (LAUGHS, "no 'version'"),
+        ("version: " + "9" * 5000 + "\n", "the number is too long"),
+        ("version: 0x" + "f" * 5000 + "\n", "the number is too long"),
+        ("version: 2026-99-99\n", "this is no timestamp"),
+        ("x" * (256 << 10) + "\n", "larger than 256 KiB"),
+        ("--- {version: v1}\n--- {}\n--- {}\n", "3 YAML documents"),
+        (TWO + "---\n" + TWO, "the second document"),
+        ("version: v1\nmig-configs:\n  x:\n  - devices: all\n    mig-enabled: 1\n", "(line 4)"),
+        ("version: v1\nmig-configs:\n  x:\n  - devices: 7\n    mig-enabled: true\n", "'devices' is one number"),
+    ],
+)
+def test_a_bad_file(refused: Callable[..., str], file: Callable[..., str], content: str | bytes, said: str) -> None:
+    assert said in refused("mig", "check", "-f", file(content), code="bad_file", exit_code=2, host=HOST)
+
+
+def test_the_config_must_be_named_and_known(refused: Callable[..., str], file: Callable[[str], str]) -> None:
+    path = file(TWO)
+    lines = refused("mig", "check", "-f", path, code="config_not_named", exit_code=2, host=HOST)
+    assert "day, night" in lines
+    lines = refused("mig", "check", "-f", path, "-c", "nigth", code="unknown_config", exit_code=6, host=HOST)
+    assert "did you mean night?" in lines
+
+
+def test_a_file_that_may_not_be_read(
+    refused: Callable[..., str], file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file(TWO)
+    opened = Path.open
+
+    def closed(self: Path, *arguments: Any, **named: Any) -> Any:
+        # Root may read every file, so the mode of a file would prove nothing.
+        if str(self) == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", closed)
+    refused("mig", "check", "-f", path, code="bad_file", exit_code=4, host=HOST)
+
+
+def test_a_file_with_a_byte_order_mark_and_an_anchor(cli: Cli, file: Callable[..., str]) -> None:
+    text = "\ufeffversion: v1\nmig-configs:\n  x: &off [{devices: all, mig-enabled: false}]\n  y: *off\n"
+    assert cli("mig", "check", "-f", file(text), "-c", "y", host=HOST).ok().out.count("as asked") == 2
+
+
+def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TWO.encode())))
+    cli("mig", "check", "-f", "-", "-c", "night", host=HOST).ok()
+
+
+# -- export ------------------------------------------------------------------------------------------
+
+
+def test_export_is_a_v1_file(cli: Cli) -> None:
+    cut("3g.40gb:4", "1g.10gb:0")
+    cut("3g.40gb:0", "1g.10gb:4", gpu="1")
+    done = cli("mig", "export", host=HOST).ok()
+    assert done.out == (
+        "version: v1\nmig-configs:\n  current:\n  - devices: all\n    mig-enabled: true\n"
+        '    mig-devices:\n      "1g.10gb": 1\n      "3g.40gb": 1\n'
+    )
+    assert cli("mig", "export", host=HOST, output="table").ok().out == done.out
+    assert cli("mig", "export", host=HOST, output="json").ok().data == yaml.safe_load(done.out)
+    one = yaml.safe_load(cli("mig", "export", "-g", "1", "--name", "night", host=HOST).ok().out)
+    assert one["mig-configs"]["night"][0]["devices"] == [1]
+
+
+@pytest.mark.parametrize("placement", [True, False])
+def test_what_is_exported_is_as_asked(cli: Cli, file: Callable[[str], str], placement: bool) -> None:
+    cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
+    text = cli("mig", "export", *(["--placement"] if placement else []), host=HOST).ok().out
+    assert len(list(yaml.safe_load_all(text))) == 1 + placement
+    cli("mig", "check", "-f", file(text), host=HOST).ok()
+    # The same instances elsewhere: only the file with places minds.
+    cut("3g.40gb:0", "1g.10gb:5", "1g.10gb:6")
+    assert cli("mig", "check", "-f", file(text), host=HOST).code == (7 if placement else 0)
+
+
+def test_the_first_document_is_plain_v1(cli: Cli) -> None:
+    cut("3g.40gb:4")
+    text = cli("mig", "export", "--placement", host=HOST).ok().out
+    first, second = yaml.safe_load_all(text)
+    assert list(first) == ["version", "mig-configs"]
+    assert second == {"gpushare-placements": {"current": {"0": ["3g.40gb:4"]}}}
+    assert cli("mig", "export", "--placement", host=HOST, output="json").data == {**first, **second}
+
+
+def test_a_gpu_instance_that_no_mig_parted_file_can_say(cli: Cli, world: World) -> None:
+    world.mig("3g.71gb:4", "1g.18gb:0")
+    _destroy_compute_instances(world)
+    done = cli("mig", "export").ok()
+    assert '"3g.71gb"' not in done.out
+    assert "has no compute instance: left out" in done.err
+    answer = cli("mig", "check", "1g.18gb", output="json")
+    assert answer.code == 7
+    assert answer.data["gpus"][0]["extra"] == [{"profile": "3g.71gb", "start": 4, "count": 1, "mig_device": False}]
+    assert "too much: 3g.71gb:4 (no compute instance)" in cli("mig", "check", "1g.18gb").out
+
+
+def _destroy_compute_instances(world: World) -> None:
+    """Destroy the compute instance of the 3g.71gb, as `nvidia-smi mig -dci` does."""
+    from gpushare.mig.driver import MigReader
+
+    nvml = world.host.nvml
+    (gpu,) = nvml.sweep()
+    instance = next(one for one in MigReader(nvml).layout(gpu).instances if one.profile.name == "3g.71gb")
+    handle = nvml.handle(0)
+
+    def destroy(api: object) -> None:
+        inside = api.nvmlDeviceGetGpuInstanceById(handle, instance.id)  # type: ignore[attr-defined]
+        compute = api.nvmlGpuInstanceGetComputeInstanceById(inside, instance.compute[0].id)  # type: ignore[attr-defined]
+        api.nvmlComputeInstanceDestroy(compute)  # type: ignore[attr-defined]
+
+    nvml.demand(destroy)
+
+
+def test_models_of_a_mixed_host_have_filters(cli: Cli) -> None:
+    cut("1g.10gb", host=MIXED)
+    first, second = yaml.safe_load(cli("mig", "export", host=MIXED).ok().out)["mig-configs"]["current"]
+    assert (first["device-filter"], first["devices"]) == (["0x233010DE"], "all")
+    assert (second["device-filter"], second["mig-enabled"]) == (["0x1EB810DE"], False)
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "code", "exit_code"),
+    [
+        ("sim:t4", [], "no_mig", 3),
+        (HOST, ["--name", "a b"], "bad_name", 2),
+        (HOST, ["-g", "7"], "unknown_gpu", 6),
+    ],
+)
+def test_export_refuses(refused: Callable[..., str], host: str, words: list[str], code: str, exit_code: int) -> None:
+    refused("mig", "export", *words, code=code, exit_code=exit_code, host=host)
+
+
+def test_a_lost_gpu_cannot_be_exported(refused: Callable[..., str]) -> None:
+    connect(HOST)
+    admin.set_fault(HOST, "lost", "1", None)
+    refused("mig", "export", code="gpu_lost", exit_code=6, host=HOST)
+
+
+# -- what apply takes from a file --------------------------------------------------------------------
+
+
+def test_demands_of_a_file(file: Callable[[str], str]) -> None:
+    host = connect(HOST)
+    gpus = host.nvml.sweep()
+    assert demands_of(config_of(file(TWO), "day"), gpus, host) == {
+        0: Demand(mig_enabled=True, wish=parse_wish("3g.40gb 1g.10gb*2")),
+        1: Demand(mig_enabled=False),
+    }
+    assert list(demands_of(config_of(file(TWO), "day"), gpus[1:], host)) == [1]
+
+
+def test_demands_skip_a_gpu_without_mig(file: Callable[[str], str]) -> None:
+    host = connect(MIXED)
+    gpus = host.nvml.sweep()
+    assert list(demands_of(config_of(file(TWO), "night"), gpus, host)) == [0]
+    on = 'version: v1\nmig-configs: {x: [{devices: [1], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
+    with pytest.raises(NotSupported):
+        demands_of(config_of(file(on), None), gpus, host)
+    with pytest.raises(NotFound):
+        demands_of(config_of(file(TWO), "night"), gpus[1:], host)
+
+
+def test_pci_ids_are_those_of_the_model() -> None:
+    host = connect("sim:h200,t4,thor-igpu-gb10b")
+    assert [host.nvml.pci_ids(index) for index in range(3)] == [(0x233510DE, None), (0x1EB810DE, None), (None, None)]

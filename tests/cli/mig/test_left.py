@@ -1,0 +1,494 @@
+"""What a MIG change left behind: a journal that cannot be read, and what could not come back. Neither is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import OperationFailed
+from gpushare.mig import grant, journal, names, recover
+from gpushare.mig.driver import MigChanges
+from gpushare.mig.journal import Journal
+from gpushare.mig.recover import left_behind, missing
+from gpushare.mig.shape import GpuShape, Proof
+from gpushare.mps import home
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.mig.mig_host import MigHost, Said
+
+A100, TWO = "sim:a100-80gb", "sim:2xa100-80gb"
+Refused = Callable[..., str]
+
+
+def crashed(host: MigHost, *words: str, step: int) -> None:
+    host.fault("crash-step", step)
+    assert host.run_apart("mig", *words) == 137
+    host.clear()
+
+
+# -- a journal that cannot be read -----------------------------------------------------------------
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(b"{")
+
+
+def newer(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+
+
+BROKEN = pytest.mark.parametrize(("broken", "why"), [(emptied, "empty"), (torn, "JSON"), (newer, "newer gpushare")])
+
+
+@BROKEN
+def test_every_change_is_refused_while_the_journal_cannot_be_read(
+    refused: Refused, broken: Callable[[Path], None], why: str
+) -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    broken(host.journal)
+    kept, before = host.journal.read_bytes(), host.look()
+    for words in (["mig", "recover"], ["mig", "recover", "-n"], ["mig", "enable"], ["mig", "enable", "-n"]):
+        said = refused(*words, code="journal_unreadable", exit_code=1, host=A100)
+        assert str(host.journal) in said
+        assert why in said
+        assert "gpushare mig status" in said
+        assert "gpushare mig recover --forget" in said
+    assert host.journal.read_bytes() == kept
+    assert host.look() == before
+
+
+def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli) -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    torn(host.journal)
+    assert str(host.journal) in cli("mig", "status", host=A100).ok().err
+    found = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
+    assert found["mig.interrupted"]["verdict"] == "fail"
+    assert "--forget" in found["mig.interrupted"]["remedy"]
+    assert "gpushare_mig_change_interrupted 1" in cli("export", "prometheus", host=A100).out
+
+
+def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli) -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    torn(host.journal)
+    would = cli("mig", "recover", "--forget", "-n", host=A100).ok()
+    assert "would be" in would.out
+    assert host.journal.exists()
+    said = cli("mig", "recover", "--forget", host=A100).ok()
+    (aside,) = host.journal.parent.glob("set-aside-*.json")
+    assert str(aside) in said.out
+    assert aside.read_bytes() == b"{"
+    assert not host.journal.exists()
+    assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
+    cli("mig", "apply", "1g.10gb", host=A100).ok()
+
+
+def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
+    host = MigHost(A100)
+    host.journal.parent.mkdir(parents=True, exist_ok=True)
+    for number in (1, 2):
+        host.journal.write_text("{" * number)
+        cli("mig", "recover", "--forget", host=A100).ok()
+    assert sorted(one.read_text() for one in host.journal.parent.glob("set-aside-*.json")) == ["{", "{{"]
+
+
+# -- what could not come back ----------------------------------------------------------------------
+
+
+def lost(host: MigHost) -> tuple[int, str]:
+    """Let a change die, somebody begin to use what it made, and the undoing fail; return who, and what stayed."""
+    crashed(host, "apply", "1g.10gb*3", step=5)
+    pid = host.add(host.devices()[0][1])
+    assert host.run("mig", "recover").error["code"] == "not_restored"
+    (left,) = host.look()[0].instances
+    return pid, f"{left[0]}:{left[1]}"
+
+
+def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: Refused) -> None:
+    host = MigHost(A100)
+    before = host.look()
+    pid, place = lost(host)
+    for words in (["mig", "recover"], ["mig", "recover", "-n"], ["mig", "recover"]):
+        said = refused(*words, code="not_restored", exit_code=1, host=A100)
+        assert place in said
+        assert "gpushare mig disable -g 0 --destroy" in said
+        assert "gpushare mig recover --forget" in said
+    assert place in cli("mig", "status", host=A100).ok().err
+    found = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
+    assert place in found["mig.not_restored"]["seen"]
+    admin.end_process(host.spec, pid)
+    cli("mig", "disable", "-g", "0", "--destroy", host=A100).ok()
+    assert host.look() == before
+    assert "could not come back" not in cli("mig", "status", host=A100).ok().err
+    assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
+    # Not only unseen: what is wanted otherwise later is nobody's loss.
+    assert not list(host.journal.parent.glob("*.json"))
+    cli("mig", "apply", "1g.10gb", host=A100).ok()
+    assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
+
+
+def test_the_change_that_is_complete_after_all_is_no_loss(cli: Cli) -> None:
+    host = MigHost(A100)
+    pid, _ = lost(host)
+    admin.end_process(host.spec, pid)
+    cli("mig", "apply", "1g.10gb*3", host=A100).ok()
+    assert "could not come back" not in cli("mig", "status", host=A100).ok().err
+
+
+def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
+    host = MigHost(TWO)
+    crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
+    host.add(host.devices()[0][1])
+    assert host.run("mig", "recover").code == 1
+    crashed(host, "apply", "-g", "1", "2g.20gb", step=2)
+    done = cli("mig", "recover", host=TWO).ok()
+    assert "was undone" in done.out
+    assert "could not come back" in done.err
+
+
+def test_a_list_that_cannot_be_read_is_said_and_stays(cli: Cli, refused: Refused) -> None:
+    host = MigHost(A100)
+    lost(host)
+    (path,) = host.journal.parent.glob("not-restored-*.json")
+    path.write_text("{")
+    assert str(path) in refused("mig", "recover", code="not_restored", exit_code=1, host=A100)
+    assert str(path) in cli("mig", "status", host=A100).ok().err
+    cli("mig", "enable", host=A100)
+    assert path.exists()
+    cli("mig", "recover", "--forget", host=A100).ok()
+    assert not path.exists()
+
+
+def test_another_change_neither_undoes_nor_forgets_it(cli: Cli) -> None:
+    host = MigHost(TWO)
+    crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
+    pid = host.add(host.devices()[0][1])
+    assert host.run("mig", "recover").code == 1
+    admin.end_process(host.spec, pid)
+    here = host.look()[0]
+    cli("mig", "apply", "-g", "1", "2g.20gb", host=TWO).ok()
+    assert host.look()[0] == here
+    assert "could not come back" in cli("mig", "status", host=TWO).ok().err
+
+
+def test_who_accepts_it_is_not_told_again(cli: Cli) -> None:
+    host = MigHost(A100)
+    _, place = lost(host)
+    here = host.look()
+    assert place in cli("mig", "recover", "--forget", host=A100).ok().out
+    assert host.look() == here
+    assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
+    assert "could not come back" not in cli("mig", "status", host=A100).ok().err
+
+
+def test_forgetting_nothing_says_so_and_an_interrupted_change_is_undone_and_not_forgotten(
+    cli: Cli, refused: Refused
+) -> None:
+    host = MigHost(A100)
+    assert "nothing to forget" in cli("mig", "recover", "--forget", host=A100).ok().out
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    assert "mig recover" in refused("mig", "recover", "--forget", code="not_recovered", exit_code=2, host=A100)
+    assert host.journal.exists()
+
+
+def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused: Refused) -> None:
+    host = MigHost(TWO)
+    crashed(host, "apply", "-g", "0", "1g.10gb*3", step=4)
+    with host.file.changed() as state:
+        gone = state.gpus.pop(0)
+    assert "is not there" in host.run("mig", "recover").error["message"]
+    for _ in range(2):
+        assert "is not there" in refused("mig", "recover", code="not_restored", exit_code=1, host=TWO)
+    with host.file.changed() as state:
+        state.gpus.insert(0, gone)
+    assert "is undone now" in cli("mig", "recover", host=TWO).ok().out
+    assert [one.mode for one in host.look()] == [0, 0]
+    assert "nothing to do" in cli("mig", "recover", host=TWO).ok().out
+
+
+def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same list, of a change that did not die: somebody came into what it had made already."""
+    from gpushare.errors import OperationFailed
+    from gpushare.mig import change
+
+    host = MigHost(A100)
+    before = host.look()
+    real, calls = change.perform, []
+
+    def in_use(*arguments: object) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            host.add(host.devices()[0][1])
+            raise OperationFailed("the driver refused", "see: gpushare doctor")
+        return real(*arguments)  # type: ignore[arg-type, no-any-return]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(change, "perform", in_use)
+        said = host.run("mig", "apply", "1g.10gb*3")
+    assert "could not be undone" in said.error["message"]
+    assert "could not come back" in cli("mig", "status", host=A100).ok().err
+    for pid in host.pids():
+        admin.end_process(host.spec, pid)
+    assert host.run("mig", "recover").code == 0
+    assert host.look() == before
+    assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
+
+
+# -- what the driver refuses for once --------------------------------------------------------------
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, host: MigHost) -> Said:
+    """Recover while the driver refuses to take an instance away."""
+
+    def refuse(*_: object) -> None:
+        raise OperationFailed("the driver refused", "see: gpushare doctor")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MigChanges, "destroy_gpu_instance", refuse)
+        patched.setattr(MigChanges, "destroy_compute_instance", refuse)
+        return host.run("mig", "recover")
+
+
+@pytest.mark.parametrize("then", [("recover",), ("apply", "1g.10gb*3"), ("disable", "--destroy")])
+def test_what_the_driver_refuses_for_once_is_undone_by_the_next_command(
+    monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]
+) -> None:
+    host = MigHost(A100)
+    before = host.look()
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    said = refusing(monkeypatch, host)
+    assert said.error["code"] == "not_restored"
+    assert said.error["hint"].startswith("try again: gpushare mig recover")
+    assert host.journal.exists()
+    assert host.run("mig", *then).code == 0
+    assert not list(host.journal.parent.glob("*.json"))
+    assert (host.look() == before) is (then[0] != "apply")
+
+
+def test_what_the_driver_refuses_again_is_in_nobodys_way_and_can_be_accepted(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = MigHost(A100)
+    before = host.look()
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    for _ in range(2):
+        assert refusing(monkeypatch, host).error["code"] == "not_restored"
+    assert not host.journal.exists()
+    assert "is undone now" in cli("mig", "recover", host=A100).ok().out
+    assert host.look() == before
+
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    assert refusing(monkeypatch, host).code == 1
+    assert "would be forgotten" in cli("mig", "recover", "--forget", "-n", host=A100).ok().out
+    assert host.journal.exists()
+    assert "is forgotten" in cli("mig", "recover", "--forget", host=A100).ok().out
+    assert not list(host.journal.parent.glob("*.json"))
+
+
+def test_who_tries_again_later_destroys_nothing_that_was_made_since() -> None:
+    """The driver gives ids again: what is in that place now is not what was made then."""
+    host = MigHost(A100)
+    pid, _ = lost(host)
+    admin.end_process(host.spec, pid)
+    ((_, kept),) = Journal(connect(A100)).not_restored()
+    assert kept is not None
+    assert kept.proof not in {None, Proof()}
+    assert host.run("mig", "destroy", "all").code == 0
+    assert host.run("mig", "create", "1g.10gb*2").code == 0
+    here = host.look()
+    host.run("mig", "recover")
+    assert host.look()[0].instances == here[0].instances
+
+
+def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed(cli: Cli) -> None:
+    for verb, last in (("create", 6), ("destroy", 3)):
+        words = (verb, "3g.40gb", "--name", "new") if verb == "create" else (verb, "new")
+        for step in range(1, last):
+            host = MigHost(A100)
+            host.run("mig", "disable", "--destroy")
+            assert host.run("mig", "enable").code == 0
+            if verb == "destroy":
+                assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+            host.fault("crash-step", step)
+            host.run_apart("mig", *words)
+            host.clear()
+            said = host.run("mig", *words)
+            # One that had come to its end is told so: the name is given, or nobody has it any more.
+            assert said.code in {0, 2, 6}, (verb, step, said)
+            assert len(host.look()[0].instances) == (verb == "create"), (verb, step)
+            assert list(host.names()) == (["new"] if verb == "create" else [])
+            assert not host.journal.exists()
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full for all that gpushare keeps."""
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    for module in (journal, names, home, home):
+        monkeypatch.setattr(module, "replace_file", refuse)
+
+
+def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "enable").code == 0
+    before = host.look()
+    with monkeypatch.context() as patched:
+        real = Journal.made
+
+        def made(self: Journal, one: Any) -> None:
+            full(patched)
+            real(self, one)
+
+        patched.setattr(Journal, "made", made)
+        assert "could not be undone" in host.run("mig", "create", "3g.40gb", "--name", "new").error["message"]
+    assert (host.look(), list(host.names())) == (before, ["new"])
+    cli("mig", "recover", host=A100).ok()
+    assert (host.look(), list(host.names())) == (before, [])
+    assert not list(host.journal.parent.glob("*.json"))
+
+
+def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "enable").code == 0
+    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    cli("mps", "start", "-g", host.devices()[0][1], "--threads", "40", host=A100).ok()
+    before = host.look()
+    with monkeypatch.context() as patched:
+        real = grant.names_changed
+
+        def changed(*arguments: Any) -> Any:
+            full(patched)
+            return real(*arguments)
+
+        patched.setattr(grant, "names_changed", changed)
+        assert "could not be undone" in host.run("mig", "destroy", "new").error["message"]
+    assert host.look() == before
+    assert not host.state.daemons
+    assert "started the MPS daemon" in cli("mig", "recover", host=A100).ok().out
+    assert [one.threads for one in host.state.daemons] == [40]
+    assert not list(host.journal.parent.glob("*.json"))
+
+
+@pytest.mark.parametrize("then", [("recover",), ("destroy", "new")])
+def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: Cli, then: tuple[str, ...]) -> None:
+    """Else an instance that is made there some day would get the daemon of another."""
+    host = MigHost(A100)
+    assert host.run("mig", "enable").code == 0
+    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    cli("mps", "start", "-g", host.devices()[0][1], host=A100).ok()
+    child = os.fork()
+    if not child:
+        # Dies when the instance is gone, and its name is not forgotten yet.
+        grant.names_changed = lambda *_: os._exit(137)  # type: ignore[assignment]
+        try:
+            host.run("mig", "destroy", "new")
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
+    assert host.look()[0].instances == ()
+    homes = host.file.directory / "run" / "mps"
+    assert list(homes.glob("*/aside.json"))
+    assert host.run("mig", *then).code == (0 if then == ("recover",) else 6)
+    assert not list(homes.glob("*/aside.json"))
+    assert not host.journal.exists()
+    assert host.names() == {}
+
+
+# -- what is told of it, and to whom ---------------------------------------------------------------
+
+
+def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    seen = connect(A100)
+    (left,) = left_behind(seen, Journal(seen))
+    entry = json.loads(host.journal.read_text())
+    assert (left.id, left.remedy, left.at) == ("mig.interrupted", "gpushare mig recover", entry["step"])
+    assert left.at
+    assert entry["title"] in left.seen
+    assert str(left) == f"{left.seen}: {left.remedy}"
+
+
+def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: Cli) -> None:
+    host = MigHost(A100)
+    pid, _ = lost(host)
+    ((_, entry),) = Journal(connect(A100)).not_restored()
+    assert entry is not None
+    assert missing(connect(A100), entry)
+    admin.end_process(host.spec, pid)
+    cli("mig", "apply", "1g.10gb*3", host=A100).ok()
+    assert missing(connect(A100), entry) == ()
+    cli("mig", "create", "2g.20gb", host=A100).ok()
+    assert missing(connect(A100), entry) == ()
+    place = next(f"{name}:{start}" for name, start, _ in host.look()[0].instances if name == "1g.10gb")
+    cli("mig", "destroy", place, host=A100).ok()
+    assert missing(connect(A100), entry)
+
+
+# -- undoing ---------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not known to be undone is not forgotten."""
+    host = MigHost(A100)
+    before = host.look()
+    crashed(host, "apply", "1g.10gb*3", step=4)
+
+    real, asked = recover.look, []
+
+    def silent(*arguments: Any) -> GpuShape:
+        asked.append(arguments)
+        if len(asked) > 1:
+            return real(*arguments)
+        raise OperationFailed("the GPU does not answer", "see: gpushare doctor", code="nvml_failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recover, "look", silent)
+        said = host.run("mig", "recover")
+    assert (said.code, said.error["code"]) == (1, "nvml_failed")
+    assert len(asked) == 1
+    assert host.journal.exists()
+    assert not list(host.journal.parent.glob("not-restored-*.json"))
+    assert host.run("mig", "recover").code == 0
+    assert host.look() == before
+    assert not host.journal.exists()
+
+
+@pytest.mark.parametrize("step", range(1, 5))
+def test_mig_that_was_turned_off_in_part_is_on_again_with_all_that_was_there(cli: Cli, step: int) -> None:
+    host = MigHost(TWO)
+    cli("mig", "apply", "-g", "all", "3g.40gb", host=TWO).ok()
+    before = host.look()
+    assert [one.mode for one in before] == [1, 1]
+    crashed(host, "disable", "-g", "all", "--destroy", step=step)
+    cli("mig", "recover", host=TWO).ok()
+    now = host.look()
+    # Complete already, in the last step, is kept.
+    assert now == before or (step == 4 and [one.mode for one in now] == [0, 0])
+    assert not host.journal.exists()
+
+
+def test_who_recovers_in_vain_is_told_at_once_how_to_accept_it() -> None:
+    host = MigHost(A100)
+    crashed(host, "apply", "1g.10gb*3", step=5)
+    host.add(host.devices()[0][1])
+    said = host.run("mig", "recover")
+    assert said.error["code"] == "not_restored"
+    assert "gpushare mig recover --forget" in said.error["hint"]

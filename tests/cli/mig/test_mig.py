@@ -1,0 +1,214 @@
+"""``gpushare mig``: what is there, what fits, and the cheapest way to a wish. Nothing is ever changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpushare.cli import main
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "h200-r580"
+
+
+def captured_profiles() -> dict[str, tuple[int, int, int]]:
+    """Return id, free and total by name, as nvidia-smi printed them on our H200."""
+    rows = {}
+    for line in (DATA / "mig-lgip.txt").read_text(encoding="utf-8").splitlines():
+        words = line.replace("|", " ").split()
+        if "MIG" in words:
+            free, _, total = words[4].partition("/")
+            rows[words[2]] = (int(words[3]), int(free), int(total))
+    return rows
+
+
+def test_profiles_are_those_of_our_h200(cli: Cli) -> None:
+    found = cli("--host", "sim:h200", "-o", "json", "mig", "profiles").json["data"]["profiles"]
+    assert {row["profile"]: (row["id"], row["free"], row["total"]) for row in found} == captured_profiles()
+
+
+def test_profiles_of_a_gpu_that_is_not_here_tell_their_confidence(cli: Cli) -> None:
+    done = cli("-o", "json", "mig", "profiles", "--model", "b300")
+    assert done.code == 0
+    assert {row["confidence"] for row in done.json["data"]["profiles"]} == {"documented"}
+    assert {row["memory_bytes"] for row in done.json["data"]["profiles"]} == {None}
+
+
+def test_a_plan_has_explicit_placements_and_changes_nothing(cli: Cli) -> None:
+    done = cli("--host", "sim:h200", "-o", "json", "mig", "plan", "3g.71gb", "1g.18gb*3")
+    assert [step["command"] for step in done.json["data"]["steps"]] == [
+        "nvidia-smi mig -i 0 -cgi 9:4 -C",
+        "nvidia-smi mig -i 0 -cgi 19:1 -C",
+        "nvidia-smi mig -i 0 -cgi 19:2 -C",
+        "nvidia-smi mig -i 0 -cgi 19:3 -C",
+    ]
+    assert "MIG is off on GPU 0" in done.err
+    assert admin.describe("sim:h200")["gpus"][0]["mig"] == []
+
+
+def test_what_is_there_stays_where_it_is(cli: Cli) -> None:
+    cli("--host", "sim:h100", "sim", "mig", "3g.40gb", "1g.10gb:4")
+    done = cli("--host", "sim:h100", "-o", "json", "mig", "plan", "2g.20gb")
+    assert (done.code, done.json["errors"][0]["code"]) == (19, "no_room")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "1g.10gb*2")
+    assert (fits.code, fits.json["data"]["where"]) == (0, ["1g.10gb:5 on GPU 0", "1g.10gb:6 on GPU 0"])
+
+
+def test_no_says_what_would_have_to_go(cli: Cli) -> None:
+    cli("--host", "sim:h100", "sim", "mig", "3g.40gb:0", "3g.40gb:4")
+    admin.add_process("sim:h100", "0", mig="1")
+    done = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "4g.40gb")
+    assert done.code == 7
+    assert [(row["profile"], row["start"], row["busy"]) for row in done.json["data"]["would_go"]] == [
+        ("3g.40gb", 0, True)
+    ]
+
+
+def test_an_exact_layout_keeps_what_is_busy(cli: Cli) -> None:
+    cli("--host", "sim:h100", "sim", "mig", "1g.10gb:0", "3g.40gb:4")
+    admin.add_process("sim:h100", "0", mig="7")
+    done = cli("--host", "sim:h100", "-o", "json", "mig", "plan", "--exact", "1g.10gb", "2g.20gb")
+    commands = [step["command"] for step in done.json["data"]["steps"]]
+    assert commands[:2] == ["nvidia-smi mig -i 0 -dci -gi 2 -ci 0", "nvidia-smi mig -i 0 -dgi -gi 2"]
+    assert not any("-gi 7" in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["plan"], 2, "give a wish"),
+        (["plan", "3g.40gb", "--memory", "4G"], 2, "give a wish"),
+        (["plan", "nonsense"], 2, "nonsense"),
+        (["plan", "9g.99gb"], 3, "9g.99gb"),
+        (["fits", "7g.80gb*2"], 3, "7g.80gb"),
+        (["profiles", "--model", "t4"], 3, "no MIG"),
+        (["profiles", "--model", "h999"], 2, "h999"),
+        (["status", "-g", "9"], 6, "9"),
+    ],
+)
+def test_bad_input(cli: Cli, words: list[str], code: int, said: str) -> None:
+    done = cli("--host", "sim:h100", "mig", *words)
+    assert (done.code, done.out) == (code, "")
+    lines = done.err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+    assert lines[1].startswith("hint: ")
+
+
+def test_a_lost_gpu_is_told_once(cli: Cli) -> None:
+    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "1")
+    done = cli("--host", "sim:2xh100", "mig", "status")
+    assert done.code == 0
+    assert done.err.startswith("note: GPU 1: the GPU is lost")
+
+
+def test_fits_says_into_what_a_compute_instance_comes(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb*2")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "1c.3g.40gb")
+    assert fits.json["data"]["where"] == ["in 3g.40gb:4 on GPU 0"]
+
+
+def test_a_gpu_without_mig_says_so(cli: Cli) -> None:
+    done = cli("--host", "sim:t4", "mig", "status")
+    assert done.code == 3
+    assert "Tesla T4" in done.err
+
+
+def test_the_smallest_profile_that_serves(cli: Cli) -> None:
+    done = cli("-o", "json", "mig", "fits", "--model", "h100", "--memory", "20G", "--sm", "30")
+    assert done.json["data"]["where"] == ["3g.40gb:4 on GPU 0"]
+
+
+def test_status_draws_the_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--host", "sim:h200", "sim", "mig", "3g.71gb", "1g.18gb:4"])
+    admin.add_process("sim:h200", "0", mig="11")
+    capsys.readouterr()
+    assert main(["--host", "sim:h200", "mig", "status"]) == 0
+    out = capsys.readouterr().out
+    assert "|              3g.71gb              |1g.18gb*|   ·    |   ·    |   ·    |" in out
+    assert "lost: 1 compute and 0 memory slices" in out
+
+
+@pytest.mark.parametrize("words", [("plan", "3g"), ("fits", "3g"), ("profiles",), ("status",)])
+@pytest.mark.parametrize("gpu", ["0", "0,1"])
+def test_a_lost_gpu_that_is_named_is_the_error(cli: Cli, words: tuple[str, ...], gpu: str) -> None:
+    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "0")
+    done = cli("--host", "sim:2xh100", "mig", *words, "-g", gpu)
+    if words == ("status",) and gpu == "0,1":
+        assert (done.code, done.err.splitlines()[0]) == (0, "note: GPU 0: the GPU is lost: it fell off the bus")
+    else:
+        assert (done.code, done.err.splitlines()[0]) == (6, "error: GPU 0: the GPU is lost: it fell off the bus")
+
+
+def test_a_wish_leaves_a_lost_gpu_that_nobody_named_out(cli: Cli) -> None:
+    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "0")
+    assert cli("--host", "sim:2xh100", "-o", "json", "mig", "fits", "3g").json["data"]["where"] == [
+        "3g.40gb:4 on GPU 1"
+    ]
+
+
+def test_a_label_too_long_for_its_slice_keeps_its_extension(cli: Cli) -> None:
+    done = cli("--host", "sim:h100", "mig", "plan", "1g+me:0 1g.20gb:2")
+    assert "| +1g+me |" in done.out
+    assert "    +1g.20gb    " in done.out
+
+
+def test_an_instance_that_is_not_there_is_answered_with_those_that_are(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "3g:4 1g:0")
+    cli("--host", "sim:h100", "mig", "name", "train", "0/2")
+    done = cli("--host", "sim:h100", "mig", "destroy", "1g.10gb")
+    assert done.err.splitlines()[1].startswith("hint: instances: 0/7 (1g.10gb:0), 0/2 (train);")
+    taken = cli("--host", "sim:h100", "mig", "name", "train", "0/7")
+    assert taken.err.splitlines()[0] == "error: the name 'train' is given to 3g.40gb:4 of GPU 0"
+
+
+def test_a_wish_and_a_need_are_too_much(cli: Cli) -> None:
+    done = cli("--host", "sim:h100", "mig", "fits", "1g", "--memory", "10G")
+    assert (done.code, done.err.splitlines()[0]) == (2, "error: give a wish or a need, not both")
+
+
+def test_who_holds_in_several_ways_is_named_once(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "3g:4")
+    cli("--host", "sim:h100", "sim", "add", "--mig", "2", "--holder", "--name", "nv-hostengine")
+    done = cli("--host", "sim:h100", "mig", "destroy", "0/2")
+    first = done.err.splitlines()[0]
+    assert first.count("nv-hostengine") == 1
+    assert first.count("/dev/nvidia-caps/") == 2
+
+
+def test_mig_without_an_instance_is_told_once(cli: Cli) -> None:
+    assert cli("--host", "sim:h100", "mig", "enable").err.count("no CUDA program can use it") == 1
+
+
+@pytest.mark.parametrize(("model", "wish"), [("h100", "1g+me 2g 3g"), ("rtx-pro-6000", "1g+me.all 1g-me 2g-me")])
+def test_the_picture_of_a_plan_fits_80_columns(cli: Cli, model: str, wish: str) -> None:
+    done = cli("mig", "plan", "--model", model, *wish.split())
+    picture = [line for line in done.out.splitlines() if "|" in line]
+    assert [line.split()[0] for line in picture] == ["before", "after"]
+    assert max(map(len, picture)) <= 80
+    assert all(word.partition("g")[2].lstrip(".0123456789gb") in picture[1] for word in wish.split())
+
+
+def test_what_would_go_inside_is_told_apart(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb:0*3", "3g:4")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "2c.3g.40gb:0")
+    (gone,) = fits.json["data"]["would_go"]
+    assert (gone["gpu_instance_id"], gone["whole"], gone["compute_instance_ids"]) == (1, False, [0, 1])
+
+
+def test_the_undo_of_a_change_gives_grants_again(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "3g:4")
+    cli("--host", "sim:h100", "mig", "name", "train", "0/2")
+    cli("--host", "sim:h100", "mig", "grant", "train", "root")
+    done = cli("--host", "sim:h100", "-o", "json", "mig", "apply", "1g:0")
+    assert done.json["data"]["undo"].endswith("gpushare mig name train 3g.40gb:4 -g 0; gpushare mig grant train root")
+
+
+@pytest.mark.parametrize("wish", ["3g*3", "3g*2"])
+def test_a_gpu_whose_mode_is_off_is_the_hint_when_the_others_have_no_room(cli: Cli, wish: str) -> None:
+    cli("--host", "sim:2xh100", "mig", "apply", "-g", "0", "3g:0")
+    done = cli("--host", "sim:2xh100", "mig", "create", wish, "-g", "all")
+    assert done.code in {3, 19}
+    assert done.err.splitlines()[1] == "hint: MIG is off on GPU 1, so it is left out: gpushare mig enable -g 1"

@@ -1,0 +1,233 @@
+"""Words of ``gpushare mig``: what names an instance, and hints that hold for the command that gives them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.mig.mig_host import MigHost
+
+A100, TWO, H100 = "sim:a100-80gb", "sim:2xh100", "sim:h100-80gb"
+Refused = Callable[..., str]
+
+
+# -- hints that hold -------------------------------------------------------------------------------
+
+
+def test_a_plan_names_the_command_that_may_evict(cli: Cli) -> None:
+    host = MigHost(TWO)
+    assert host.run("mig", "apply", "-g", "1", "3g.40gb*2").code == 0
+    for _, uuid in host.devices():
+        host.add(uuid)
+    answer = cli("mig", "plan", "-g", "1", "--exact", "7g.80gb", host=TWO)
+    assert answer.code == 19
+    (hint,) = answer.lines("hint")
+    command = re.search(r"gpushare (mig apply .*)", hint)
+    assert command is not None, hint
+    # What it says can be run as it stands.
+    cli(*shlex.split(command[1]), "--dry-run", host=TWO).ok()
+    cli(*shlex.split(command[1]), host=TWO).ok()
+    assert [one[0] for one in host.look()[1].instances] == ["7g.80gb"]
+
+
+def test_without_a_gpu_named_the_plan_names_those_that_it_looked_at(cli: Cli) -> None:
+    host = MigHost(TWO)
+    assert host.run("mig", "apply", "-g", "all", "3g.40gb*2").code == 0
+    for _, uuid in host.devices():
+        host.add(uuid)
+    (hint,) = cli("mig", "plan", "--exact", "7g.80gb", host=TWO).lines("hint")
+    assert "gpushare mig apply -g 0,1 7g.80gb --evict" in hint
+
+
+def test_a_plan_that_may_destroy_names_what_ends_the_programs(cli: Cli) -> None:
+    """`mig apply` would give the GPU nothing but the wish: here the instances go one by one."""
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "3g.40gb*2").code == 0
+    for _, uuid in host.devices():
+        host.add(uuid)
+    (hint,) = cli("mig", "plan", "--may-destroy", "4g.40gb", host=A100).lines("hint")
+    command = re.search(r"gpushare (mig destroy .*)", hint)
+    assert command is not None, hint
+    cli(*shlex.split(command[1]), host=A100).ok()
+    cli("mig", "plan", "4g.40gb", host=A100).ok()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "7g*2"),
+        ("plan", "4g*2"),
+        ("plan", "4g 4g"),
+        ("fits", "7g*2"),
+        ("fits", "--memory", "200G"),
+    ],
+)
+def test_hints_for_a_model_name_the_model(refused: Refused, cli: Cli, words: tuple[str, ...]) -> None:
+    answer = cli("mig", *words, "--model", "h100", host=A100)
+    assert answer.code == 3
+    (hint,) = answer.lines("hint")
+    named = re.search(r"gpushare (mig profiles --model \S+)", hint)
+    assert named is not None, hint
+    cli(*named[1].split(), host=A100).ok()
+
+
+# -- a mig-parted file for a GPU that is not here --------------------------------------------------
+
+PARTED = """\
+version: v1
+mig-configs:
+  some:
+  - {devices: [0, 9], mig-enabled: true, mig-devices: {"3g.40gb": 1}}
+  more:
+  - {devices: [0], mig-enabled: true, mig-devices: {"3g.40gb": 1}}
+  - {devices: [7, 9], mig-enabled: true, mig-devices: {"3g.40gb": 1}}
+  none:
+  - {devices: [7, 9], mig-enabled: true, mig-devices: {"3g.40gb": 1}}
+"""
+
+
+@pytest.fixture
+def parted(tmp_path: Path) -> str:
+    path = tmp_path / "mig.yaml"
+    path.write_text(PARTED)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("some", "entry 1 names GPU 9, which is not here"), ("more", "entry 2 names GPU 7, 9, which are not here")],
+)
+def test_a_gpu_of_the_file_that_is_not_here_is_said(cli: Cli, parted: str, config: str, said: str) -> None:
+    dry = cli("mig", "apply", "-n", "-f", parted, "-c", config, host=TWO).ok()
+    assert said in dry.err
+    done = cli("mig", "apply", "-f", parted, "-c", config, host=TWO).ok()
+    assert said in done.err
+    assert "is for no GPU here" not in done.err
+    checked = cli("mig", "check", "-f", parted, "-c", config, "-g", "0", host=TWO).ok()
+    assert said in checked.err
+    # Of those that are here and were not chosen nothing is said.
+    assert "GPU 1" not in checked.err
+
+
+def test_a_file_whose_gpus_are_all_here_says_nothing(cli: Cli, parted: str) -> None:
+    Path(parted).write_text(PARTED.replace("[0, 9]", "[0, 1]"))
+    assert "not here" not in cli("mig", "apply", "-f", parted, "-c", "some", host=TWO).ok().err
+    assert "not here" not in cli("mig", "check", "-f", parted, "-c", "some", "-g", "0", host=TWO).ok().err
+
+
+def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: str) -> None:
+    for words in (("mig", "apply"), ("mig", "apply", "-n"), ("mig", "check")):
+        said = refused(*words, "-f", parted, "-c", "none", code="no_gpu", exit_code=6, host=TWO)
+        assert "entry 1 names GPU 7, 9, which are not here" in said
+
+
+# -- what names an instance ------------------------------------------------------------------------
+
+
+def old_name(host: MigHost, profile: str, gpu: int = 0) -> str:
+    """Return the name that drivers before R470 gave a MIG device."""
+    found = host.state.gpus[gpu]
+    one = next(one for one in found.mig if one.profile == profile)
+    return f"MIG-{found.uuid}/{one.gpu_instance_id}/{one.compute_instance_id}"
+
+
+def test_the_old_name_of_a_mig_device_is_understood(cli: Cli) -> None:
+    host = MigHost(TWO)
+    assert host.run("mig", "apply", "-g", "1", "3g.40gb", "1g.10gb*2").code == 0
+    old = old_name(host, "3g.40gb", gpu=1)
+    cli("mig", "name", "train", old, host=TWO).ok()
+    assert list(host.names()) == ["train"]
+    uuid = next(one.uuid for one in host.state.gpus[1].mig if one.profile == "3g.40gb")
+    steps = [cli("-o", "json", "mps", "start", "-n", "-g", word, host=TWO).ok().data["steps"] for word in (old, uuid)]
+    assert steps[0] == steps[1] != []
+    pid = next(host.add(one.uuid) for one in host.state.gpus[1].mig if one.profile == "3g.40gb")
+    cli("mig", "destroy", old, "--evict", old.lower(), host=TWO).ok()
+    assert pid not in host.pids()
+    assert [one[0] for one in host.look()[1].instances] == ["1g.10gb", "1g.10gb"]
+    assert not host.names()
+
+
+def test_an_old_name_of_nothing_says_so(refused: Refused) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "3g.40gb").code == 0
+    gone = f"MIG-{host.state.gpus[0].uuid}/99/0"
+    refused("mig", "destroy", gone, code="unknown_instance", exit_code=6, host=A100)
+    refused("mps", "start", "-g", gone, code="unknown_gpu", exit_code=6, host=A100)
+
+
+def test_every_form_names_the_same_instance(cli: Cli) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
+    assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
+    one = next(one for one in host.state.gpus[0].mig if one.profile == "3g.40gb")
+    ids = f"0/{one.gpu_instance_id}"
+    forms = [
+        "train",
+        one.uuid,
+        one.uuid[:14],
+        ids,
+        f"{ids}/{one.compute_instance_id}",
+        "3g.40gb:4",
+        old_name(host, "3g.40gb"),
+    ]
+    for form in forms:
+        steps = cli("-o", "json", "mig", "destroy", "-n", form, host=A100).ok().json["data"]["steps"]
+        assert [step["what"] for step in steps if "destroy" in step["what"]] == [
+            step["what"]
+            for step in cli("-o", "json", "mig", "destroy", "-n", "train", host=A100).json["data"]["steps"]
+            if "destroy" in step["what"]
+        ], form
+        # It has this name already.
+        cli("mig", "name", "train", form, host=A100).ok()
+
+
+ONLY_NAMES = [("env",), ("grant",), ("revoke",), ("name", "--forget")]
+
+
+@pytest.mark.parametrize("command", ONLY_NAMES)
+def test_where_only_a_name_will_do_the_hint_gives_one(refused: Refused, cli: Cli, command: tuple[str, ...]) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
+    one = next(one for one in host.state.gpus[0].mig if one.profile == "3g.40gb")
+    ids = f"0/{one.gpu_instance_id}"
+    more = ("root",) if command == ("grant",) else ()
+    for form in (
+        one.uuid,
+        one.uuid[:14],
+        ids,
+        f"{ids}/{one.compute_instance_id}",
+        "3g.40gb:4",
+        old_name(host, "3g.40gb"),
+    ):
+        said = refused("mig", *command, form, *more, code="not_a_name", exit_code=2, host=A100)
+        if command == ("name", "--forget"):
+            assert "gpushare mig status" in said
+        else:
+            assert f"gpushare mig name NAME {form}" in said
+        assert "--mig" not in said
+
+
+def test_a_name_means_a_gpu_instance_and_not_a_part_of_it(refused: Refused, cli: Cli) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "1c.3g.40gb*2").code == 0
+    part = host.state.gpus[0].mig[0]
+    ids = f"0/{part.gpu_instance_id}"
+    for form in (f"{ids}/{part.compute_instance_id}", part.uuid, old_name(host, "3g.40gb")):
+        said = refused("mig", "name", "train", form, code="part_of_instance", exit_code=2, host=A100)
+        assert f"gpushare mig name train {ids}" in said
+    cli("mig", "name", "train", ids, host=A100).ok()
+
+
+@pytest.mark.parametrize("form", ["0/1", "0/1/0", "3g.40gb:4", "train"])
+def test_g_says_which_form_of_an_instance_it_takes(refused: Refused, form: str) -> None:
+    host = MigHost(A100)
+    assert host.run("mig", "apply", "3g.40gb").code == 0
+    assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
+    said = refused("mps", "start", "-g", form, code="unknown_gpu", exit_code=6, host=A100)
+    assert "-g MIG-<uuid>" in said
+    assert "gpushare mig status" in said

@@ -1,0 +1,176 @@
+"""MPS daemons that are found again: of earlier versions, with limits that others set, stopped, or started by several at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.host.program import Completed
+from gpushare.hostfile.look import unit_device
+from gpushare.model import old_device_key
+from gpushare.mps.daemons import find_daemons
+from gpushare.mps.home import DaemonHome, home_of, old_pipe_directory, pipe_directory
+from gpushare.sim.programs import SimulatedPrograms
+from gpushare.units import GIB, MIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World
+
+
+def shown(cli: Cli) -> dict[str, Any]:
+    (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    return dict(daemon)
+
+
+@pytest.fixture
+def older(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> DaemonHome:
+    """Return the home of a daemon that an earlier version started, which still runs."""
+    with monkeypatch.context() as patched:
+        patched.setattr("gpushare.mps.home.device_key", old_device_key)
+        cli("mps", "start", "--threads", "25", "--exclusive").ok()
+        home = home_of(world.host.run_directory, world.uuid())
+    assert home.directory.name == old_device_key(world.uuid())
+    return home
+
+
+def test_a_daemon_of_an_earlier_version_is_used_and_stopped(cli: Cli, world: World, older: DaemonHome) -> None:
+    record = older.read()
+    assert record is not None
+    assert (shown(cli)["ours"], shown(cli)["pipe_directory"]) == (True, str(older.pipe))
+    cli("mps", "set", "--threads", "50").ok()
+    assert world.state.daemons[0].threads == 50.0
+    assert f"CUDA_MPS_PIPE_DIRECTORY={older.pipe}" in cli("mps", "env").ok().out
+    assert str(older.pipe) in cli("export", "docker", "-g", "0").ok().out
+    cli("run", "--", "true").ok()
+    assert len(world.state.daemons) == 1
+    cli("mps", "stop").ok()
+    assert (world.state.daemons, older.read(), world.state.gpus[0].compute_mode) == ([], None, 0)
+    # The next one has the new name.
+    cli("mps", "start").ok()
+    assert world.state.daemons[0].pipe_directory == str(home_of(world.host.run_directory, world.uuid()).pipe)
+    assert world.state.daemons[0].pipe_directory != str(older.pipe)
+
+
+def test_a_daemon_of_an_earlier_version_without_a_record(cli: Cli, world: World, older: DaemonHome) -> None:
+    (older.directory / "daemon.json").unlink()
+    assert shown(cli)["ours"] is True
+    cli("mps", "stop").ok()
+    assert world.state.daemons == []
+
+
+def test_units_of_both_names_are_known(world: World) -> None:
+    gpus = world.host.nvml.sweep()
+    uuid = world.uuid()
+    (daemon,) = [_found(world, pipe_directory(uuid), uuid)]
+    assert unit_device(world.host, daemon, gpus) == uuid
+    world.send(daemon.daemon.pid or 0, signal.SIGKILL)
+    older = _found(world, old_pipe_directory(uuid), uuid)
+    assert unit_device(world.host, older, gpus) == uuid
+    # Of a twin with the same first digits it is not this device's; and anybody can say that it listens there.
+    world.send(older.daemon.pid or 0, signal.SIGKILL)
+    assert unit_device(world.host, _found(world, old_pipe_directory(uuid), "0"), gpus) is None
+    assert unit_device(world.host, dataclasses.replace(daemon, trusted=False), gpus) is None
+
+
+def _found(world: World, pipe: str, visible: str) -> Any:
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_VISIBLE_DEVICES": visible}
+    assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+    return next(one for one in find_daemons(world.host, (), deep=False) if one.daemon.pipe_directory == pipe)
+
+
+@pytest.mark.parametrize(
+    ("device", "value", "limit"),
+    [("0", "2000M", 2000 * MIB), ("0", "3G", 3 * GIB), ("UUID", "3G", 3 * GIB), ("UUID", "1500M", 1500 * MIB)],
+)
+def test_a_limit_that_another_set_is_shown_and_captured(
+    cli: Cli, world: World, device: str, value: str, limit: int
+) -> None:
+    """The daemon prints whole G, and nothing of a limit that was set by UUID."""
+    cli("mps", "start").ok()
+    assert shown(cli)["memory_limit_bytes"] is None
+    pipe = world.state.daemons[0].pipe_directory
+    command = f"set_default_device_pinned_mem_limit {device.replace('UUID', world.uuid())} {value}\n"
+    world.host.programs.run(["nvidia-cuda-mps-control"], stdin=command, env={"CUDA_MPS_PIPE_DIRECTORY": pipe})
+    assert shown(cli)["memory_limit_bytes"] == limit
+    assert f"memory: {value}" in cli("capture").ok().out.replace("'", "")
+    clear = f"set_default_device_pinned_mem_limit {device.replace('UUID', world.uuid())} 0G\n"
+    world.host.programs.run(["nvidia-cuda-mps-control"], stdin=clear, env={"CUDA_MPS_PIPE_DIRECTORY": pipe})
+    assert shown(cli)["memory_limit_bytes"] is None
+
+
+def test_a_limit_in_the_environment_of_a_foreign_daemon_is_shown(cli: Cli, world: World, sim_dir: Path) -> None:
+    environment = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(sim_dir / "p"),
+        "CUDA_MPS_LOG_DIRECTORY": str(sim_dir / "l"),
+        "CUDA_VISIBLE_DEVICES": world.uuid(),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5G",
+    }
+    assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+    assert shown(cli)["memory_limit_bytes"] == 5 * GIB
+
+
+def test_a_stopped_daemon_is_still_mps(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.mps.daemons.LOOK_SECONDS", 0.2)
+    cli("mps", "start").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGSTOP)
+    data = cli("status", output="json").data
+    assert data["gpus"][0]["mechanism"] == "MPS"
+    assert "within 0.2 s" in data["mps_daemons"][0]["error"]
+
+
+def test_another_users_daemon_is_asked_with_v_only(cli: Cli, world: World, sim_dir: Path) -> None:
+    cli("status").ok()
+    world.fault("user", "1000")
+    world.foreign_daemon(sim_dir, uuid=world.uuid())
+    world.fault("user", "0")
+    quiet, asked = shown(cli), cli("mps", "status", "-v", output="json").ok().data["mps_daemons"][0]
+    assert (quiet["threads_percent"], asked["threads_percent"]) == (None, 100.0)
+    assert ("status -v" in quiet["note"], asked["note"], quiet["error"]) == (True, None, None)
+    assert "not asked" in cli("mps", "status").ok().out
+    checks = {one["id"]: one["verdict"] for one in cli("doctor", output="json").data["checks"]}
+    assert checks["mps.unasked"] == "skip"
+    text = cli("export", "prometheus").ok().out
+    assert "gpushare_mps_daemon_up{" not in text
+
+
+def test_a_daemon_that_dies_right_after_its_start_is_noticed_at_once(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimulatedPrograms.run
+    cli("status").ok()
+
+    def dying(self: SimulatedPrograms, argv: Sequence[str], **named: Any) -> Completed:
+        done = run(self, argv, **named)
+        if "-d" in argv:
+            world.send(world.state.daemons[-1].pid, signal.SIGKILL)
+        return done
+
+    monkeypatch.setattr(SimulatedPrograms, "run", dying)
+    # Whoever waited for its answer would never come back.
+    monkeypatch.setattr("gpushare.mps.start._ANSWER_SECONDS", 1e9)
+    answer = cli("mps", "start", "--exclusive", output="json")
+    (error,) = answer.json["errors"]
+    assert (error["code"], answer.code) == ("daemon_silent", 1)
+    assert "right after its start" in error["message"]
+    assert world.state.gpus[0].compute_mode == 0
+
+
+def test_several_starts_at_once(real: Callable[..., Started], cli: Cli, world: World) -> None:
+    """One wins; the others say so, and none of them calls the winner's daemon somebody else's."""
+    cli("status").ok()
+    for _ in range(3):
+        started = [real("-o", "json", "mps", "start", "--exclusive") for _ in range(4)]
+        answers = [one.process.communicate(timeout=120) for one in started]
+        codes = sorted(one.process.returncode for one in started)
+        assert codes == [0, 19, 19, 19], answers
+        for one, (out, err) in zip(started, answers, strict=True):
+            if one.process.returncode:
+                assert '"daemon_exists"' in out, (out, err)
+                assert "gpushare mps set" in out
+        assert len(world.state.daemons) == 1
+        cli("mps", "stop").ok()
+        assert world.state.gpus[0].compute_mode == 0

@@ -1,0 +1,221 @@
+"""``gpushare mps set``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from gpushare.mps.control import MpsControl
+from gpushare.units import GIB, MIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+TWO = "sim:2xh200"
+
+
+@pytest.fixture
+def daemon(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "50", "--memory", "8G").ok()
+
+
+def limits(cli: Cli, host: str = "sim:h200") -> list[tuple[object, object, object]]:
+    shown = cli("mps", "status", host=host, output="json").ok().data["mps_daemons"]
+    return [(one["threads_percent"], one["memory_limit_bytes"], one["priority"]) for one in shown]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_each_alone_leaves_the_others(cli: Cli) -> None:
+    cli("mps", "set", "--threads", "25").ok()
+    assert limits(cli) == [(25.0, 8 * GIB, "normal")]
+    cli("mps", "set", "--memory", "1500M").ok()
+    assert limits(cli) == [(25.0, 1500 * MIB, "normal")]
+    cli("mps", "set", "--priority", "low").ok()
+    assert limits(cli) == [(25.0, 1500 * MIB, "low")]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_future_clients_get_it_and_running_ones_keep_theirs(cli: Cli, world: World) -> None:
+    old = world.client()
+    answer = cli("mps", "set", "--threads", "25", "--memory", "2G").ok()
+    assert "running clients keep" in answer.err
+    new = world.client()
+    assert (world.process(old).threads, world.process(old).memory_limit_bytes) == (50.0, 8 * GIB)
+    assert (world.process(new).threads, world.process(new).memory_limit_bytes) == (25.0, 2 * GIB)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_the_undo_that_is_said_undoes_it(cli: Cli) -> None:
+    before = limits(cli)
+    answer = cli("mps", "set", "--threads", "25", "--memory", "2G").ok()
+    (undo,) = [line.removeprefix("note: undo: gpushare ") for line in answer.err.splitlines() if "undo:" in line]
+    cli(*undo.split()).ok()
+    assert limits(cli) == before
+
+
+@pytest.mark.usefixtures("daemon")
+def test_dry_run(cli: Cli) -> None:
+    before = limits(cli)
+    data = cli("mps", "set", "--threads", "25", "-n", output="json").ok().data
+    assert "set_default_active_thread_percentage 25.0" in data["steps"][0]["command"]
+    assert limits(cli) == before
+
+
+def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
+    cli("mps", "start", "-g", "all", "--threads", "50", host=TWO).ok()
+    data = cli("mps", "set", "-g", "all", "--threads", "1=25", host=TWO, output="json").ok().data
+    assert len(data["steps"]) == 2
+    shown = cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"]
+    assert {one["gpu_index"]: one["threads_percent"] for one in shown} == {0: 50.0, 1: 25.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ((), "nothing_to_set"),
+        (("--threads", "0"), "bad_percentage"),
+        (("--threads", "nan"), "bad_percentage"),
+        (("--memory", "0G"), "bad_size"),
+        (("--memory", "500G"), "limit_above_gpu"),
+        (("--priority", "2"), "bad_priority"),
+        (("--threads", "5=25"), "bad_limit"),
+    ],
+)
+@pytest.mark.usefixtures("daemon")
+def test_wrong_limits(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+    refused("mps", "set", *words, code=code, exit_code=2)
+
+
+def test_without_a_daemon(refused: Callable[..., str]) -> None:
+    assert "gpushare mps start -g 0" in refused("mps", "set", "--threads", "5", code="no_daemon", exit_code=6)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_dead_daemon(refused: Callable[..., str], world: World) -> None:
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    assert "gpushare mps stop -g 0" in refused("mps", "set", "--threads", "5", code="dead_daemon", exit_code=6)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_hanging_daemon(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+    world.send(world.state.daemons[0].pid, signal.SIGSTOP)
+    pipe = world.state.daemons[0].pipe_directory
+    said = refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
+    assert f"gpushare mps stop --pipe-directory {pipe} --force --yes" in said
+
+
+@pytest.mark.usefixtures("daemon")
+def test_another_users_daemon(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.fault("user", "1000")
+    said = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
+    assert "could not be undone" not in said
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
+
+
+def simulated(world: World) -> tuple[object, ...]:
+    (daemon,) = world.state.daemons
+    (server,) = daemon.servers
+    return daemon.threads, daemon.memory, daemon.priority, server.threads, server.memory
+
+
+@pytest.mark.parametrize("getter", ["default_memory", "default_priority", "server_memory"])
+@pytest.mark.usefixtures("daemon")
+def test_a_limit_that_does_not_hold_restores_all_of_them(
+    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str
+) -> None:
+    world.client()
+    before = simulated(world)
+    proper = getattr(MpsControl, getter)
+    lies = iter([True, False, True, False])
+
+    def lying(self: MpsControl, *more: int) -> object:
+        # One lie per command, and the truth while it goes back.
+        return "nothing of the kind" if next(lies, False) else proper(self, *more)
+
+    monkeypatch.setattr(MpsControl, getter, lying)
+    words = ("--threads", "25", "--memory", "2G", "--priority", "low")
+    said = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
+    assert "could not be undone" not in said
+    assert simulated(world) == before
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_server_keeps_its_own_percentage_on_the_way_back(
+    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.client()
+    (server,) = world.state.daemons[0].servers
+    MpsControl(world.host.programs, world.state.daemons[0].pipe_directory).set_server_threads(server.pid, 33.0)
+    before = simulated(world)
+    lies = iter([True, False, True, False])
+    proper = MpsControl.server_memory
+    monkeypatch.setattr(MpsControl, "server_memory", lambda self, pid: "x" if next(lies, False) else proper(self, pid))
+    refused("mps", "set", "--threads", "25", "--memory", "2G", code="limit_not_held", exit_code=1)
+    assert simulated(world) == before
+
+
+@pytest.mark.parametrize("at_first", [(), ("--memory", "8G")])
+def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
+    cli: Cli, world: World, at_first: tuple[str, ...]
+) -> None:
+    cli("mps", "start", *at_first).ok()
+    world.client()
+    before, held = limits(cli), simulated(world)
+    answer = cli("mps", "set", "--memory", "2G").ok()
+    (undo,) = [line.removeprefix("note: undo: gpushare ") for line in answer.err.splitlines() if "undo:" in line]
+    assert undo.split() == ["mps", "set", "-g", "0", "--memory", "8192M" if at_first else "none"]
+    cli("mps", "set", "--memory", "none").ok()
+    assert limits(cli) == [(100.0, None, "normal")]
+    assert world.process(world.client()).memory_limit_bytes is None
+    cli(*undo.split()).ok()
+    assert limits(cli) == before
+    if at_first:
+        assert simulated(world) == held
+
+
+def test_start_takes_no_none(refused: Callable[..., str]) -> None:
+    refused("mps", "start", "--memory", "none", code="bad_size", exit_code=2)
+
+
+def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one sets its limit after this one has made its first plan, and before it has the lock."""
+    from contextlib import AbstractContextManager
+
+    from gpushare.mps.home import DaemonHome
+
+    cli("mps", "start").ok()
+    proper, others = DaemonHome.locked, iter([("--threads", "25")])
+
+    def locked(self: DaemonHome) -> AbstractContextManager[None]:
+        for words in others:
+            cli("mps", "set", *words).ok()
+        return proper(self)
+
+    monkeypatch.setattr(DaemonHome, "locked", locked)
+    cli("mps", "set", "--memory", "2G").ok()
+    assert limits(cli) == [(25.0, 2 * GIB, "normal")]
+    record = next(DaemonHome(path.parent).read() for path in World().host.run_directory.rglob("daemon.json"))
+    assert record is not None
+    assert (record.threads_percent, record.memory_limit_bytes) == (25.0, 2 * GIB)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_limit_that_somebody_set_at_the_daemon_is_shown(cli: Cli, world: World) -> None:
+    world.client()
+    control = MpsControl(world.host.programs, world.state.daemons[0].pipe_directory)
+    control.set_default_memory(3 * GIB)
+    control.set_server_memory(world.state.daemons[0].servers[0].pid, 2 * GIB)
+    (shown,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    assert shown["memory_limit_bytes"] == 3 * GIB
+    assert limits(cli) == [(50.0, 3 * GIB, "normal")]
+
+
+def test_limits_of_two_instances_of_one_gpu(cli: Cli, world: World) -> None:
+    first, second = world.mig("3g.71gb", "1g.18gb")
+    words = ("-g", f"{first},{second}", "--memory", f"{first}=4G,{second}=2G")
+    cli("mps", "start", *words).ok()
+    assert sorted(str(one[1]) for one in limits(cli)) == [str(2 * GIB), str(4 * GIB)]

@@ -1,0 +1,296 @@
+"""``gpushare mps start``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.model import ComputeMode
+from gpushare.mps import start
+from gpushare.mps.control import MpsControl
+from gpushare.units import GIB, MIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import World, same
+
+TWO = "sim:2xt4,a30"
+
+
+def daemons(cli: Cli, host: str = "sim:h200") -> list[dict[str, object]]:
+    return cli("mps", "status", host=host, output="json").ok().data["mps_daemons"]
+
+
+def test_limits_are_set_and_shown(cli: Cli, world: World) -> None:
+    data = cli("mps", "start", "--threads", "25", "--memory", "1500M", "--priority", "low", output="json").ok().data
+    assert data["dry_run"] is False
+    assert len(data["steps"]) == 7
+    (daemon,) = daemons(cli)
+    assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["priority"]) == (25.0, 1500 * MIB, "low")
+    assert (daemon["ours"], daemon["transient"], daemon["gpu_index"]) == (True, False, 0)
+    (simulated,) = world.state.daemons
+    assert (simulated.threads, simulated.memory, simulated.priority) == (25.0, {"0": 1500}, 1)
+    assert simulated.visible == [world.uuid()]
+    pid = world.client()
+    client = world.process(pid)
+    assert (client.threads, client.memory_limit_bytes) == (25.0, 1500 * MIB)
+
+
+def test_no_limits(cli: Cli) -> None:
+    answer = cli("mps", "start").ok()
+    assert "note: undo: gpushare mps stop -g 0" in answer.err
+    (daemon,) = daemons(cli)
+    assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["priority"]) == (100.0, None, "normal")
+
+
+def test_limits_of_the_callers_environment_are_not_taken(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")
+    monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=1G")
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")
+    cli("mps", "start").ok()
+    (daemon,) = world.state.daemons
+    assert (daemon.threads, daemon.memory, daemon.priority) == (100.0, {}, 0)
+
+
+def test_limits_per_gpu(cli: Cli) -> None:
+    cli("mps", "start", "-g", "0,1", "--memory", "0=4G,1=8G", "--threads", "1=50", host=TWO).ok()
+    found = {one["gpu_index"]: (one["memory_limit_bytes"], one["threads_percent"]) for one in daemons(cli, TWO)}
+    assert found == {0: (4 * GIB, 100.0), 1: (8 * GIB, 50.0)}
+
+
+def test_all_gpus(cli: Cli) -> None:
+    cli("mps", "start", "-g", "all", "--threads", "30", host=TWO).ok()
+    assert sorted(str(one["gpu_index"]) for one in daemons(cli, TWO)) == ["0", "1", "2"]
+    assert cli("mps", "stop", "-g", "all", host=TWO, output="json").ok().data["stopped"][2]["gpu"] == 2
+    assert daemons(cli, TWO) == []
+
+
+def test_dry_run_needs_no_root_and_changes_nothing(cli: Cli, world: World) -> None:
+    world.fault("user", "1000")
+    before = same(world.spec)
+    data = cli("mps", "start", "--threads", "25", "--exclusive", "-n", output="json").ok().data
+    assert data["dry_run"]
+    assert [step["command"].split()[0].split("=")[0] for step in data["steps"]] == [
+        "mkdir",
+        "write",
+        "nvidia-smi",
+        "CUDA_VISIBLE_DEVICES",
+        "echo",
+        "write",
+    ]
+    assert same(world.spec) == before
+    assert not (world.directory / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--threads", "0"), "bad_percentage"),
+        (("--threads", "101"), "bad_percentage"),
+        (("--threads", "many"), "bad_percentage"),
+        (("--threads", "0=25,0=30"), "bad_limit"),
+        (("--threads", "0=25,30"), "bad_limit"),
+        (("--threads", "1=25"), "bad_limit"),
+        (("--memory", "4"), "bad_size"),
+        (("--memory", "-4G"), "bad_size"),
+        (("--memory", "1000T"), "limit_above_gpu"),
+        (("--memory", "150G"), "limit_above_gpu"),
+        (("--priority", "high"), "bad_priority"),
+        (("--pipe-directory", "/x"), "usage"),
+    ],
+)
+def test_wrong_limits(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+    refused("mps", "start", *words, code=code, exit_code=2)
+
+
+def test_limit_above_one_of_the_gpus(refused: Callable[..., str]) -> None:
+    said = refused("mps", "start", "-g", "all", "--memory", "20G", code="limit_above_gpu", exit_code=2, host=TWO)
+    assert "GPU 0" in said
+    assert "--memory" in said
+
+
+def test_limit_of_a_gpu_that_is_not_chosen(refused: Callable[..., str]) -> None:
+    said = refused("mps", "start", "-g", "0", "--memory", "0=4G,1=8G", code="bad_limit", exit_code=2, host=TWO)
+    assert "-g 0,1" in said
+
+
+@pytest.mark.parametrize(("gpu", "code", "exit_code"), [("7", "unknown_gpu", 6), (None, "gpu_not_named", 2)])
+def test_wrong_gpu(refused: Callable[..., str], gpu: str | None, code: str, exit_code: int) -> None:
+    refused("mps", "start", *([] if gpu is None else ["-g", gpu]), code=code, exit_code=exit_code, host=TWO)
+
+
+def test_exclusive_and_back(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+    pid = world.client()
+    assert world.process(pid).mps_server is not None
+    world.send(pid, signal.SIGKILL)
+    (row,) = cli("mps", "stop", output="json").ok().data["stopped"]
+    assert row["compute_mode"] == "default"
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+def test_exclusive_that_was_there_stays(cli: Cli, world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    cli("mps", "start", "--exclusive").ok()
+    (row,) = cli("mps", "stop", output="json").ok().data["stopped"]
+    assert row["compute_mode"] is None
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+
+
+def test_exclusive_needs_root(refused: Callable[..., str], world: World) -> None:
+    world.fault("user", "1000")
+    assert "could not be undone" not in refused("mps", "start", "--exclusive", code="no_permission", exit_code=4)
+
+
+def test_not_root_starts_a_daemon_of_its_own(cli: Cli, world: World) -> None:
+    world.fault("user", "1000")
+    cli("mps", "start", "--threads", "25").ok()
+    assert world.state.daemons[0].uid == 1000
+    cli("mps", "stop").ok()
+
+
+def test_prohibited_mode(refused: Callable[..., str], world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    said = refused("mps", "start", code="compute_prohibited", exit_code=19)
+    assert f"sudo nvidia-smi -i {world.uuid()} -c DEFAULT" in said
+
+
+def test_mig_enabled_gpu_needs_an_instance(refused: Callable[..., str], world: World) -> None:
+    uuids = world.mig("3g.71gb", "1g.18gb")
+    said = refused("mps", "start", code="mig_enabled", exit_code=3)
+    assert f"-g {uuids[0]}" in said
+
+
+def test_mig_instance(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    uuids = world.mig("3g.71gb", "1g.18gb")
+    cli("mps", "start", "-g", uuids[1], "--memory", "4G").ok()
+    (daemon,) = daemons(cli)
+    assert (daemon["device_uuid"], daemon["gpu_index"]) == (uuids[1], 0)
+    assert world.state.daemons[0].visible == [uuids[1]]
+    pid = world.client(mig=uuids[1])
+    assert world.process(pid).gpu_instance_id == world.state.gpus[0].mig[1].gpu_instance_id
+    refused("mps", "start", "-g", uuids[1], code="daemon_exists", exit_code=19)
+    cli("mps", "start", "-g", uuids[0]).ok()
+    assert len(daemons(cli)) == 2
+
+
+def test_memory_above_a_mig_instance(refused: Callable[..., str], world: World) -> None:
+    uuids = world.mig("3g.71gb", "1g.18gb")
+    refused("mps", "start", "-g", uuids[1], "--memory", "20G", code="limit_above_gpu", exit_code=2)
+
+
+def test_exclusive_on_mig(refused: Callable[..., str], world: World) -> None:
+    (uuid,) = world.mig("3g.71gb")
+    refused("mps", "start", "-g", uuid, "--exclusive", code="exclusive_on_mig", exit_code=3)
+
+
+def test_missing_program(refused: Callable[..., str], world: World) -> None:
+    world.fault("missing", "nvidia-cuda-mps-control")
+    refused("mps", "start", code="program_missing", exit_code=3)
+    # A plan that could not be carried out is no plan.
+    refused("mps", "start", "-n", code="program_missing", exit_code=3)
+
+
+def test_a_program_that_hangs(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+    monkeypatch.setattr(MpsControl.answers, "__defaults__", (0.1,))
+    world.fault("hang", "nvidia-cuda-mps-control")
+    refused("mps", "start", code="daemon_hangs", exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "exit_code"),
+    [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("lost", "gpu_lost", 6)],
+)
+def test_a_host_that_does_not_answer(
+    refused: Callable[..., str], world: World, fault: str, code: str, exit_code: int
+) -> None:
+    world.fault(fault)
+    refused("mps", "start", code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("dry", [(), ("-n",)])
+def test_path_too_long(
+    refused: Callable[..., str], sim_dir: Path, monkeypatch: pytest.MonkeyPatch, dry: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("x" * 60)))
+    said = refused("mps", "start", *dry, code="path_too_long", exit_code=2)
+    assert "87 is the limit" in said
+    assert "GPUSHARE_RUN_DIR" in said
+    assert not (World().directory / "run").exists()
+
+
+def test_unwritable_directory(refused: Callable[..., str], world: World) -> None:
+    world.host.nvml.identities()
+    world.directory.joinpath("run").write_text("in the way")
+    refused("mps", "start", code="directory_unwritable", exit_code=4)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory away")
+def test_wrong_owner(refused: Callable[..., str], world: World) -> None:
+    run = world.host.run_directory
+    run.mkdir()
+    os.chown(run, 12345, 12345)
+    assert "belongs to user 12345" in refused("mps", "start", code="wrong_owner", exit_code=4)
+
+
+def test_directory_open_to_others(refused: Callable[..., str], world: World) -> None:
+    run = world.host.run_directory
+    run.mkdir()
+    run.chmod(0o777)
+    assert f"chmod go-w {run}" in refused("mps", "start", code="directory_open", exit_code=4)
+
+
+@pytest.mark.parametrize(
+    ("getter", "words"),
+    [
+        ("default_threads", ("--threads", "25")),
+        ("default_memory", ("--memory", "4G")),
+        ("default_priority", ("--priority", "low")),
+    ],
+)
+def test_a_limit_that_does_not_hold_rolls_everything_back(
+    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch, getter: str, words: tuple[str, ...]
+) -> None:
+    world.host.nvml.identities()
+    monkeypatch.setattr(MpsControl, getter, lambda *_: None)
+    said = refused("mps", "start", "--exclusive", *words, code="limit_not_held", exit_code=1)
+    assert "holds none" in said
+    assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], ComputeMode.DEFAULT)
+
+
+def test_failure_on_the_second_gpu_rolls_the_first_back(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(TWO)
+    world.host.nvml.identities()
+    second, proper = world.uuid(1), MpsControl.default_threads
+
+    def lying(self: MpsControl) -> float | None:
+        return 77.0 if second[4:12] in self.pipe_directory else proper(self)
+
+    monkeypatch.setattr(MpsControl, "default_threads", lying)
+    refused("mps", "start", "-g", "0,1", "--threads", "25", code="limit_not_held", exit_code=1, host=TWO)
+    assert world.state.daemons == []
+
+
+def test_ctrl_c_in_the_middle_rolls_back(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MpsControl, "set_default_threads", interrupted)
+    answer = cli("mps", "start", "--threads", "25", "--exclusive", output="json")
+    assert (answer.code, answer.json["errors"][0]["code"]) == (130, "interrupted")
+    assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], ComputeMode.DEFAULT)
+
+
+def test_programs_that_run_already_are_named(cli: Cli, world: World) -> None:
+    world.fault("busy")
+    (pid,) = world.pids()
+    assert f"outside MPS ({pid})" in cli("mps", "start").ok().err

@@ -1,0 +1,351 @@
+"""``gpushare mps stop``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpushare.model import ComputeMode
+from gpushare.mps import stop
+from gpushare.mps.control import MpsControl
+from gpushare.sim.state import StateFile, parse_spec
+from tests.cli.conftest import Cli
+from tests.cli.drive import Started, World, until
+
+TWO = "sim:2xh200"
+
+
+@pytest.fixture
+def daemon(cli: Cli, world: World) -> int:
+    cli("mps", "start").ok()
+    return world.state.daemons[0].pid
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what does not answer be given up soon."""
+    monkeypatch.setattr(stop, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+
+
+def test_stop(cli: Cli, world: World, daemon: int) -> None:
+    (row,) = cli("mps", "stop", output="json").ok().data["stopped"]
+    assert (row["pid"], row["gpu"], row["forced"], row["compute_mode"]) == (daemon, 0, False, None)
+    assert world.state.daemons == []
+    assert not list((world.directory / "run").rglob("daemon.json"))
+    assert not list((world.directory / "run").rglob("pipe/*"))
+
+
+def test_stop_says_what_is_gone(cli: Cli, daemon: int) -> None:
+    assert cli("mps", "stop").ok().out == f"MPS daemon of GPU 0 is gone (process {daemon})\n"
+
+
+@pytest.mark.usefixtures("daemon")
+def test_logs_stay(cli: Cli, world: World) -> None:
+    cli("mps", "stop").ok()
+    assert list(world.directory.rglob("control.log"))
+
+
+def test_dry_run(cli: Cli, world: World, daemon: int) -> None:
+    world.client()
+    answer = cli("mps", "stop", "-n").ok()
+    assert answer.out.startswith(f"would stop the MPS daemon of GPU 0 (process {daemon}): echo quit")
+    assert len(world.state.daemons) == 1
+
+
+@pytest.mark.usefixtures("daemon")
+def test_clients_are_waited_for(real: Callable[..., Started], world: World) -> None:
+    pid = world.client()
+    started = real("mps", "stop", stdout=None)
+    assert started.process.stderr is not None
+    assert f"for 1 client: {pid}" in started.process.stderr.readline()
+    assert world.state.daemons
+    world.send(pid, signal.SIGKILL)
+    assert started.process.wait(timeout=120) == 0
+    assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_clients_that_stay_are_not_forced_unasked(
+    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = world.client()
+    monkeypatch.setattr("gpushare.cli.mps.note", lambda _: None)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    # Only waiting takes time: the message says how long it waited.
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    said = refused("mps", "stop", code="clients_left", exit_code=19)
+    assert str(pid) in said
+    assert "--drain 60" in said
+    assert world.process(pid).mps_server is not None
+
+
+def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
+    pid = world.client()
+    begun = time.monotonic()
+    (row,) = cli("mps", "stop", "--drain", "0.3", output="json").ok().data["stopped"]
+    assert row["forced"]
+    assert row["waited_seconds"] >= 0.3
+    assert time.monotonic() - begun >= 0.3
+    assert world.process(pid).broken
+    assert daemon not in [one.pid for one in world.state.daemons]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_force_does_not_wait(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.client()
+    # A clock that stands, and no sleep: a wait would be neither short nor unseen.
+    stands = SimpleNamespace(monotonic=lambda: 7.0, sleep=lambda _: pytest.fail("it waited for a client"))
+    monkeypatch.setattr(stop, "time", stands)
+    (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
+    assert (row["forced"], row["waited_seconds"]) == (True, 0.0)
+
+
+@pytest.mark.parametrize("words", [("--drain", "x"), ("--drain", "-1")])
+@pytest.mark.usefixtures("daemon")
+def test_wrong_duration(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+    refused("mps", "stop", *words, code="bad_duration", exit_code=2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_hanging_daemon_is_not_forced_unasked(refused: Callable[..., str], world: World, daemon: int) -> None:
+    world.send(daemon, signal.SIGSTOP)
+    assert "--force" in refused("mps", "stop", code="daemon_hangs", exit_code=1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_force_on_a_stopped_daemon(cli: Cli, world: World, daemon: int) -> None:
+    world.send(daemon, signal.SIGSTOP)
+    (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
+    assert row["forced"]
+    assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("impatient", "daemon")
+def test_force_on_a_daemon_that_never_answers(cli: Cli, world: World) -> None:
+    world.fault("hang", "nvidia-cuda-mps-control")
+    (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
+    assert row["forced"]
+    assert world.state.daemons == []
+    assert not list((world.directory / "run").rglob("daemon.json"))
+
+
+def test_dead_daemon_is_cleared_away(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    assert cli("mps", "stop", "-n").ok().out == "would clear away what a dead MPS daemon of GPU 0 left\n"
+    answer = cli("mps", "stop").ok()
+    assert answer.out == "cleared away what a dead MPS daemon of GPU 0 left; compute mode default restored\n"
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+    assert not list((world.directory / "run").rglob("daemon.json"))
+
+
+def test_nothing_there(refused: Callable[..., str]) -> None:
+    refused("mps", "stop", code="no_daemon", exit_code=6)
+    refused("mps", "stop", "-g", "0", code="no_daemon", exit_code=6)
+    refused("mps", "stop", "-g", "1", code="unknown_gpu", exit_code=6)
+    refused("mps", "stop", "--pipe-directory", "/nowhere", code="no_daemon", exit_code=6)
+
+
+def test_foreign_daemon_only_by_its_directory_and_yes(
+    refused: Callable[..., str], cli: Cli, world: World, sim_dir: Path
+) -> None:
+    pid = world.foreign_daemon(sim_dir)
+    for words in ((), ("-g", "0"), ("-g", "all"), ("--force",), ("-y",)):
+        said = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
+        assert f"--pipe-directory {sim_dir}/p --yes" in said
+    said = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", code="foreign_daemon", exit_code=2)
+    assert "--yes" in said
+    assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n").ok().out.startswith("would stop")
+    (row,) = cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p/", "--yes", output="json").ok().data["stopped"]
+    assert row["pid"] == pid
+    assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_two_ways_of_naming(refused: Callable[..., str]) -> None:
+    refused("mps", "stop", "-g", "0", "--pipe-directory", "/x", code="two_names", exit_code=2)
+
+
+def test_own_daemon_by_its_directory_restores_the_mode(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    (row,) = (
+        cli("mps", "stop", "--pipe-directory", world.state.daemons[0].pipe_directory, output="json")
+        .ok()
+        .data["stopped"]
+    )
+    assert row["compute_mode"] == "default"
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+def test_several_gpus(refused: Callable[..., str], cli: Cli) -> None:
+    world = World(TWO)
+    cli("mps", "start", "-g", "all", host=TWO).ok()
+    refused("mps", "stop", code="gpu_not_named", exit_code=2, host=TWO)
+    cli("mps", "stop", "-g", "1", host=TWO).ok()
+    (left,) = world.state.daemons
+    assert left.visible == [world.uuid(0)]
+    refused("mps", "stop", "-g", "1", code="no_daemon", exit_code=6, host=TWO)
+    # Also the only one that is left: a change on a host with several GPUs names its GPU.
+    refused("mps", "stop", code="gpu_not_named", exit_code=2, host=TWO)
+    cli("mps", "stop", "-g", "0", host=TWO).ok()
+    assert world.state.daemons == []
+    refused("mps", "stop", code="no_daemon", exit_code=6, host=TWO)
+
+
+def test_one_in_use_does_not_keep_the_other(cli: Cli) -> None:
+    world = World(TWO)
+    cli("mps", "start", "-g", "all", "--exclusive", host=TWO).ok()
+    world.fault("lost", gpu="0")
+    world.state.gpus  # noqa: B018
+    answer = cli("mps", "stop", "-g", "1", host=TWO)
+    assert answer.code == 0
+    assert [daemon.visible for daemon in world.state.daemons] == [[world.state.gpus[0].uuid]]
+
+
+def test_all_with_one_in_use_is_partial(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(TWO)
+    cli("mps", "start", "-g", "all", host=TWO).ok()
+    world.client(index=0, daemon=0)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    # Only waiting takes time: the message says how long it waited.
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    answer = cli("mps", "stop", "-g", "all", host=TWO, output="json")
+    assert (answer.code, answer.json["status"]) == (19, "partial")
+    assert [row["gpu"] for row in answer.data["stopped"]] == [1]
+    assert [(error["code"], error["gpu"]) for error in answer.json["errors"]] == [("clients_left", "0")]
+
+
+def test_mig(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    uuids = world.mig("3g.71gb", "1g.18gb")
+    cli("mps", "start", "-g", ",".join(uuids)).ok()
+    said = refused("mps", "stop", code="no_daemon", exit_code=6)
+    assert "-g all" in said
+    cli("mps", "stop", "-g", uuids[0]).ok()
+    assert [daemon.visible for daemon in world.state.daemons] == [[uuids[1]]]
+    # The only one that is left needs no name.
+    cli("mps", "stop").ok()
+    cli("mps", "start", "-g", ",".join(uuids)).ok()
+    cli("mps", "stop", "-g", "all").ok()
+    assert world.state.daemons == []
+
+
+def test_mode_that_cannot_be_restored(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    pipe = world.state.daemons[0].pipe_directory
+    uuid = world.uuid()
+    world.fault("not-supported", "nvmlDeviceSetComputeMode")
+    answer = cli("mps", "stop", "--pipe-directory", pipe, output="json")
+    assert answer.code == 1
+    assert answer.json["errors"][0]["code"] == "not_restored"
+    assert f"sudo nvidia-smi -i {uuid} -c DEFAULT" in answer.err
+    assert world.state.daemons == []
+    # It is still noted: the next stop tries again.
+    from gpushare.sim import admin
+
+    admin.clear_faults(world.spec)
+    assert "compute mode default restored" in cli("mps", "stop").ok().out
+
+
+def test_another_users_daemon(
+    refused: Callable[..., str], world: World, daemon: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert daemon
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "belongs to user" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
+
+
+def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int) -> None:
+    from gpushare.errors import NotFound
+    from gpushare.mps.daemons import find_daemons
+
+    (found,) = find_daemons(world.host, world.host.nvml.sweep(), deep=False)
+    cli("mps", "stop").ok()
+    cli("mps", "start").ok()
+    with pytest.raises(NotFound, match=f"daemon {daemon} was stopped or replaced"):
+        stop.stop(world.host, found, None, drain_seconds=0, force=True)
+    assert len(world.state.daemons) == 1
+
+
+@pytest.mark.usefixtures("daemon")
+def test_two_stops_at_once(real: Callable[..., Started], world: World) -> None:
+    pid = world.client()
+    both = [real("mps", "stop"), real("mps", "stop")]
+    until(lambda: world.state.daemons[0].environment is not None, "the daemon")
+    world.send(pid, signal.SIGKILL)
+    codes = sorted(one.result().code for one in both)
+    assert codes in ([0, 6], [0, 0])
+    assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.mps.home import home_of
+
+    pid, proper, entered = world.client(), stop._wait_for_clients, []
+
+    def waiting(*more: object, **named: object) -> object:
+        if not entered:
+            with home_of(world.host.run_directory, world.uuid()).locked(seconds=0.0):
+                entered.append(pid)
+            world.send(pid, signal.SIGKILL)
+        return proper(*more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stop, "_wait_for_clients", waiting)
+    cli("mps", "stop", "--drain", "600").ok()
+    assert entered == [pid]
+    assert world.state.daemons == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_the_hint_on_a_lost_gpu_works(cli: Cli, refused: Callable[..., str], world: World) -> None:
+    pipe = world.state.daemons[0].pipe_directory
+    world.fault("lost")
+    said = refused("mps", "stop", "-g", "0", code="gpu_lost", exit_code=6)
+    assert f"gpushare mps stop --pipe-directory {pipe}" in said
+    cli("mps", "stop", "--pipe-directory", pipe).ok()
+    assert world.state.daemons == []
+
+
+def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(cli: Cli, world: World) -> None:
+    from dataclasses import replace
+
+    from gpushare.mps.daemons import find_daemons
+
+    cli("mps", "start").ok()
+    (found,) = find_daemons(world.host, world.host.nvml.sweep(), deep=False)
+    assert found.record is not None
+    transient = replace(found, record=replace(found.record, transient=True))
+    cli("mps", "stop").ok()
+    assert stop.stop(world.host, transient, None, drain_seconds=0, force=False).pid == found.daemon.pid
+
+
+def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
+    cli: Cli, world: World, sim_dir: Path
+) -> None:
+    """The unit of a daemon stops it by its directory; any user can start a process that names the same one."""
+    cli("status").ok()
+    world.fault("user", "1000")
+    (sim_dir / "a").mkdir()
+    forged = world.foreign_daemon(sim_dir / "a")
+    world.fault("user", "0")
+    real = world.foreign_daemon(sim_dir)
+    with StateFile(parse_spec(world.spec).text).changed() as state:
+        by_pid = {daemon.pid: daemon for daemon in state.daemons}
+        by_pid[forged].environment["CUDA_MPS_PIPE_DIRECTORY"] = by_pid[real].pipe_directory
+    cli("mps", "stop", "--pipe-directory", str(sim_dir / "p"), "--yes").ok()
+    assert [daemon.pid for daemon in world.state.daemons] == [forged]

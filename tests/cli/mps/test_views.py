@@ -1,0 +1,148 @@
+"""``gpushare mps status``, ``logs`` and ``env``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.mps.control import MpsControl
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+TWO = "sim:2xh200"
+
+
+def test_status_of_nothing(cli: Cli) -> None:
+    assert "no MPS daemon runs on this host" in cli("mps", "status").ok().out
+    assert cli("mps", "status", output="json").ok().data == {"mps_daemons": []}
+
+
+def test_status_of_ours_and_others(cli: Cli, sim_dir: Path) -> None:
+    world = World(TWO)
+    cli("mps", "start", "-g", "0", host=TWO).ok()
+    world.foreign_daemon(sim_dir, uuid=world.uuid(1))
+    data = cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"]
+    assert [(one["ours"], one["gpu_index"]) for one in data] == [(True, 0), (False, 1)]
+    (only,) = cli("mps", "status", "-g", "1", host=TWO, output="json").ok().data["mps_daemons"]
+    assert only["pipe_directory"] == f"{sim_dir}/p"
+
+
+def test_status_of_a_hanging_daemon(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli("mps", "start").ok()
+    monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
+    world.send(world.state.daemons[0].pid, signal.SIGSTOP)
+    (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    assert "did not answer" in daemon["error"]
+
+
+def test_status_shows_clients_with_their_limits(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "50").ok()
+    pid = world.client(environment={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "20"}, name="train.py")
+    for form in ("table", "plain", "csv", "yaml"):
+        text = cli("mps", "status", output=form).ok().out
+        assert str(pid) in text or form == "csv"
+    (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    (client,) = daemon["servers"][0]["clients"]
+    assert (client["pid"], client["name"], client["threads_percent"]) == (pid, "train.py", 20.0)
+
+
+@pytest.mark.parametrize("words", [("status",), ("logs",), ("env",)])
+def test_wrong_gpu(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+    refused("mps", *words, "-g", "9", code="unknown_gpu", exit_code=6)
+
+
+def test_logs(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.client()
+    answer = cli("mps", "logs", output="json").ok()
+    assert set(answer.data["lines"]) == {"control.log", "server.log"}
+    assert any("NEW SERVER" in line for line in answer.data["lines"]["control.log"])
+    assert cli("mps", "logs", "--lines", "3").ok().out.count("\n") == 9
+    assert list(cli("mps", "logs", "--server", output="json").ok().data["lines"]) == ["server.log"]
+    assert list(cli("mps", "logs", "--control", output="json").ok().data["lines"]) == ["control.log"]
+    assert len(cli("mps", "logs", "--server", "--control", output="json").ok().data["lines"]) == 2
+
+
+def test_logs_of_a_daemon_that_is_gone(cli: Cli) -> None:
+    cli("mps", "start").ok()
+    cli("mps", "stop").ok()
+    assert "Starting control daemon" in cli("mps", "logs").ok().out
+
+
+def test_logs_of_nothing(refused: Callable[..., str]) -> None:
+    refused("mps", "logs", code="no_log", exit_code=6)
+
+
+def test_logs_of_several_gpus(refused: Callable[..., str]) -> None:
+    refused("mps", "logs", code="gpu_not_named", exit_code=2, host=TWO)
+    refused("mps", "logs", "-g", "0,1", code="one_gpu", exit_code=2, host=TWO)
+
+
+def test_logs_that_cannot_be_read(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    log = Path(world.state.daemons[0].log_directory) / "server.log"
+    log.unlink()
+    log.mkdir()
+    answer = cli("mps", "logs")
+    assert answer.code == 1
+    assert "sudo tail" in answer.lines("hint")[0]
+
+
+def test_env_in_a_real_shell(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    text = cli("mps", "env", "--threads", "25", "--memory", "4G", "--priority", "low").ok().out
+    names = "CUDA_VISIBLE_DEVICES CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+    names += " CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_CLIENT_PRIORITY"
+    script = f"eval {shlex.quote(text)}; printf '%s\\n' " + " ".join(f'"${name}"' for name in names.split())
+    done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, env={})
+    pipe = world.state.daemons[0].pipe_directory
+    assert done.stdout.splitlines() == [world.uuid(), pipe, "25.0", "0=4096M", "1"]
+
+
+def test_env_as_json(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    environment = cli("mps", "env", output="json").ok().data["environment"]
+    assert set(environment) == {"CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
+    assert environment["CUDA_VISIBLE_DEVICES"] == world.uuid()
+
+
+def test_env_makes_a_client_with_these_limits(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "50").ok()
+    environment = cli("mps", "env", "--threads", "30", output="json").ok().data["environment"]
+    pid = world.client(environment=environment)
+    assert world.process(pid).threads == 30.0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        ((), "no_daemon", 6),
+        (("--threads", "0"), "bad_percentage", 2),
+        (("--memory", "1"), "bad_size", 2),
+        (("--memory", "1T"), "limit_above_gpu", 2),
+        (("--priority", "x"), "bad_priority", 2),
+    ],
+)
+def test_wrong_env(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("mps", "env", *words, code=code, exit_code=exit_code)
+
+
+def test_env_of_a_dead_daemon(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    refused("mps", "env", code="dead_daemon", exit_code=6)
+
+
+def test_env_of_a_path_with_blanks(cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / "a b'c"))
+    cli("mps", "start", "--memory", "1G").ok()
+    text = cli("mps", "env").ok().out
+    script = f'eval {shlex.quote(text)}; echo "$CUDA_MPS_PIPE_DIRECTORY"'
+    done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert done.stdout.strip() == World().state.daemons[0].pipe_directory

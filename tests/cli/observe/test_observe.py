@@ -1,0 +1,202 @@
+"""``gpushare observe``: records to a file, shows what it saw, ends well however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.measure.recording import read_recording
+from gpushare.sim import admin
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import World, environment, until
+
+pytestmark = pytest.mark.usefixtures("even_samples")
+QUICK = ("observe", "--for", "0.2s", "--interval", "100ms")
+
+
+def test_a_recording_is_made_and_shown(cli: Cli, world: World, tmp_path: Path) -> None:
+    _ = world.host
+    pid = admin.add_process(world.spec, memory_bytes=2 * GIB, sm_percent=20)
+    path = tmp_path / "r.jsonl"
+    answer = cli(*QUICK, "--to", str(path), output="json").ok()
+    data = answer.data
+    assert (data["file"], data["samples"], data["reason"], data["interval_seconds"]) == (str(path), 2, "finished", 0.1)
+    (gpu,), (process,) = data["gpus"], data["processes"]
+    assert (gpu["source"], gpu["activity"]["mean"], gpu["memory_peak_bytes"]) == ("gpm", 20.0, 2 * GIB)
+    assert (process["pid"], process["pattern"], process["memory_peak_bytes"]) == (pid, "steady", 2 * GIB)
+    assert [(one["gpu"], one["kind"], one["pids"]) for one in data["underused"]] == [(0, "low", [pid])]
+    assert read_recording(path).samples == 2
+
+
+def test_the_tables_name_what_is_underused(cli: Cli, world: World, tmp_path: Path) -> None:
+    _ = world.host
+    admin.add_process(world.spec, memory_bytes=2 * GIB, sm_percent=0)
+    answer = cli(*QUICK, "--to", str(tmp_path / "r.jsonl")).ok()
+    assert "memory is held with no work: 1 process, 2.0 GiB" in answer.out
+    assert "recording for" in answer.err
+    assert f"gpushare savings --from {tmp_path / 'r.jsonl'}" in answer.err
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_tables_fit(cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(tmp_path)
+    _ = world.host
+    admin.add_process(world.spec)
+    answer = cli(*QUICK, "--to", "r.jsonl", output="table").ok()
+    assert max(map(len, answer.out.splitlines())) <= width
+
+
+def test_an_earlier_recording_is_shown_again(cli: Cli, tmp_path: Path) -> None:
+    path = str(tmp_path / "r.jsonl")
+    first = cli(*QUICK, "--to", path, output="json").ok().data
+    again = cli("observe", "--from", path, output="json").ok().data
+    assert again == first
+
+
+def test_the_file_has_a_name_of_its_own(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = cli(*QUICK, output="json").ok().data["file"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert name.startswith("gpushare-20")
+    assert name.endswith(".jsonl")
+
+
+def test_no_command_line_is_kept(cli: Cli, world: World, tmp_path: Path) -> None:
+    _ = world.host
+    pid = admin.add_process(world.spec)
+    from gpushare.sim.state import StateFile, parse_spec
+
+    with StateFile(parse_spec(world.spec).text).changed() as state:
+        state.processes[0].command_line = ["python3", "--token", "hunter2"]
+    cli(*QUICK, "--to", str(tmp_path / "r.jsonl")).ok()
+    text = (tmp_path / "r.jsonl").read_text()
+    assert str(pid) in text
+    assert "hunter2" not in text
+
+
+def test_a_mig_instance_stands_for_its_gpu(cli: Cli, world: World, tmp_path: Path) -> None:
+    (uuid,) = world.mig("3g.71gb")
+    answer = cli(*QUICK, "-g", uuid, "--to", str(tmp_path / "r.jsonl")).ok()
+    assert "all of GPU 0 is recorded" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (["--for", "soon"], "bad_duration", 2),
+        (["--for", "0"], "bad_duration", 2),
+        (["--for", "2s", "--interval", "5s"], "bad_duration", 2),
+        (["--interval", "10ms"], "bad_interval", 2),
+        (["--interval", "x"], "bad_duration", 2),
+        (["-g", "7"], "unknown_gpu", 6),
+        (["-g", ","], "bad_gpu", 2),
+        (["--from", "x.jsonl", "--to", "y.jsonl"], "bad_combination", 2),
+        (["--from", "x.jsonl"], "no_recording", 6),
+        (["--to", "none/r.jsonl"], "not_written", 1),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    refused: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    code: str,
+    exit_code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused("observe", *words, code=code, exit_code=exit_code)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("mine")
+    assert "is there already" in refused(*QUICK, "--to", str(path), code="file_exists", exit_code=2)
+    assert path.read_text() == "mine"
+
+
+def test_a_file_that_is_no_recording_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("mine")
+    refused("observe", "--from", str(path), code="not_a_recording", exit_code=1)
+
+
+def test_a_host_whose_gpu_is_lost_is_refused(refused: Callable[..., str], world: World, tmp_path: Path) -> None:
+    world.fault("lost")
+    refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code="no_gpu_answers", exit_code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_without_driver_is_refused(refused: Callable[..., str], world: World, tmp_path: Path) -> None:
+    world.fault("no-driver")
+    refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code="driver_not_loaded", exit_code=9)
+    assert list(tmp_path.iterdir()) == []
+
+
+def samples_in(path: Path) -> int:
+    return path.read_text().count('{"t":') if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_success_and_the_recording(
+    real: Callable[..., Any], world: World, tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "r.jsonl"
+    started = real("observe", "--for", "1h", "--interval", "100ms", "--to", str(path), "-o", "json")
+    until(lambda: samples_in(path) >= 2, "two samples")
+    started.signal(number)
+    answer = started.result().ok()
+    assert answer.data["reason"] == "interrupted"
+    assert "what was recorded is kept" in answer.err
+    assert read_recording(path).samples == answer.data["samples"]
+
+
+def test_sigkill_leaves_a_recording_that_can_be_read(
+    real: Callable[..., Any], world: World, tmp_path: Path, cli: Cli
+) -> None:
+    path = tmp_path / "r.jsonl"
+    started = real("observe", "--for", "1h", "--interval", "100ms", "--to", str(path))
+    until(lambda: samples_in(path) >= 2, "two samples")
+    started.signal(signal.SIGKILL)
+    started.result()
+    answer = cli("observe", "--from", str(path)).ok()
+    assert "has no end" in answer.err
+
+
+def test_the_bar_is_on_stderr_and_only_on_a_terminal(tmp_path: Path, world: World) -> None:
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpushare", "--host", world.spec, *QUICK, "--to", str(tmp_path / "r"), "-o", "json"],
+        env=environment(TERM="xterm-256color", COLUMNS="100"),
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        stdin=subprocess.DEVNULL,
+    )
+    os.close(terminal)
+    out, _ = process.communicate(timeout=120)
+    said = b""
+    try:
+        while chunk := os.read(controller, 65536):
+            said += chunk
+    except OSError:
+        # The other end is closed.
+        pass
+    finally:
+        os.close(controller)
+    assert process.returncode == 0
+    data = json.loads(out)["data"]
+    # A slow machine may miss the first, never the last.
+    assert (data["samples"] + data["missed"], data["samples"] >= 1) == (2, True)
+    assert b"recording; Ctrl-C" in said
+    assert "━".encode() in said

@@ -1,0 +1,118 @@
+"""`gpushare run` when something around it fails: the daemon, the caller's stderr, the caller's environment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpushare.sim import admin
+from tests.cli.conftest import Cli
+from tests.cli.drive import H200, World, until
+
+
+def gpushare(*words: str, stderr: int | object = subprocess.PIPE) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "gpushare", "--host", H200, *words]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)  # type: ignore[call-overload]
+
+
+def until_attached(run: subprocess.Popen[str]) -> int:
+    """Return the PID that the run says is attached."""
+    assert run.stderr is not None
+    for line in run.stderr:
+        if "is attached" in line:
+            return int(line.split()[2])
+    raise AssertionError("it ended before it was attached")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_client_is_ended_the_safe_way_though_the_daemon_hangs(number: int) -> None:
+    run = gpushare("run", "--", "sleep", "600")
+    until_attached(run)
+    admin.set_fault(H200, "hang", value="nvidia-cuda-mps-control")
+    run.send_signal(number)
+    _, said = run.communicate(timeout=120)
+    admin.clear_faults(H200)
+    assert run.returncode == 128 + number
+    assert "was stopped, its queue drained" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_behind_stderr_does_not_end_the_program(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        run = gpushare("run", "--", "sh", "-c", f"cat; echo finished > {done}; exit 5", stderr=full)
+        # It says that the program is attached, to a disk that is full.
+        world = World()
+        until(lambda: world.begun and world.attached(), "attached")
+        (log,) = world.directory.rglob("control.log")
+        before = log.read_text().count("NEW UI")
+        until(lambda: log.read_text().count("NEW UI") > before, "it asks who is attached")
+        run.communicate(timeout=120)
+    assert (run.returncode, done.read_text(encoding="utf-8")) == (5, "finished\n")
+
+
+def test_the_death_of_the_daemon_is_told_and_cleared_away(cli: Cli) -> None:
+    run = gpushare("run", "--", "cat")
+    until_attached(run)
+    daemon = admin.describe(H200)["daemons"][0]["pid"]
+    from gpushare.connect import connect
+
+    connect(H200).processes.send(daemon, signal.SIGKILL)
+    assert run.stderr is not None
+    # Its program ends with its input, and that with this test.
+    assert any("died while the program runs" in line for line in run.stderr)
+    run.communicate(timeout=120)
+    assert cli("mps", "status", "-o", "json").json["data"]["mps_daemons"] == []
+
+
+def test_a_limit_that_the_daemon_lowers_is_told(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "20")
+    run = gpushare("run", "--threads", "80", "--", "cat")
+    assert run.stderr is not None
+    said = ""
+    while "(threads 20 %" not in said or "allows less than was asked for" not in said:
+        said += (line := run.stderr.readline())
+        assert line, said
+    run.communicate(timeout=120)
+
+
+def test_a_thread_variable_that_cuda_would_ignore_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "150")
+    refused = cli("run", "--", "true")
+    assert refused.code == 2
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=150" in refused.err
+    assert cli("run", "--threads", "50", "--", "true").code == 0
+
+
+def test_a_file_that_may_not_be_executed(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("exit 0\n", encoding="utf-8")
+    os.chmod(script, 0o644)
+    refused = cli("run", "--", str(script))
+    assert refused.code == 4
+    assert "may not execute" in refused.err
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EAGAIN])
+def test_a_guard_that_does_not_start_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Nothing runs unguarded, and the daemon goes."""
+    real = subprocess.Popen
+
+    def refuse(argv: list[str], *rest: object, **named: object) -> object:
+        if any(word.endswith("guard.py") for word in argv):
+            raise OSError(number, os.strerror(number), argv[0])
+        return real(argv, *rest, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    answer = cli("run", "--", "false", output="json")
+    assert answer.code == 1
+    (said,) = answer.lines("error")
+    assert "the guard, which ends the program when gpushare dies, does not start" in said
+    assert answer.lines("hint")
+    assert World().state.daemons == []

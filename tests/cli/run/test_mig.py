@@ -1,0 +1,450 @@
+"""``gpushare run --mig``: a free instance is taken, by one program at a time, and given back whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import InUse
+from gpushare.gpu_models import find_model
+from gpushare.host.claims import HeldClaim, live_claims, take_claim
+from gpushare.mig.names import NamedInstance, names_changed
+from gpushare.run import mig as run_mig
+from gpushare.run.share import PlainWatch
+from gpushare.selection import Device
+from gpushare.sim import admin
+from gpushare.sim.current import changing
+from gpushare.sim.library_mig import create_compute_instance, destroy_compute_instance
+from gpushare.sim.state import StateFile, parse_spec
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+from tests.cli.drive import H200, Started, World, alive, until
+
+PRINT = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('CUDA')}))"
+WAITS = ("--", "cat")
+# Says "ready", then on SIGINT "got"; ends when its file is there.
+SLOW = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: print("got", flush=True))
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+"""
+
+
+def bind(world: World, name: str, profile: str, start: int, gpu: int = 0) -> None:
+    """Give an instance a name."""
+    with names_changed(world.host) as names:
+        names[name] = NamedInstance(name=name, gpu_uuid=world.uuid(gpu), profile=profile, start=start)
+
+
+def divided(world: World, *numbers: int) -> None:
+    """Put these compute instances (NVML profile numbers) into the first GPU instance; none leaves it bare."""
+    with changing(StateFile(parse_spec(world.spec).text)) as (state, _):
+        gpu = state.gpus[0]
+        identity = gpu.mig[0].gpu_instance_id
+        destroy_compute_instance(gpu, identity, gpu.mig[0].compute_instance_id, [])
+        for number in numbers:
+            create_compute_instance(gpu, find_model(gpu.model), identity, number, None)
+
+
+def leases(world: World) -> dict[str, int]:
+    return {uuid: holder.pid for uuid, holder in live_claims(world.host).items()}
+
+
+def variables(started: Started) -> dict[str, str]:
+    answer = started.result()
+    assert answer.code == 0, answer
+    return json.loads(answer.out)
+
+
+def waiting(real: Callable[..., Started], *words: str) -> Started:
+    """Start a run that ends with its input."""
+    return real("run", *words, *WAITS, stdin=subprocess.PIPE)
+
+
+def line(started: Started) -> str:
+    assert started.process.stderr is not None
+    return started.process.stderr.readline()
+
+
+def ended(started: Started) -> int:
+    started.process.communicate(timeout=120)
+    return started.process.returncode
+
+
+@pytest.mark.parametrize("text", ["1g.18gb", "1g", "19", "MIG 1g.18gb", "1g.18gb:4"])
+def test_a_free_instance_of_the_profile(real: Callable[..., Started], world: World, text: str) -> None:
+    _, uuid = world.mig("3g.71gb:0", "1g.18gb:4")
+    found = variables(real("run", "--mig", text, "--", sys.executable, "-c", PRINT))
+    assert found.pop("CUDA_VISIBLE_DEVICES") == uuid
+    # No daemon listens there, and nobody else may put one there.
+    pipe = Path(found.pop("CUDA_MPS_PIPE_DIRECTORY"))
+    assert (found, list(pipe.iterdir()), pipe.stat().st_mode & 0o022) == ({}, [], 0)
+    assert (world.state.daemons, leases(world)) == ([], {})
+
+
+def test_the_callers_mps_variables_do_not_lead_it_away(
+    real: Callable[..., Started], world: World, sim_dir: Path
+) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    world.foreign_daemon(sim_dir)
+    own = {"CUDA_MPS_PIPE_DIRECTORY": str(sim_dir / "p"), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10", "CUDA_CACHE": "1"}
+    started = real("run", "--mig", "1g", "--", sys.executable, "-c", PRINT, env=own)
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in line(started)
+    found = variables(started)
+    assert found.pop("CUDA_MPS_PIPE_DIRECTORY") != own["CUDA_MPS_PIPE_DIRECTORY"]
+    assert found == {"CUDA_VISIBLE_DEVICES": uuid, "CUDA_CACHE": "1"}
+
+
+@pytest.mark.parametrize("code", [0, 7, 255])
+def test_own_exit_code(cli: Cli, world: World, code: int) -> None:
+    world.mig("1g.18gb")
+    assert cli("run", "--mig", "1g", "--", "sh", "-c", f"exit {code}").code == code
+    assert leases(world) == {}
+
+
+def test_it_is_proved_where_the_program_ran(real: Callable[..., Started], world: World) -> None:
+    world.mig("1g.18gb")
+    started = waiting(real, "--mig", "1g")
+    identity = world.state.gpus[0].mig[0].gpu_instance_id
+    started.says(f"runs in MIG 1g.18gb of GPU 0 (GPU instance {identity}, compute instance 0)")
+    assert ended(started) == 0
+
+
+def test_a_program_that_makes_no_context_is_not_proved(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.mig("1g.18gb")
+    monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "6000")
+    answer = cli("run", "--mig", "1g", "--", "true")
+    assert (answer.code, "is not proved" in answer.err) == (0, True)
+
+
+def test_a_process_elsewhere_is_outside(world: World) -> None:
+    mine, other = world.mig("1g.18gb:4", "1g.18gb:5")
+    gpu = world.host.nvml.sweep()[0]
+    device = Device(gpu=gpu, mig=next(mig for mig in gpu.mig_instances if mig.uuid == mine))
+    seen = {}
+    for uuid in (mine, other):
+        watch = PlainWatch(world.host, device, admin.add_process(H200, mig=uuid))
+        watch.look()
+        watch.look()
+        seen[uuid] = (watch.attached == {watch.program_pid}, watch.outside == {watch.program_pid})
+    assert seen == {mine: (True, False), other: (False, True)}
+
+
+def test_two_at_the_same_time_get_different_ones_and_the_third_is_refused(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    uuids = world.mig("1g.18gb:4", "1g.18gb:5")
+    first, second = waiting(real, "--mig", "1g"), waiting(real, "--mig", "1g")
+    until(lambda: len(world.pids()) == 2, "both run")
+    assert sorted(leases(world)) == sorted(uuids)
+    assert sorted(leases(world).values()) == sorted([first.pid, second.pid])
+    assert len({process.gpu_instance_id for process in world.state.processes}) == 2
+    said = refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    assert all(str(pid) in said for pid in world.pids())
+    assert (ended(first), ended(second), leases(world)) == (0, 0, {})
+
+
+def test_of_five_at_the_same_moment_two_get_one(real: Callable[..., Started], world: World) -> None:
+    world.mig("1g.18gb:4", "1g.18gb:5")
+    started = [waiting(real, "--mig", "1g") for _ in range(5)]
+    until(lambda: sum(one.process.poll() == 19 for one in started) == 3, "three are refused")
+    until(lambda: len(world.pids()) == 2, "two run")
+    assert len({process.gpu_instance_id for process in world.state.processes}) == 2
+    assert sorted(ended(one) for one in started) == [0, 0, 19, 19, 19]
+
+
+def test_who_holds_the_lease_is_named(refused: Callable[..., str], world: World) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    lease = take_claim(world.host, uuid)
+    assert isinstance(lease, HeldClaim)
+    for words in ((), ("-n",), ("--threads", "50")):
+        said = refused("run", *words, "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+        assert f"gpushare run, process {os.getpid()}" in said
+    lease.release()
+
+
+def test_an_instance_with_a_process_is_not_free(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    busy, _ = world.mig("1g.18gb:4", "1g.18gb:5")
+    pid = admin.add_process(H200, mig=busy, name="train.py")
+    said = refused("run", "--mig", "1g.18gb:4", "--", "true", code="instance_in_use", exit_code=19)
+    assert f"process {pid} (train.py, user root)" in said
+    assert cli("run", "--mig", "1g", "--", "true").code == 0
+
+
+def test_what_cannot_be_told_is_not_free(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    world.mig("1g.18gb")
+    world.fault("not-supported", "processes")
+    assert "cannot be told" in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    admin.clear_faults(H200)
+    world.fault("blind")
+    refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    # Who names an instance means it.
+    bind(world, "train", "1g.18gb", world.state.gpus[0].mig[0].start)
+    assert cli("run", "--mig", "train", "--", "true").code == 0
+
+
+def test_an_instance_with_an_idle_daemon_is_kept_for_its_owner(
+    refused: Callable[..., str], cli: Cli, world: World
+) -> None:
+    (uuid,) = world.mig("1g.18gb:4")
+    cli("mps", "start", "-g", uuid).ok()
+    assert "MPS daemon" in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    bind(world, "train", "1g.18gb", 4)
+    assert cli("run", "--mig", "train", "--threads", "50", "--", "true").code == 0
+    assert len(world.state.daemons) == 1
+
+
+def test_it_is_looked_at_again_under_the_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may come in, or change the instance, until the lease is held."""
+    (uuid,) = world.mig("1g.18gb:4")
+    lock = run_mig.take_claim
+
+    def late(*arguments: object) -> object:
+        admin.add_process(H200, mig=uuid)
+        return lock(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_mig, "take_claim", late)
+    with pytest.raises(InUse):
+        run_mig.take_place(world.host, "1g", None)
+    assert leases(world) == {}
+
+
+def test_an_instance_that_was_changed_meanwhile_is_not_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.mig("1g.18gb:4")
+    lock = run_mig.take_claim
+
+    def late(*arguments: object) -> object:
+        # The same GPU instance id, and so the same UUID, with another size is the driver's to give.
+        with changing(StateFile(H200)) as (state, _):
+            state.gpus[0].mig[0].profile = "1g.18gb+me"
+        return lock(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_mig, "take_claim", late)
+    with pytest.raises(InUse, match="it was changed this moment"):
+        run_mig.take_place(world.host, "1g", None)
+    assert leases(world) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("limits", [(), ("--threads", "50")])
+def test_a_signal_ends_the_program_and_gives_it_back(
+    real: Callable[..., Started], world: World, number: int, limits: tuple[str, ...]
+) -> None:
+    world.mig("1g.18gb")
+    started = real("run", "--mig", "1g", *limits, "--", "sleep", "600")
+    line(started)
+    started.signal(number)
+    assert started.result().code == 128 + number
+    assert (world.host.nvml.processes(0), world.state.daemons, leases(world)) == ((), [], {})
+
+
+def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(
+    real: Callable[..., Started], world: World
+) -> None:
+    world.mig("1g.18gb")
+    started = real("run", "--mig", "1g", "--grace", "0.2", "--", sys.executable, "-c", SLOW, "/nonexistent")
+    assert started.process.stdout is not None
+    assert started.process.stdout.readline() == "ready\n"
+    line(started)
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    # Whether it comes to say "got" within the grace is the machine's affair.
+    assert (answer.code, answer.out.removeprefix("got\n")) == (130, "")
+    assert (world.host.nvml.processes(0), leases(world)) == ((), {})
+
+
+@pytest.mark.parametrize("limits", [(), ("--threads", "50")])
+def test_death_of_gpushare_gives_it_back_when_the_program_has_ended(
+    real: Callable[..., Started],
+    refused: Callable[..., str],
+    cli: Cli,
+    world: World,
+    tmp_path: Path,
+    limits: tuple[str, ...],
+) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    go = tmp_path / "go"
+    started = real("run", "--mig", "1g", *limits, "--", sys.executable, "-c", SLOW, str(go))
+    line(started)
+    (child,) = [process.pid for process in world.state.processes if process.real]
+    assert started.process.stdout is not None
+    assert started.process.stdout.readline() == "ready\n"
+    started.signal(signal.SIGKILL)
+    assert started.process.stdout.readline() == "got\n"
+    # The guard has it now, as long as the program takes to end.
+    assert alive(child)
+    until(lambda: leases(world).get(uuid) not in {None, started.pid}, "the guard holds the lease")
+    refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    go.touch()
+    until(lambda: leases(world) == {}, "the lease is released")
+    assert not alive(child)
+    until(lambda: world.state.daemons == [], "no daemon")
+    assert cli("run", "--mig", "1g", *limits, "--", "sh", "-c", "exit 3").code == 3
+
+
+def test_limits_run_under_mps_inside_the_instance(real: Callable[..., Started], world: World) -> None:
+    (uuid,) = world.mig("3g.71gb")
+    started = waiting(real, "--mig", "3g", "--threads", "50", "--memory", "4G")
+    (client,) = until(world.attached, "attached")
+    assert "is attached to MPS server" in line(started)
+    assert client.gpu_instance_id == world.state.gpus[0].mig[0].gpu_instance_id
+    assert (client.threads, client.memory_limit_bytes) == (50.0, 4 * GIB)
+    assert list(leases(world)) == [uuid]
+    assert ended(started) == 0
+    until(lambda: (world.state.daemons, leases(world)) == ([], {}), "all is given back")
+
+
+def test_what_the_program_leaves_behind_keeps_the_instance_but_not_the_lease(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    started = real("run", "--mig", "1g", "--threads", "50", "--", "sleep", "600")
+    until(world.attached, "attached")
+    other = world.client(environment={"CUDA_VISIBLE_DEVICES": uuid})
+    started.signal(signal.SIGINT)
+    assert started.result().code == 130
+    assert (len(world.state.daemons), leases(world)) == (1, {})
+    assert str(other) in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    world.send(other, signal.SIGKILL)
+    until(lambda: world.state.daemons == [], "no daemon")
+
+
+def test_names_are_kept_for_who_names_them(
+    real: Callable[..., Started], refused: Callable[..., str], world: World
+) -> None:
+    uuid, _ = world.mig("3g.71gb:0", "1g.18gb:4")
+    bind(world, "train", "3g.71gb", 0)
+    said = refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
+    assert "--mig train" in said
+    assert variables(real("run", "--mig", "train", "--", sys.executable, "-c", PRINT))["CUDA_VISIBLE_DEVICES"] == uuid
+    started = waiting(real, "--mig", "train")
+    until(lambda: world.host.nvml.processes(0), "it runs")
+    assert "train" in refused("run", "--mig", "train", "--", "true", code="instance_in_use", exit_code=19)
+    assert ended(started) == 0
+
+
+def test_a_divided_instance(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    world.mig("3g.71gb:0")
+    divided(world, 0, 0)
+    refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
+    assert "1c.3g.71gb:0 of GPU 0" in cli("run", "-n", "--mig", "1c.3g.71gb", "--", "true").ok().out
+    assert cli("run", "--mig", "1c.3g", "--", "sh", "-c", "exit 5").code == 5
+
+
+# What stands where the name points, and what is said of it.
+@pytest.mark.parametrize(
+    ("there", "code", "instead"),
+    [
+        (("1g.18gb:0", "1g.18gb:4"), "not_as_named", "1g.18gb:0 is there now"),
+        (("7g.141gb",), "not_as_named", "7g.141gb:0 is there now"),
+        (("1g.18gb:4",), "not_as_named", "nothing is there now"),
+        ((), "mig_off", "MIG is off there"),
+    ],
+)
+@pytest.mark.parametrize("words", [("run", "--mig", "train", "--", "true"), ("mig", "env", "train")])
+def test_a_name_whose_place_has_something_else(
+    refused: Callable[..., str], world: World, there: tuple[str, ...], code: str, instead: str, words: tuple[str, ...]
+) -> None:
+    bind(world, "train", "3g.71gb", 0)
+    world.mig(*there)
+    said = refused(*words, code=code, exit_code=6)
+    assert "train means 3g.71gb:0 of GPU 0" in said
+    assert instead in said
+    assert "gpushare mig create -g 0 3g.71gb:0" in said
+    assert "MIG-" not in said
+
+
+@pytest.mark.parametrize("words", [("run", "--mig", "train", "--", "true"), ("mig", "env", "train")])
+def test_a_name_that_leads_nowhere(refused: Callable[..., str], world: World, words: tuple[str, ...]) -> None:
+    refused(*words, code="no_name", exit_code=6)
+    world.mig("3g.71gb:0")
+    bind(world, "train", "3g.71gb", 0)
+    divided(world)
+    assert "-cci" in refused(*words, code="no_compute_instance", exit_code=6)
+    world.fault("lost")
+    refused(*words, code="gpu_lost", exit_code=6)
+    admin.clear_faults(H200)
+    with names_changed(world.host) as names:
+        names["train"] = NamedInstance(name="train", gpu_uuid="GPU-gone", profile="3g.71gb", start=0)
+    refused(*words, code="unknown_gpu", exit_code=6)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--mig", "2g"), "no_instance", 6),
+        (("--mig", "9g.99gb"), "mig_profile_unknown", 3),
+        (("--mig", "1g*2"), "bad_count", 2),
+        (("--mig", "1g 3g"), "bad_count", 2),
+        (("--mig", "MIG-0123abcd-0000"), "bad_mig", 2),
+        (("--mig", "MIG-93"), "bad_mig", 2),
+        (("--mig", "0/9"), "bad_mig", 2),
+        (("--mig", "0/9/0"), "bad_mig", 2),
+        (("--mig", "1gx"), "bad_profile", 2),
+        (("--mig", "nobody"), "no_name", 6),
+        (("--mig", "1g", "-g", "7"), "unknown_gpu", 6),
+        (("--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
+        (("--mig", "1g", "--memory", "20G", "-n"), "limit_above_gpu", 2),
+    ],
+)
+def test_wrong_usage(
+    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
+) -> None:
+    world.mig("1g.18gb")
+    refused("run", *words, "--", "true", code=code, exit_code=exit_code)
+    assert leases(world) == {}
+
+
+def test_a_program_that_is_not_there(refused: Callable[..., str], world: World) -> None:
+    world.mig("1g.18gb")
+    refused("run", "--mig", "1g", "--", "no-such-program", code="command_not_found", exit_code=6)
+    refused("run", "--mig", "1g", "--threads", "5", "--", "/etc/passwd", code="command_not_executable", exit_code=4)
+
+
+def test_an_instance_and_a_kind_of_instance(refused: Callable[..., str], world: World) -> None:
+    (uuid,) = world.mig("1g.18gb:4")
+    bind(world, "train", "1g.18gb", 4)
+    for mig in ("1g", "train"):
+        refused("run", "--mig", mig, "-g", uuid, "--", "true", code="two_names", exit_code=2)
+
+
+@pytest.mark.parametrize(("host", "code", "exit_code"), [(H200, "mig_off", 6), ("sim:t4", "no_mig", 3)])
+def test_no_mig(refused: Callable[..., str], host: str, code: str, exit_code: int) -> None:
+    refused("run", "--mig", "1g", "--", "true", code=code, exit_code=exit_code, host=host)
+
+
+def test_on_the_gpu_that_is_named(cli: Cli) -> None:
+    two = World("sim:2xh200")
+    two.mig("1g.18gb:0", gpu="0")
+    (uuid,) = two.mig("1g.18gb:2", gpu="1")
+    steps = cli("-o", "json", "run", "-n", "--mig", "1g", "-g", "1", "--", "true", host=two.spec).ok().data["steps"]
+    assert uuid in steps[0]["command"]
+    bind(two, "train", "1g.18gb", 2, gpu=1)
+    assert cli("run", "--mig", "train", "-g", "0", "--", "true", host=two.spec).code == 2
+    assert cli("run", "--mig", "train", "-g", "1", "--", "true", host=two.spec).code == 0
+
+
+def test_without_the_daemons_program(cli: Cli, world: World) -> None:
+    world.mig("1g.18gb")
+    world.fault("missing", "nvidia-cuda-mps-control")
+    assert cli("run", "--mig", "1g", "--", "sh", "-c", "exit 3").code == 3
+
+
+def test_dry_run_takes_nothing(cli: Cli, world: World) -> None:
+    (uuid,) = world.mig("1g.18gb:4")
+    (step,) = cli("-o", "json", "run", "-n", "--mig", "1g", "--", "sh", "-c", "exit 3").ok().data["steps"]
+    assert "1g.18gb:4 of GPU 0" in step["what"]
+    assert step["command"].startswith(f"CUDA_VISIBLE_DEVICES={uuid} CUDA_MPS_PIPE_DIRECTORY=")
+    assert step["command"].endswith("sh -c 'exit 3'")
+    steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--threads", "25", "--", "true").ok().data["steps"]
+    assert [one["what"].split()[0] for one in steps] == ["make", "note", "start", "note", "run"]
+    assert (leases(world), list(world.directory.rglob("*.lease"))) == ({}, [])

@@ -1,0 +1,302 @@
+"""`gpushare run --production` and `--opportunistic` on the command line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.host import records
+from gpushare.run import production
+from gpushare.run.production import Production, find_production, lives, write_production
+from gpushare.run.roles import Tuned, keep_tuned
+from gpushare.units import GIB
+from tests.cli.drive import Answer, Started, World, alive, until
+
+Cli = Callable[..., Answer]
+TUNED = Tuned(
+    name="web",
+    date="2026-11-21 12:00",
+    gpu_name="NVIDIA H200",
+    driver="580.159.04",
+    threads_percent=70.0,
+    low_priority=False,
+    meets=True,
+    stable=True,
+    keep=0.97,
+    production_memory_bytes=40 * GIB,
+)
+
+
+@pytest.fixture
+def running(world: World) -> Iterator[int]:
+    """Start a process that stands for a production job, and return its PID."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0) -> None:
+    """Write the record of a production job."""
+    host = world.host
+    info = host.processes.describe(pid)
+    assert info is not None
+    write_production(
+        host,
+        Production(
+            name="web", pid=pid, started_at=info.started_at, device_uuid=world.uuid(index), memory_peak_bytes=peak
+        ),
+    )
+
+
+def peak(world: World) -> int | None:
+    """Return the memory that is noted of the production job, once there is a note."""
+    found = find_production(world.host, "web") if world.begun else None
+    return None if found is None else found.memory_peak_bytes
+
+
+def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started], world: World) -> None:
+    text = "echo cap=$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE. $CUDA_MPS_CLIENT_PRIORITY.; cat"
+    started = real("run", "--production", "web", "--", "sh", "-c", text, stdin=subprocess.PIPE)
+    until(lambda: peak(world) is not None, "its memory is noted")
+    answer = started.result()
+    assert (answer.code, answer.out) == (0, "cap=. .\n")
+    found = find_production(world.host, "web")
+    assert found is not None
+    assert found.device_uuid == world.uuid()
+    assert found.memory_peak_bytes is not None
+    assert not lives(world.host, found)
+
+
+def test_the_callers_own_limits_do_not_cap_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "20")
+    monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")
+    text = 'test -z "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE$CUDA_MPS_CLIENT_PRIORITY"'
+    assert cli("run", "--production", "web", "--", "sh", "-c", text).code == 0
+
+
+def test_a_daemon_that_caps_every_client_is_told_of(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "40").ok()
+    assert "caps every client at 40 %" in cli("run", "--production", "web", "--", "true").err
+
+
+def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
+    recorded(world, running, 100 * GIB)
+    # It has no context and no variables of ours: as a process outside MPS it would be spared by a pause.
+    answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+    assert "stands still while it works" in answer.err
+    keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
+    ended = Production(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
+    write_production(world.host, ended)
+    planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+    limit = int(planned.out.partition("MEM_LIMIT=0=")[2].partition("M")[0])
+    assert 8_000 < limit < 11_000
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=70.0" in planned.out
+    assert "CUDA_MPS_CLIENT_PRIORITY=0" in planned.out
+
+
+def test_without_tuning_the_safe_default_holds_and_what_it_does_not_protect_is_said(cli: Cli) -> None:
+    text = "test $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE = 60.0 && test $CUDA_MPS_CLIENT_PRIORITY = 1"
+    answer = cli("run", "--opportunistic", "--", "sh", "-c", text)
+    assert answer.code == 0
+    assert "nothing was tuned" in answer.err
+    assert "not protected: a GPU fault of either job ends both" in answer.err
+    assert "no memory limit" in answer.err
+
+
+def test_beside_a_job_that_runs_the_gpu_is_the_one_that_it_is_on(cli: Cli, running: int) -> None:
+    world = World("sim:2xh200")
+    keep_tuned(world.host, TUNED)
+    assert (
+        "this host has 2 GPUs" in cli("run", "--opportunistic", "--for", "web", "-n", "--", "true", host=world.spec).err
+    )
+    recorded(world, running, index=1)
+    # Outside MPS, where a pause protects it.
+    for beside in ("web", str(running)):
+        planned = cli("run", "--opportunistic", "--for", beside, "-n", "--", "true", host=world.spec).ok()
+        assert world.uuid(1) in planned.out
+        assert world.uuid(0) not in planned.out
+
+
+def test_given_limits_win(cli: Cli, world: World) -> None:
+    keep_tuned(world.host, TUNED)
+    answer = cli(
+        *("run", "--opportunistic", "--for", "web", "--threads", "20", "--memory", "3G", "--priority", "low"),
+        *("-n", "--", "true"),
+    ).ok()
+    for word in ("PERCENTAGE=20.0", "MEM_LIMIT=0=3072M", "PRIORITY=1"):
+        assert word in answer.out
+
+
+def test_settings_of_another_machine_are_told_of(cli: Cli, world: World) -> None:
+    keep_tuned(world.host, replace(TUNED, gpu_name="NVIDIA T4"))
+    assert "tuned on another GPU" in cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").err
+    keep_tuned(world.host, replace(TUNED, driver="1.0"))
+    assert "tuned under driver 1.0" in cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").err
+
+
+def test_a_job_that_runs_outside_mps_is_spared_by_a_pause(cli: Cli, running: int) -> None:
+    text = "test -z $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+    answer = cli("run", "--opportunistic", "--for", str(running), "--", "sh", "-c", text)
+    assert answer.code == 0
+    assert f"beside process {running}: paused" in answer.err
+    assert "a cap cannot protect it" in answer.err
+
+
+def test_a_damaged_or_foreign_record_is_no_record(world: World) -> None:
+    directory = world.host.run_directory / "production"
+    directory.mkdir(parents=True)
+    for text in ("", "[]", "{}", '{"name": "web", "pid": -1, "started_at": null, "device_uuid": "x"}', "[" * 5000):
+        (directory / "web.json").write_text(text)
+        assert find_production(world.host, "web") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--opportunistic", "--for", "nobody", "--", "true"), "no_production", 6),
+        (("--opportunistic", "--for", "999999", "--", "true"), "no_process", 6),
+        (("--opportunistic", "--pause", "--", "true"), "no_production", 6),
+        (("--for", "web", "--", "true"), "bad_combination", 2),
+        (("--pause", "--", "true"), "bad_combination", 2),
+        (("--production", "web", "--opportunistic", "--", "true"), "bad_combination", 2),
+        (("--production", "1web", "--", "true"), "bad_name", 2),
+        (("--production", "web", "--mig", "1g", "--", "true"), "bad_combination", 2),
+    ],
+)
+def test_bad_roles_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+    refused("run", *words, code=code, exit_code=exit_code)
+
+
+def test_a_name_is_taken_while_its_job_lives(refused: Callable[..., str], world: World, running: int) -> None:
+    recorded(world, running)
+    refused("run", "--production", "web", "--", "true", code="name_in_use", exit_code=19)
+
+
+def test_a_production_job_that_takes_it_all_leaves_no_room(refused: Callable[..., str], world: World) -> None:
+    keep_tuned(world.host, replace(TUNED, production_memory_bytes=140 * GIB))
+    refused("run", "--opportunistic", "--for", "web", "--", "true", code="memory_does_not_fit", exit_code=19)
+    assert os.path.exists(world.host.state_directory / "tuned" / "web.json")
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """Start a process that works, and return its PID."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def program_of(world: World) -> int | None:
+    """Return the program of the only run on the host, once it is stopped."""
+    for process in world.state.processes:
+        info = world.host.processes.describe(process.pid)
+        if process.real and info is not None and info.stopped:
+            return process.pid
+    return None
+
+
+LOOP = "import time\nwhile True: time.sleep(0.01)"
+
+
+def paused(real: Callable[..., Started], world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
+    """Start an opportunistic program beside a process that works; return both once it stands still."""
+    assert world.host.nvml.count() == 1
+    words = ("run", "--opportunistic", "--pause", "--for", str(production), "--grace", "1")
+    started = real(*words, "--", sys.executable, "-c", program)
+    return started, until(lambda: program_of(world), "the opportunistic program stands still")
+
+
+def test_a_paused_program_goes_on_when_production_has_ended(
+    real: Callable[..., Started], world: World, busy: int
+) -> None:
+    started, pid = paused(real, world, busy)
+    os.kill(busy, signal.SIGKILL)
+    until(lambda: program_of(world) is None, "it goes on")
+    started.signal(signal.SIGTERM)
+    assert started.result().code == 128 + signal.SIGTERM
+    assert not alive(pid)
+
+
+def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Callable[..., Started], world: World) -> None:
+    """A production job that waits for its kernels without spinning: only the GPU shows that it works."""
+    assert world.host.nvml.count() == 1
+    waiting = (sys.executable, "-c", LOOP)
+    production = real("run", "--production", "web", "--grace", "1", "--", *waiting)
+    until(lambda: peak(world) is not None, "production is known")
+    other = real("run", "--opportunistic", "--for", "web", "--pause", "--grace", "1", "--", *waiting)
+    pid = until(lambda: program_of(world), "the opportunistic program stands still")
+    production.signal(signal.SIGTERM)
+    assert production.result().code == 128 + signal.SIGTERM
+    until(lambda: program_of(world) is None, "it goes on")
+    other.signal(signal.SIGTERM)
+    answer = other.result()
+    assert answer.code == 128 + signal.SIGTERM
+    assert not alive(pid)
+    assert "only work that uses the CPU" not in answer.err
+
+
+def test_under_mps_without_gpm_it_is_said_what_is_not_seen(
+    cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(world, running)
+    monkeypatch.setattr("gpushare.run.roles._under_mps", lambda *_: True)
+    words = ("run", "--opportunistic", "--for", "web", "--pause", "-n", "--", "true")
+    assert "only work that uses the CPU" not in cli(*words).err
+    monkeypatch.setattr("gpushare.host.activity.ActivityMeter.gpm", False)
+    assert "only work that uses the CPU" in cli(*words).err
+
+
+def test_a_paused_program_can_be_ended(real: Callable[..., Started], world: World, busy: int) -> None:
+    started, pid = paused(real, world, busy)
+    started.signal(signal.SIGINT)
+    assert started.result().code == 128 + signal.SIGINT
+    assert not alive(pid)
+
+
+def test_no_program_stays_paused_when_gpushare_dies(real: Callable[..., Started], world: World, busy: int) -> None:
+    started, pid = paused(real, world, busy)
+    started.signal(signal.SIGKILL)
+    until(lambda: not alive(pid), "the guard ends it")
+
+
+def test_nor_does_a_worker_in_a_session_of_its_own(
+    real: Callable[..., Started], world: World, busy: int, tmp_path: Path
+) -> None:
+    """The kernel ends the program (SIGHUP to an orphaned group that is stopped) before the guard can look for workers."""
+    written = tmp_path / "worker"
+    start = "import subprocess\nworker = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
+    started, pid = paused(real, world, busy, f"{start}open({str(written)!r}, 'w').write(f'{{worker}}.')\n{LOOP}")
+    worker = int(until(lambda: written.exists() and written.read_text().partition(".")[0], "the worker"))
+    until(lambda: (info := world.host.processes.describe(worker)) and info.stopped, "it is stopped")
+    started.signal(signal.SIGKILL)
+    until(lambda: not alive(pid) and not alive(worker), "the guard ends both")
+
+
+def test_a_production_job_that_cannot_be_made_known_is_not_started(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody would spare it, and its exit code would not tell."""
+    real, done = records.replace_file, tmp_path / "done"
+
+    def full(path: Path, text: str, **named: Any) -> None:
+        if path.parent.name == "production":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(path, text, **named)
+
+    monkeypatch.setattr(production, "replace_file", full)
+    answer = cli("run", "--production", "web", "--", "touch", str(done))
+    assert answer.code == 1
+    (said,) = answer.lines("error")
+    assert "the record of a production job, cannot be written: No space left" in said
+    assert not done.exists()
+    # The daemon that was started for it is gone.
+    assert world.state.daemons == []

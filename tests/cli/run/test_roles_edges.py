@@ -1,0 +1,72 @@
+"""An opportunistic job beside several production jobs, and a pause under MPS."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpushare.run.production import Production, write_production
+from gpushare.units import GIB
+from tests.cli.drive import Answer, World
+
+Cli = Callable[..., Answer]
+
+
+@pytest.fixture
+def two(world: World) -> Iterator[list[str]]:
+    """Start two processes that stand for production jobs, with 40 and 60 GiB, and return their names."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(sleep) as one, subprocess.Popen(sleep) as other:
+        for name, process, peak in (("web", one, 40), ("llm", other, 60)):
+            info = world.host.processes.describe(process.pid)
+            assert info is not None
+            write_production(
+                world.host,
+                Production(
+                    name=name,
+                    pid=process.pid,
+                    started_at=info.started_at,
+                    device_uuid=world.uuid(),
+                    memory_peak_bytes=peak * GIB,
+                ),
+            )
+        yield ["llm", "web"]
+        one.kill()
+        other.kill()
+
+
+@pytest.mark.usefixtures("two")
+def test_a_pause_asks_which_of_several_is_spared(refused: Callable[..., str]) -> None:
+    text = refused("run", "--opportunistic", "--pause", "--", "true", code="several_production", exit_code=2)
+    assert "2 production jobs run on GPU 0: llm, web" in text
+    assert "--for llm" in text
+
+
+@pytest.mark.usefixtures("two")
+def test_the_memory_of_all_of_them_is_left_to_them(cli: Cli) -> None:
+    planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
+    assert "production jobs here: llm, web" in planned.err
+    limit = int(planned.out.partition("MEM_LIMIT=0=")[2].partition("M")[0])
+    total = 143771
+    assert total - 102 * 1024 < limit < total - 100 * 1024
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(("memory", "told"), [("30G", False), ("60G", True)])
+def test_more_memory_than_they_leave_is_told(cli: Cli, memory: str, told: bool) -> None:
+    planned = cli("run", "--opportunistic", "-n", "--memory", memory, "--", "true").ok()
+    assert ("is more than production's peak leaves" in planned.err) is told
+
+
+@pytest.mark.parametrize(("words", "told"), [((), True), (("--threads", "90"), False)])
+def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, ...], told: bool) -> None:
+    planned = cli("run", "--opportunistic", "-n", *words, "--", "true").ok()
+    assert ("the safe default, cap 60 %" in planned.err) is told
+
+
+def test_nobody_to_spare_is_said(refused: Callable[..., str]) -> None:
+    assert "--for PID" in refused("run", "--opportunistic", "--pause", "--", "true", code="no_production", exit_code=6)

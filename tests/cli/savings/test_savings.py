@@ -1,0 +1,174 @@
+"""``gpushare savings``: the example in words and numbers, from flags and from a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpushare.measure.recording import GpuSample, Header, RecordedGpu, RecordingFile, Sample
+from gpushare.units import GIB
+from tests.cli.conftest import Cli
+
+EXAMPLE = (
+    *("savings", "--gpus", "4", "--load", "25", "--price", "0.752", "--hours", "720"),
+    *("--target-load", "80", "--instance", "g4dn.2xlarge"),
+)
+
+
+def test_the_example_says_all_of_it(cli: Cli) -> None:
+    said = cli(*EXAMPLE).ok().out
+    assert "now: 4 x g4dn.2xlarge at 25 % load each: 4 x $0.752/h x 720 h = $2,165.76" in said
+    assert "from $2,165.76 to $541.44, saving $1,624.32 (75 %)" in said
+    assert "warning: on one GPU, 4 x 25 % is 100 % load: no headroom" in said
+    assert "4 to 2: from $2,165.76 to $1,082.88, saving $1,082.88 (50 %); fullest 50 %, fits  <- recommended" in said
+    assert "price: $0.752 per GPU and hour, 720 hours; source: given with --price" in said
+
+
+def test_the_warning_stays_with_quiet(cli: Cli) -> None:
+    answer = cli("-q", *EXAMPLE).ok()
+    assert "no headroom, every peak" in answer.out
+    assert answer.err == ""
+
+
+def test_the_example_as_data(cli: Cli) -> None:
+    data = cli(*EXAMPLE, output="json").ok().data
+    assert data["price"] == {"per_hour": 0.752, "hours": 720.0, "source": "given with --price"}
+    assert data["cost"] == 2165.76
+    one, two = data["options"]
+    assert (one["gpus"], one["cost"], one["saving"], one["verdict"]) == (1, 541.44, 1624.32, "no_headroom")
+    assert (two["gpus"], two["cost"], two["recommended"]) == (2, 1082.88, True)
+    assert "no headroom" in data["warnings"][0]
+
+
+def test_csv_is_the_options(cli: Cli) -> None:
+    lines = cli(*EXAMPLE, output="csv").ok().out.splitlines()
+    assert lines[0].startswith("gpus,cost,saving,saving_percent")
+    assert [line.split(",")[0] for line in lines[1:]] == ["1", "2"]
+
+
+def test_a_known_price_is_used_with_its_source(cli: Cli) -> None:
+    answer = cli("savings", "--gpus", "4", "--load", "25", "--instance", "g4dn.2xlarge", output="json").ok()
+    assert answer.data["cost"] == 2165.76
+    assert "Karpenter" in answer.data["price"]["source"]
+    assert "check yours" in answer.data["price"]["source"]
+
+
+def test_without_a_price_it_is_a_share(cli: Cli) -> None:
+    answer = cli("savings", "--gpus", "4", "--load", "20", "--instance", "p5.48xlarge").ok()
+    assert "4 to 1: 75 % fewer" in answer.out
+    assert "none given" in answer.out
+    assert "$2" not in answer.out
+
+
+def test_memory_leaves_fewer_ways(cli: Cli) -> None:
+    words = ("savings", "--gpus", "4", "--load", "10", "--memory", "6G", "--gpu-memory", "15G", "--price", "$1")
+    data = cli(*words, output="json").ok().data
+    assert [option["gpus"] for option in data["options"]] == [2]
+    assert any("9.0 GiB too little" in warning for warning in data["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([], "no_load"),
+        (["--gpus", "4"], "no_load"),
+        (["--load", "4"], "no_load"),
+        (["--gpus", "0", "--load", "4"], "bad_number"),
+        (["--gpus", "9999", "--load", "4"], "bad_number"),
+        (["--gpus", "4", "--load", "101"], "bad_number"),
+        (["--gpus", "4", "--load", "nan"], "bad_number"),
+        (["--gpus", "4", "--load", "-3"], "bad_number"),
+        (["--gpus", "4", "--load", "25", "--price", "cheap"], "bad_number"),
+        (["--gpus", "4", "--load", "25", "--price", "0"], "bad_number"),
+        (["--gpus", "4", "--load", "25", "--hours", "0"], "bad_number"),
+        (["--gpus", "4", "--load", "25", "--hours", "1e9"], "bad_number"),
+        (["--gpus", "4", "--load", "25", "--target-load", "120"], "bad_number"),
+        (["--gpus", "4", "--load", "25", "--memory", "5"], "bad_size"),
+        (["--gpus", "4", "--load", "25", "--memory", "20G", "--gpu-memory", "15G"], "memory_too_large"),
+        (["--gpus", "4", "--load", "25", "-g", "0"], "bad_combination"),
+        (["--from", "x.jsonl", "--gpus", "4"], "bad_combination"),
+        (["--from", "x.jsonl", "--load", "4"], "bad_combination"),
+        (["--from", "x.jsonl", "--memory", "4G"], "bad_combination"),
+    ],
+)
+def test_what_is_wrong_is_refused(refused: Callable[..., str], words: list[str], code: str) -> None:
+    refused("savings", *words, code=code, exit_code=2)
+
+
+Recorded = Callable[..., str]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    """Return a function that writes a recording of GPUs with constant loads, and returns its path."""
+
+    def write(*loads: float | None, names: tuple[str, ...] = (), sm: bool = True) -> str:
+        gpus = tuple(
+            RecordedGpu(index=index, uuid=f"GPU-0000000{index}", name=name, memory_total_bytes=140 * GIB)
+            for index, name in enumerate(names or ("NVIDIA H200",) * len(loads))
+        )
+        path = tmp_path / "r.jsonl"
+        header = Header(host="h", started_at=0.0, interval_seconds=1.0, gpus=gpus)
+        with RecordingFile(path, header) as file:
+            for second in range(1, 11):
+                rows = tuple(
+                    GpuSample(
+                        index=index,
+                        utilization_percent=load,
+                        sm_percent=load if sm else None,
+                        memory_used_bytes=(index + 1) * 30 * GIB,
+                    )
+                    for index, load in enumerate(loads)
+                )
+                file.sample(Sample(at=float(second), gpus=rows))
+        return str(path)
+
+    return write
+
+
+def test_a_recording_gives_loads_and_memory(cli: Cli, recorded: Recorded) -> None:
+    data = cli("savings", "--from", recorded(10.0, 20.0, 30.0), "--price", "4", output="json").ok().data
+    assert data["loads_percent"] == [10.0, 20.0, 30.0]
+    assert data["gpu_memory_bytes"] == 140 * GIB
+    # 30 + 60 + 90 GiB are too much for one.
+    (option,) = data["options"]
+    assert (option["gpus"], option["max_load_percent"], option["saving"]) == (2, 30.0, 2880.0)
+    assert sorted(map(sorted, option["places"])) == [["GPU 0", "GPU 1"], ["GPU 2"]]
+
+
+def test_the_notes_say_how_far_a_recording_goes(cli: Cli, recorded: Recorded) -> None:
+    answer = cli("savings", "--from", recorded(10.0, 20.0, sm=False)).ok()
+    assert "means of 10 samples in 10 s" in answer.err
+    assert "a kernel ran" in answer.err
+    assert "one machine" in answer.err
+
+
+def test_gpus_of_a_recording_are_chosen(cli: Cli, recorded: Recorded) -> None:
+    data = cli("savings", "--from", recorded(10.0, 20.0, 30.0), "-g", "0,2", output="json").ok().data
+    assert data["loads_percent"] == [10.0, 30.0]
+
+
+def test_different_gpus_do_not_add_up(refused: Callable[..., str], recorded: Recorded) -> None:
+    path = recorded(10.0, 20.0, names=("NVIDIA H200", "Tesla T4"))
+    refused("savings", "--from", path, code="different_gpus", exit_code=2)
+
+
+def test_an_unknown_load_is_no_zero(refused: Callable[..., str], recorded: Recorded) -> None:
+    assert "GPU 1" in refused("savings", "--from", recorded(10.0, None), code="load_unknown", exit_code=3)
+
+
+def test_a_gpu_that_was_not_recorded(refused: Callable[..., str], recorded: Recorded) -> None:
+    refused("savings", "--from", recorded(10.0), "-g", "7", code="unknown_gpu", exit_code=6)
+
+
+def test_files_that_are_no_recording(refused: Callable[..., str], tmp_path: Path) -> None:
+    refused("savings", "--from", str(tmp_path / "none"), code="no_recording", exit_code=6)
+    path = tmp_path / "x"
+    path.write_text("")
+    refused("savings", "--from", str(path), code="empty_recording", exit_code=1)
+    path.write_text("some text\n")
+    refused("savings", "--from", str(path), code="not_a_recording", exit_code=1)
+    path.write_text('{"gpushare_recording": 99}\n')
+    refused("savings", "--from", str(path), code="newer_recording", exit_code=3)

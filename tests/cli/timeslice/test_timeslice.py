@@ -1,0 +1,258 @@
+"""``gpushare timeslice``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpushare.host.smi import ComputePolicy
+from gpushare.model import ComputeMode
+from tests.cli.conftest import Cli
+from tests.cli.drive import World
+
+TWO = "sim:2xh200"
+
+
+@pytest.mark.parametrize(
+    ("level", "number"),
+    [("default", 0), ("short", 1), ("medium", 2), ("long", 3), ("0", 0), ("1", 1), ("2", 2), ("3", 3), ("LONG", 3)],
+)
+def test_set_by_name_and_number(cli: Cli, world: World, level: str, number: int) -> None:
+    cli("timeslice", "set", level).ok()
+    assert world.state.gpus[0].time_slice == number
+    (gpu,) = cli("timeslice", "show", output="json").ok().data["gpus"]
+    assert gpu["time_slice"] == ["default", "short", "medium", "long"][number]
+
+
+def test_set_says_what_it_equals_and_its_undo(cli: Cli, world: World) -> None:
+    answer = cli("timeslice", "set", "long", output="json").ok()
+    (step,) = answer.data["steps"]
+    uuid = world.uuid()
+    assert step["command"] == f"nvidia-smi compute-policy -i {uuid} --set-timeslice 3"
+    assert step["undo"] == f"nvidia-smi compute-policy -i {uuid} --set-timeslice 0"
+    assert "note: undo: gpushare timeslice reset -g 0" in answer.err
+    assert "no millisecond" in answer.err
+
+
+def test_set_again_does_nothing(cli: Cli) -> None:
+    cli("timeslice", "set", "long").ok()
+    answer = cli("timeslice", "set", "long", output="json").ok()
+    assert answer.data["steps"] == []
+    assert "at time-slice long already" in answer.err
+
+
+@pytest.mark.parametrize("level", ["4", "-1", "tiny", "", "1.0", "short,long"])
+def test_unknown_level(refused: Callable[..., str], level: str) -> None:
+    words = ("--", level) if level.startswith("-") else (level,)
+    refused("timeslice", "set", *words, code="bad_level", exit_code=2)
+
+
+def test_reset_restores_level_and_mode(cli: Cli, world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    answer = cli("timeslice", "set", "short").ok()
+    assert "it becomes default" in answer.err
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+    cli("timeslice", "set", "long").ok()
+    cli("timeslice", "reset").ok()
+    assert (world.state.gpus[0].time_slice, world.state.gpus[0].compute_mode) == (0, ComputeMode.EXCLUSIVE_PROCESS)
+    again = cli("timeslice", "reset", output="json").ok()
+    assert again.data["steps"] == []
+    assert "nothing to do" in again.err
+
+
+def test_reset_of_one_gpu_leaves_the_other(cli: Cli) -> None:
+    world = World(TWO)
+    cli("timeslice", "set", "long", "-g", "all", host=TWO).ok()
+    cli("timeslice", "reset", "-g", "1", host=TWO).ok()
+    assert [gpu.time_slice for gpu in world.state.gpus] == [3, 0]
+
+
+def test_several_gpus_must_be_named(refused: Callable[..., str]) -> None:
+    refused("timeslice", "set", "short", code="gpu_not_named", exit_code=2, host=TWO)
+    refused("timeslice", "reset", code="gpu_not_named", exit_code=2, host=TWO)
+    refused("timeslice", "set", "short", "-g", "5", code="unknown_gpu", exit_code=6, host=TWO)
+
+
+@pytest.mark.parametrize("words", [("set", "short"), ("reset",)])
+def test_not_root_changes_nothing(refused: Callable[..., str], cli: Cli, world: World, words: tuple[str, ...]) -> None:
+    if words == ("reset",):
+        cli("timeslice", "set", "long").ok()
+    world.fault("user", "1000")
+    said = refused("timeslice", *words, code="no_permission", exit_code=4)
+    assert "needs root" in said
+    # It was not done, so there is nothing that could not be undone.
+    assert "could not be undone" not in said
+    assert cli("timeslice", *words, "--dry-run").ok().out
+
+
+def test_not_root_with_a_mode_in_the_way(refused: Callable[..., str], world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    world.fault("user", "1000")
+    assert "could not be undone" not in refused("timeslice", "set", "short", code="no_permission", exit_code=4)
+
+
+def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    data = cli("timeslice", "set", "short", "-n", output="json").ok().data
+    assert data["dry_run"]
+    assert [step["command"].split()[1] for step in data["steps"]] == ["-i", "compute-policy"]
+    assert (world.state.gpus[0].time_slice, world.state.gpus[0].compute_mode) == (0, ComputeMode.PROHIBITED)
+    assert not list(world.directory.rglob("timeslice"))
+
+
+def test_gpu_without_time_slice(refused: Callable[..., str]) -> None:
+    for words in (("set", "short"), ("reset",)):
+        said = refused("timeslice", *words, code="not_supported", exit_code=3, host="sim:p100")
+        assert "gpushare timeslice show" in said
+
+
+def test_gpu_without_time_slice_beside_one_that_has_it(refused: Callable[..., str], cli: Cli) -> None:
+    host = "sim:p100,h200"
+    refused("timeslice", "set", "short", "-g", "0", code="no_time_slice", exit_code=3, host=host)
+    refused("timeslice", "set", "short", "-g", "all", code="no_time_slice", exit_code=3, host=host)
+    cli("timeslice", "set", "short", "-g", "1", host=host).ok()
+    shown = cli("timeslice", "show", host=host, output="json").ok()
+    assert [gpu["time_slice"] for gpu in shown.data["gpus"]] == [None, "short"]
+    assert [gpu["supported"] for gpu in shown.data["gpus"]] == [False, True]
+    assert "lists no time-slice for GPU 0" in shown.err
+
+
+def test_mig_instance(refused: Callable[..., str], world: World) -> None:
+    (uuid,) = world.mig("3g.71gb")
+    for words in (("set", "short"), ("reset",)):
+        assert "name the GPU: -g 0" in refused("timeslice", *words, "-g", uuid, code="not_supported", exit_code=3)
+
+
+def test_lost_gpu(refused: Callable[..., str], world: World) -> None:
+    world.fault("lost")
+    refused("timeslice", "set", "short", code="gpu_lost", exit_code=6)
+
+
+def test_beside_mps(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    said = refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
+    assert "gpushare mps stop -g 0" in said
+    assert "--beside-mps" in said
+    cli("timeslice", "set", "short", "--beside-mps").ok()
+    assert world.state.gpus[0].time_slice == 1
+    cli("mps", "stop").ok()
+    cli("timeslice", "set", "long").ok()
+
+
+def test_mps_on_another_gpu_is_no_hindrance(cli: Cli) -> None:
+    cli("mps", "start", "-g", "0", host=TWO).ok()
+    cli("timeslice", "set", "short", "-g", "1", host=TWO).ok()
+
+
+def test_a_dead_daemon_is_no_hindrance(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    world.send(world.state.daemons[0].pid, 9)
+    cli("timeslice", "set", "short").ok()
+
+
+def test_a_lying_smi_is_caught(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host.program import Completed
+
+    monkeypatch.setattr(ComputePolicy, "set", lambda *_: Completed(("nvidia-smi",), 0, "Successfully set", ""))
+    said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
+    assert "holds default" in said
+
+
+def test_failure_on_the_second_gpu_rolls_the_first_back(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(TWO)
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    second, proper = world.uuid(1), ComputePolicy.set
+
+    def refusing(self: ComputePolicy, uuid: str, level: object) -> object:
+        return None if uuid == second else proper(self, uuid, level)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ComputePolicy, "set", refusing)
+    refused("timeslice", "set", "short", "-g", "all", code="not_held", exit_code=1, host=TWO)
+
+
+def test_failed_reset_of_two_keeps_what_to_restore(
+    refused: Callable[..., str], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(TWO)
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    cli("timeslice", "set", "short", "-g", "all", host=TWO).ok()
+    second, proper = world.uuid(1), ComputePolicy.set
+
+    def refusing(self: ComputePolicy, uuid: str, level: object) -> object:
+        return None if uuid == second else proper(self, uuid, level)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ComputePolicy, "set", refusing)
+        refused("timeslice", "reset", "-g", "all", code="not_held", exit_code=1, host=TWO)
+    cli("timeslice", "reset", "-g", "all", host=TWO).ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+
+
+def test_a_second_set_that_fails_keeps_what_the_first_found(
+    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    cli("timeslice", "set", "short").ok()
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    with monkeypatch.context() as patched:
+        patched.setattr(ComputePolicy, "set", lambda *_: None)
+        refused("timeslice", "set", "long", code="not_held", exit_code=1)
+    cli("timeslice", "reset").ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+
+
+def test_show_of_each_output(cli: Cli) -> None:
+    for form in ("table", "plain", "json", "yaml", "csv"):
+        assert "default" in cli("timeslice", "show", host=TWO, output=form).ok().out
+
+
+def test_show_warns_of_an_exclusive_gpu(cli: Cli, world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    assert "is not time-sliced" in cli("timeslice", "show").ok().lines("note")[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "exit_code"),
+    [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("no-permission", "no_permission", 4)],
+)
+@pytest.mark.parametrize("words", [("show",), ("set", "short")])
+def test_a_host_that_does_not_answer(
+    refused: Callable[..., str], world: World, fault: str, code: str, exit_code: int, words: tuple[str, ...]
+) -> None:
+    world.fault(fault)
+    refused("timeslice", *words, code=code, exit_code=exit_code)
+
+
+def test_missing_smi(refused: Callable[..., str], world: World) -> None:
+    world.fault("missing", "nvidia-smi")
+    refused("timeslice", "set", "short", code="program_missing", exit_code=3)
+    refused("timeslice", "show", code="program_missing", exit_code=3)
+
+
+def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
+    from gpushare.model import TimeSlice
+    from gpushare.selection import Device
+    from gpushare.timeslice.policy import plan_level
+
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    device = Device(gpu=world.host.nvml.sweep()[0])
+    step = plan_level(world.host, [device], TimeSlice.SHORT).steps[0]
+    world.host.nvml.set_compute_mode(0, ComputeMode.DEFAULT)
+    step.do()
+    assert step.revert is not None
+    step.revert()
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+def test_a_mode_that_gives_way_is_told_with_its_way_back(cli: Cli, world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    (step,) = [
+        one
+        for one in cli("timeslice", "set", "short", output="json").ok().data["steps"]
+        if "compute mode" in one["what"]
+    ]
+    assert step["command"] == f"nvidia-smi -i {world.uuid()} -c DEFAULT"
+    assert step["undo"] == f"nvidia-smi -i {world.uuid()} -c EXCLUSIVE_PROCESS"

@@ -1,0 +1,193 @@
+"""One device for a container: flags, a CDI file, a compose file."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
+from gpushare.export.containers import CDI_FILE, COMPOSE_FILE, Share, cdi, compose, docker, share_of
+from gpushare.export.description import HostDescription
+from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.units import GIB
+from tests.export.hosts import gpu, host, loaded, mig, mps, t4s, text
+
+PIPE = "/run/gpushare/mps/gpu-0/pipe"
+MPS = Share(gpu=gpu(0, Sharing.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
+MIG = Share(gpu=gpu(0, Sharing.MIG, mig=(mig(),)), mig=mig())
+MIG_MPS = Share(gpu=gpu(0, Sharing.MIG), mig=mig(mps=mps(50.0)))
+
+# Restated from the compose specification (deploy.resources.reservations.devices, volumes): members that we write.
+TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+DEVICE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["capabilities"],
+    "not": {"required": ["count", "device_ids"]},
+    "properties": {"capabilities": TEXTS, "device_ids": TEXTS, "driver": {"type": "string"}, "count": {}},
+}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+VOLUME = closed(type={"enum": ["bind"]}, source={"type": "string"}, target={"type": "string"})
+SERVICE = closed(
+    image={"type": "string"},
+    environment={"type": "object", "additionalProperties": {"type": "string"}},
+    ipc={"type": "string"},
+    volumes={"type": "array", "items": VOLUME},
+    deploy=closed(resources=closed(reservations=closed(devices={"type": "array", "items": DEVICE}))),
+)
+COMPOSE = closed(
+    services={"type": "object", "patternProperties": {"^[a-zA-Z0-9._-]+$": SERVICE}, "additionalProperties": False}
+)
+# Restated from the CDI specification 0.5.0 (schema.json, defs.json).
+EDITS = closed(
+    env={"type": "array", "items": {"type": "string", "pattern": "^[^=]+=.*$"}},
+    mounts={
+        "type": "array",
+        "items": {
+            **closed(hostPath={"type": "string"}, containerPath={"type": "string"}, options=TEXTS),
+            "required": ["hostPath", "containerPath"],
+        },
+    },
+)
+CDI = {
+    **closed(
+        cdiVersion={"type": "string", "pattern": r"^0\.\d+\.\d+$"},
+        kind={"type": "string", "pattern": "^[A-Za-z][A-Za-z0-9_.-]*[A-Za-z0-9]/[A-Za-z][A-Za-z0-9_-]*$"},
+        devices={
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                **closed(name={"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.:-]*$"}, containerEdits=EDITS),
+                "required": ["name", "containerEdits"],
+            },
+        },
+    ),
+    "required": ["cdiVersion", "kind", "devices"],
+}
+
+
+def check(document: Any, schema: dict[str, Any]) -> None:
+    pytest.importorskip("jsonschema").validate(document, schema)
+
+
+@pytest.mark.parametrize("share", [Share(gpu=gpu(0)), MPS, MIG, MIG_MPS])
+def test_docker_takes_the_flags(share: Share) -> None:
+    found = docker(share)
+    line = text(found, "docker-flags").strip()
+    # A shell that expands $(gpushare export docker) cuts at blanks and knows no quotes.
+    flags = line.split(" ")
+    assert flags == shlex.split(line)
+    assert flags[:2] == ["--gpus", f"device={share.uuid}"]
+    assert ("--ipc=host" in flags) is (share.mps is not None)
+    assert found.commands[0].startswith(f"docker run --rm {line} ")
+
+
+def test_the_share_of_an_mps_client() -> None:
+    flags = text(docker(MPS), "docker-flags").split()
+    assert f"{PIPE}:{PIPE}" in flags
+    environment = dict(word.split("=", 1) for before, word in pairwise(flags) if before == "-e")
+    assert environment == {
+        "CUDA_MPS_PIPE_DIRECTORY": PIPE,
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "12.5",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
+        "CUDA_MPS_CLIENT_PRIORITY": "1",
+    }
+    assert any("per process" in one for one in docker(MPS).lost)
+    assert any("one user at a time" in one for one in docker(MPS).needs)
+
+
+def test_cdi_names_and_file() -> None:
+    found = cdi(MIG_MPS)
+    spec = loaded(found, CDI_FILE)
+    check(spec, CDI)
+    (device,) = spec["devices"]
+    flags = text(found, "cdi-flags").split()
+    assert flags == [
+        *("--device", f"nvidia.com/gpu={MIG_MPS.uuid}"),
+        *("--device", f"{spec['kind']}={device['name']}"),
+        "--ipc=host",
+    ]
+    assert device["containerEdits"]["mounts"][0]["hostPath"] == PIPE
+    assert f"CUDA_MPS_PIPE_DIRECTORY={PIPE}" in device["containerEdits"]["env"]
+    alone = cdi(MIG)
+    assert [one.name for one in alone.documents] == ["cdi-flags"]
+    assert text(alone, "cdi-flags") == f"--device nvidia.com/gpu={MIG.uuid}\n"
+    assert any("nvidia-ctk cdi generate" in one for one in alone.commands)
+
+
+@pytest.mark.parametrize("share", [Share(gpu=gpu(0)), MPS, MIG, MIG_MPS])
+@pytest.mark.parametrize("by_cdi", [True, False])
+def test_compose(share: Share, by_cdi: bool) -> None:
+    found = compose(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
+    document = loaded(found, COMPOSE_FILE)
+    check(document, COMPOSE)
+    service = document["services"]["train"]
+    assert service["image"] == "registry:5000/train:1"
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert device["device_ids"] == [f"nvidia.com/gpu={share.uuid}" if by_cdi else share.uuid]
+    assert service.get("environment", {}) == share.environment
+    # Numbers and "0=4096M" are texts in YAML too.
+    assert all(isinstance(value, str) for value in service.get("environment", {}).values())
+
+
+def test_a_typing_error_in_compose_is_found() -> None:
+    document = yaml.safe_load(text(compose(MIG), COMPOSE_FILE))
+    document["services"]["gpu"]["deploy"]["resources"]["reservation"] = {}
+    jsonschema = pytest.importorskip("jsonschema")
+    with pytest.raises(jsonschema.ValidationError):
+        check(document, COMPOSE)
+
+
+def test_what_is_lost() -> None:
+    assert any("no share" in one for one in docker(Share(gpu=gpu(0))).lost)
+    assert any("slice length" in one for one in docker(Share(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost)
+    assert any("another size" in one for one in docker(MIG).lost)
+
+
+def test_which_device() -> None:
+    described = host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1))), gpu(1, Sharing.MIG, mig=(mig(2),)), gpu(2))
+    assert share_of(described, mig(1).uuid).mig == mig(1)
+    # A GPU in MIG mode stands for its only device.
+    assert share_of(described, gpu(1).uuid).mig == mig(2)
+    assert share_of(described, gpu(2).uuid).mig is None
+
+
+@pytest.mark.parametrize(
+    ("described", "uuid", "kind", "code"),
+    [
+        (host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1)))), gpu(0).uuid, BadUsage, "one_device"),
+        (host(gpu(0, Sharing.MIG)), gpu(0).uuid, NotFound, "no_device"),
+        (t4s(1), "GPU-nobody", NotFound, "unknown_gpu"),
+    ],
+)
+def test_no_such_device(described: HostDescription, uuid: str, kind: type[GpushareError], code: str) -> None:
+    with pytest.raises(kind) as refused:
+        share_of(described, uuid)
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "code"),
+    [
+        (None, NotFound, "pipe_unknown"),
+        ("/run/my pipes/0", NotSupported, "bad_path"),
+        ("/a:b", NotSupported, "bad_path"),
+    ],
+)
+@pytest.mark.parametrize("engine", [docker, cdi, compose])
+def test_a_pipe_directory_that_cannot_be_mounted(
+    engine: Any, path: str | None, kind: type[GpushareError], code: str
+) -> None:
+    with pytest.raises(kind) as refused:
+        engine(Share(gpu=gpu(0, Sharing.MPS, mps=mps(pipe_directory=path))))
+    assert refused.value.code == code

@@ -1,0 +1,159 @@
+"""Claims for NVIDIA's DRA driver: per GPU, valid in each version of the API, and strict parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.export.description import HostDescription
+from gpushare.export.dra import GROUP, check_parameters, export
+from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.units import GIB
+from tests.export.hosts import all_loaded, check_kubernetes, gpu, host, loaded, mig, mps, t4s
+
+UNEVEN = host(
+    gpu(0, time_slice=TimeSlice.LONG),
+    gpu(1, Sharing.EXCLUSIVE),
+    gpu(2, Sharing.MPS, mps=mps(30.0, memory_limit_bytes=4 * GIB, priority=Priority.LOW)),
+    gpu(3, Sharing.MIG, mig=(mig(0), mig(1), mig(2, mps=mps(50.0)), mig(3, "3g.40gb", replicas=2))),
+)
+
+
+def parameters(claim: Any) -> Any:
+    (config,) = claim["spec"]["devices"]["config"]
+    assert config["opaque"]["driver"] == "gpu.nvidia.com"
+    return config["opaque"]["parameters"]
+
+
+def test_each_gpu_is_said_by_itself() -> None:
+    found = export(UNEVEN)
+    # Two of the MIG devices are alike and not shared: one template makes a claim per pod of either.
+    assert check_kubernetes(found) == 10
+    sliced = loaded(found, "gpu-0-timeslice.yaml")
+    assert sliced["kind"] == "ResourceClaim"
+    assert parameters(sliced)["sharing"] == {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
+    assert loaded(found, "gpu-1-exclusive.yaml")["kind"] == "ResourceClaimTemplate"
+    assert parameters(loaded(found, "gpu-2-mps.yaml"))["sharing"] == {
+        "strategy": "MPS",
+        "mpsConfig": {"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4096Mi"},
+    }
+    whole = loaded(found, "gpu-3-mig-1g-10gb.yaml")
+    assert whole["kind"] == "ResourceClaimTemplate"
+    assert "profile == '1g.10gb'" in str(whole)
+    shared = loaded(found, "gpu-3-mig-1g-10gb-2-mps.yaml")
+    assert parameters(shared)["kind"] == "MigDeviceConfig"
+    # Time-slicing has no setting on MIG: the claim alone is shared.
+    assert "config" not in loaded(found, "gpu-3-mig-3g-40gb-3-timeslice.yaml")["spec"]["devices"]
+    for claim, check in (("gpu-0-timeslice", 2), ("gpu-2-mps", 2)):
+        pod = loaded(found, f"verify-{claim}.yaml")["spec"]
+        assert pod["replicas"] == check
+        assert pod["template"]["spec"]["resourceClaims"] == [{"name": "gpu", "resourceClaimName": claim}]
+    said = " ".join(found.needs)
+    assert "TimeSlicingSettings=true, MPSSupport=true" in said
+    assert "gpuResourcesEnabledOverride=true" in said
+    assert any("priority low" in one for one in found.lost)
+
+
+def test_names_are_names_of_kubernetes() -> None:
+    for one in all_loaded(export(UNEVEN, any_gpu=True)):
+        name = one["metadata"]["name"]
+        assert name == name.lower()
+        assert all(letter.isalnum() or letter == "-" for letter in name)
+
+
+def test_any_gpu_of_the_model() -> None:
+    found = export(t4s(4), any_gpu=True)
+    assert check_kubernetes(found) == 2
+    assert "productName == 'Tesla T4'" in str(loaded(found, "tesla-t4-timeslice.yaml"))
+    assert "GPU-" not in str(all_loaded(found))
+
+
+@pytest.mark.parametrize(
+    ("kubernetes", "api"), [("1.32", "v1beta1"), ("v1.33", "v1beta2"), ("1.34", "v1"), ("1.36", "v1")]
+)
+def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
+    found = export(UNEVEN, kubernetes=kubernetes)
+    assert check_kubernetes(found, kubernetes.removeprefix("v")) == 10
+    assert loaded(found, "gpu-2-mps.yaml")["apiVersion"] == f"resource.k8s.io/{api}"
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "kind", "code"),
+    [
+        (t4s(), {"kubernetes": "1.31"}, NotSupported, "no_dra"),
+        (t4s(), {"kubernetes": "newest"}, BadUsage, "bad_version"),
+        (t4s(sharing=Sharing.MPS, mps=mps(33.3)), {}, NotSupported, "fractional_threads"),
+        (host(gpu(0, Sharing.MIG, mig=(mig(0, "1c.3g.40gb"),))), {}, NotSupported, "partial_compute_instance"),
+        (host(gpu(0, Sharing.MIG)), {}, NotSupported, "no_device"),
+    ],
+)
+def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
+    with pytest.raises(kind) as refused:
+        export(described, **options)
+    assert refused.value.code == code
+
+
+def config(kind: str = "GpuConfig", **sharing: Any) -> dict[str, Any]:
+    return {"apiVersion": GROUP, "kind": kind, "sharing": sharing}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ([], "not a mapping"),
+        ({"apiVersion": "v1", "kind": "GpuConfig"}, "no kind of group"),
+        ({"apiVersion": GROUP, "kind": "gpuconfig"}, "no kind 'gpuconfig'"),
+        ({"apiVersion": GROUP, "kind": "GpuConfig", "share": {}}, 'unknown field "share"'),
+        (config(), "unknown GPU sharing strategy"),
+        (config(strategy="mps"), "unknown GPU sharing strategy: mps"),
+        (config(strategy="TimeSlicing", timeSlicingConfig={"interval": "short"}), "unknown time-slice interval: short"),
+        (config(strategy="TimeSlicing", timeSlicingConfig={"level": 1}), 'unknown field "level"'),
+        (config(strategy="TimeSlicing", mpsConfig={}), "with the TimeSlicing strategy"),
+        (config(strategy="MPS", timeSlicingConfig={}), "with the MPS strategy"),
+        (config("MigDeviceConfig", strategy="TimeSlicing", timeSlicingConfig={}), 'unknown field "timeSlicingConfig"'),
+        (config(strategy="MPS", mpsConfig={"defaultActiveThreadPercentage": 101}), "from 0 to 100"),
+        (config(strategy="MPS", mpsConfig={"defaultActiveThreadPercentage": -1}), "from 0 to 100"),
+        (config(strategy="MPS", mpsConfig={"defaultActiveThreadPercentage": 33.3}), "from 0 to 100"),
+        (config(strategy="MPS", mpsConfig={"defaultPinnedDeviceMemoryLimit": "1000Ki"}), "value set too low"),
+        (config(strategy="MPS", mpsConfig={"defaultPinnedDeviceMemoryLimit": "4GB"}), "no quantity"),
+        (
+            config(strategy="MPS", mpsConfig={"defaultPerDevicePinnedMemoryLimit": {"gpu0": "4Gi"}}),
+            "invalid device index",
+        ),
+        (config(strategy="MPS", mpsConfig={"multiUser": "yes"}), "not true or false"),
+    ],
+)
+def test_parameters_that_the_driver_refuses(raw: object, said: str) -> None:
+    with pytest.raises(BadUsage) as refused:
+        check_parameters(raw)
+    assert said in refused.value.message
+
+
+def test_parameters_that_it_takes() -> None:
+    check_parameters({"apiVersion": GROUP, "kind": "GpuConfig"})
+    check_parameters(config(strategy="TimeSlicing"))
+    check_parameters(
+        config(
+            strategy="MPS",
+            mpsConfig={"multiUser": True, "defaultPerDevicePinnedMemoryLimit": {"0": "4Gi", "GPU-0a": "1Mi"}},
+        )
+    )
+
+
+@given(
+    percent=st.none() | st.integers(1, 100),
+    mebibytes=st.none() | st.integers(1, 200_000),
+    level=st.sampled_from(TimeSlice),
+)
+def test_what_is_written_means_the_same(percent: int | None, mebibytes: int | None, level: TimeSlice) -> None:
+    limits = mps(None if percent is None else float(percent), memory_limit_bytes=mebibytes and mebibytes * 2**20)
+    found = export(host(gpu(0, time_slice=level), gpu(1, Sharing.MPS, mps=limits)))
+    interval = parameters(loaded(found, "gpu-0-timeslice.yaml"))["sharing"]["timeSlicingConfig"]["interval"]
+    assert TimeSlice[interval.upper()] is level
+    sharing = parameters(loaded(found, "gpu-1-mps.yaml"))["sharing"].get("mpsConfig", {})
+    assert sharing.get("defaultActiveThreadPercentage") == percent
+    assert sharing.get("defaultPinnedDeviceMemoryLimit") == (None if mebibytes is None else f"{mebibytes}Mi")

@@ -1,0 +1,147 @@
+"""Karpenter's NodePool and NodeOverlay: the taint, and a capacity that is what the device plugin will offer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.export import k8s
+from gpushare.export.description import HostDescription
+from gpushare.export.karpenter import export
+from gpushare.model import Sharing, TimeSlice
+from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, t4s
+
+# Restated from the CRDs of kubernetes-sigs/karpenter v1.14: the members we write, and no others.
+REQUIREMENT = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["key", "operator"],
+    "properties": {
+        "key": {"type": "string", "maxLength": 316},
+        "operator": {"enum": ["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]},
+        "values": {"type": "array", "items": {"type": "string"}},
+    },
+}
+QUANTITIES = {"type": "object", "additionalProperties": {"type": "string", "pattern": "^[0-9]+$"}}
+
+
+def closed(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+
+
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+REF = closed(["group", "kind", "name"], group={"type": "string"}, kind={"type": "string"}, name={"type": "string"})
+TAINT = closed(
+    ["key", "effect"],
+    key={"type": "string"},
+    value={"type": "string"},
+    effect={"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]},
+)
+NODE = closed(
+    ["nodeClassRef", "requirements"],
+    nodeClassRef=REF,
+    requirements={"type": "array", "items": REQUIREMENT, "maxItems": 100},
+    taints={"type": "array", "items": TAINT},
+)
+DISRUPTION = closed(
+    ["consolidateAfter"],
+    consolidationPolicy={"enum": ["WhenEmpty", "WhenEmptyOrUnderutilized", "Balanced"]},
+    consolidateAfter={"type": "string", "pattern": r"^((([0-9]+(s|m|h))+)|Never)$"},
+)
+SCHEMAS = {
+    "NodePool": closed(
+        ["template"],
+        template=closed(["spec"], metadata=closed([], labels=TEXTS), spec=NODE),
+        disruption=DISRUPTION,
+        limits=QUANTITIES,
+    ),
+    "NodeOverlay": closed(["requirements"], requirements={"type": "array", "items": REQUIREMENT}, capacity=QUANTITIES),
+}
+
+
+def check_crds(found: Any) -> None:
+    validate = pytest.importorskip("jsonschema").validate
+    for name, kind, version in (("node-pool", "NodePool", "v1"), ("node-overlay", "NodeOverlay", "v1alpha1")):
+        document = loaded(found, f"{name}.yaml")
+        assert (document["kind"], document["apiVersion"]) == (kind, f"karpenter.sh/{version}")
+        validate(document["spec"], SCHEMAS[kind])
+
+
+def test_the_pool_and_what_karpenter_cannot_know() -> None:
+    found = export(t4s(4, replicas=5), max_nodes=3)
+    check_crds(found)
+    assert check_kubernetes(found) == 1
+    pool = loaded(found, "node-pool.yaml")["spec"]
+    assert pool["template"]["spec"]["taints"] == [{"key": "nvidia.com/gpu", "value": "true", "effect": "NoSchedule"}]
+    assert pool["limits"] == {"nvidia.com/gpu": "60"}
+    overlay = loaded(found, "node-overlay.yaml")["spec"]
+    assert overlay["capacity"] == {"nvidia.com/gpu": "20"}
+    # It must not speak of nodes of other pools.
+    keys = {one["key"]: one["values"] for one in overlay["requirements"]}
+    assert keys == {
+        "karpenter.k8s.aws/instance-gpu-name": ["t4"],
+        "karpenter.k8s.aws/instance-gpu-count": ["4"],
+        "karpenter.sh/nodepool": ["gpu-shared"],
+    }
+    # The label is the key of the device plugin's ConfigMap.
+    label = pool["template"]["metadata"]["labels"]["nvidia.com/device-plugin.config"]
+    plugin = k8s.export(t4s(4, replicas=5))
+    assert label in loaded(plugin, "device-plugin-config.yaml")["data"]
+    assert any("NodeOverlay=true" in one for one in found.needs)
+
+
+def test_whole_gpus_need_no_overlay() -> None:
+    found = export(t4s(2, sharing=Sharing.EXCLUSIVE), max_nodes=3)
+    assert [one.name for one in found.documents] == ["node-pool.yaml", "verify-gpu.yaml"]
+    assert found.commands[0] == "kubectl apply -f node-pool.yaml"
+    # An alpha feature for nothing.
+    assert not any("NodeOverlay" in one or "node-overlay" in one for one in found.needs)
+    assert loaded(found, "node-pool.yaml")["spec"]["limits"] == {"nvidia.com/gpu": "6"}
+
+
+def test_one_instance_type_and_no_limit() -> None:
+    found = export(t4s(1, replicas=4), instance_type="g4dn.2xlarge", name="t4", node_class="al2023")
+    check_crds(found)
+    pool = loaded(found, "node-pool.yaml")["spec"]
+    assert "limits" not in pool
+    assert any("--max-nodes" in one for one in found.needs)
+    assert pool["template"]["spec"]["nodeClassRef"]["name"] == "al2023"
+    assert loaded(found, "node-overlay.yaml")["spec"]["requirements"][0] == {
+        "key": "node.kubernetes.io/instance-type",
+        "operator": "In",
+        "values": ["g4dn.2xlarge"],
+    }
+
+
+def test_mig_leaves_no_whole_gpu() -> None:
+    found = export(host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1)))))
+    check_crds(found)
+    assert loaded(found, "node-overlay.yaml")["spec"]["capacity"] == {
+        "nvidia.com/mig-1g.10gb": "2",
+        "nvidia.com/gpu": "0",
+    }
+    assert (
+        loaded(found, "node-pool.yaml")["spec"]["template"]["metadata"]["labels"]["nvidia.com/mig.config"]
+        == "gpushare-2x1g.10gb"
+    )
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "kind", "code"),
+    [
+        (host(gpu(0), gpu(1, name="NVIDIA L4")), {}, NotSupported, "several_models"),
+        (t4s(name=None), {}, NotSupported, "no_model"),
+        (t4s(time_slice=TimeSlice.SHORT), {}, NotSupported, "no_slice_length"),
+        (host(gpu(0), gpu(1, Sharing.EXCLUSIVE)), {}, NotSupported, "per_gpu"),
+        (t4s(), {"name": "GPU"}, BadUsage, "bad_name"),
+        (t4s(), {"node_class": ""}, BadUsage, "bad_name"),
+        (t4s(), {"instance_type": "big"}, BadUsage, "bad_instance_type"),
+        (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
+    ],
+)
+def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
+    with pytest.raises(kind) as refused:
+        export(described, **options)
+    assert refused.value.code == code

@@ -1,0 +1,96 @@
+"""The MIG layout as a mig-parted file: what is written is read back as the same devices."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import NotSupported
+from gpushare.export.containers import FILE, export, layout_name
+from gpushare.mig.parted import choose, parse_parted, wishes_for
+from gpushare.mig.wish import parse_wish
+from gpushare.model import Gpu, Sharing
+from tests.export.hosts import gpu, host, mig, mps, t4s, text
+
+
+def test_equal_gpus_share_an_entry() -> None:
+    cut = (mig(0), mig(1), mig(4, "3g.40gb"))
+    found = export(host(*(gpu(index, Sharing.MIG, mig=cut) for index in range(3))), name="day")
+    (entry,) = yaml.safe_load(text(found, FILE))["mig-configs"]["day"]
+    assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 2, "3g.40gb": 1}}
+    assert any("-c day" in one for one in found.commands)
+
+
+@given(st.lists(st.lists(st.sampled_from(["1g.10gb", "1g.10gb+me", "3g.40gb"]), max_size=7), min_size=1, max_size=3))
+def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> None:
+    described = host(
+        *(
+            gpu(index, Sharing.MIG, mig=tuple(mig(start, profile) for start, profile in enumerate(cut)))
+            for index, cut in enumerate(cuts)
+        )
+    )
+    name = layout_name(described)
+    assert re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", name)
+    # The same layout has the same name, another one has not.
+    assert name == layout_name(described)
+    more = gpu(0, Sharing.MIG, mig=(mig(9, "7g.80gb"),))
+    assert name != layout_name(host(more, *described.gpus[1:]))
+
+
+def test_a_gpu_without_mig_is_never_named() -> None:
+    """By number mig-parted refuses it, under all it skips it."""
+    (entry,) = yaml.safe_load(text(export(host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
+        "mig-configs"
+    ]["x"]
+    assert entry["devices"] == "all"
+    assert entry["mig-enabled"] is True
+    with pytest.raises(NotSupported) as refused:
+        export(t4s(), name="x")
+    assert refused.value.code == "no_mig"
+
+
+def test_what_is_lost() -> None:
+    lost = export(
+        host(
+            gpu(0, Sharing.MIG, mig=(mig(mps=mps(), name="train"),)),
+            gpu(1, Sharing.MPS, mps=mps(), mig_capable=True),
+            gpu(2, Sharing.EXCLUSIVE, mig_capable=True),
+            whole=False,
+        ),
+        name="x",
+    ).lost
+    for word in ("places", "sharing inside", "names", "exclusive, mps of GPUs without MIG"):
+        assert any(word in one for one in lost)
+
+
+PROFILES = st.lists(st.sampled_from(["1g.10gb", "1g.10gb+me", "2g.20gb", "3g.40gb", "1c.3g.40gb"]), max_size=7)
+
+
+@given(st.lists(st.none() | PROFILES, min_size=1, max_size=6), st.booleans())
+def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool) -> None:
+    gpus = [
+        gpu(index, Sharing.TIMESLICE, mig_capable=True)
+        if cut is None
+        else gpu(index, Sharing.MIG, mig=tuple(mig(number, profile) for number, profile in enumerate(cut)))
+        for index, cut in enumerate(cuts)
+    ]
+    document = yaml.safe_load(text(export(host(*gpus, whole=whole), name="current"), FILE))
+    config = choose(parse_parted(document), None)
+    demands = wishes_for(config, [Gpu(index=one.index, mig_capable=True) for one in gpus])
+    for index, cut in enumerate(cuts):
+        assert demands[index].mig_enabled is (cut is not None)
+        counts = (
+            sorted(
+                (str(one.profile), one.count, one.compute)
+                for one in parse_wish(
+                    " ".join(f"{name}*{(cut or []).count(name)}" for name in dict.fromkeys(cut or ()))
+                )
+            )
+            if cut
+            else []
+        )
+        assert sorted((str(one.profile), one.count, one.compute) for one in demands[index].wish) == counts

@@ -1,0 +1,260 @@
+"""Slurm: gres.conf by Slurm's own rules, and lines of slurm.conf that agree with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage, GpushareError, NotSupported
+from gpushare.export.description import HostDescription
+from gpushare.export.document import Export
+from gpushare.export.slurm import export
+from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.units import MIB
+from tests.export.hosts import gpu, host, mig, mps, t4s, text
+
+MIXED = host(
+    gpu(0, Sharing.EXCLUSIVE),
+    gpu(1, replicas=3),
+    gpu(2, Sharing.MPS, mps=mps(25.0, memory_limit_bytes=3840 * MIB)),
+    gpu(3, Sharing.MIG, mig=(mig(0), mig(1), mig(4, "3g.40gb"))),
+)
+
+
+def records(found: Export) -> list[dict[str, str]]:
+    """Return the records of gres.conf, after Slurm's rules (src/interfaces/gres.c, gres_c_s.c), restated."""
+    lines = [line for line in text(found, "gres.conf").splitlines() if not line.startswith("#")]
+    first, *rest = lines
+    assert first in {"AutoDetect=nvml", "AutoDetect=off"}
+    gres = [dict(word.split("=", 1) for word in line.split()) for line in rest]
+    known = {"Name", "Type", "Count", "File", "MultipleFiles"}
+    files = {one.get("File") for one in gres if one["Name"] == "gpu"}
+    for one in gres:
+        assert set(one) <= known
+        assert ("File" in one) != ("MultipleFiles" in one)
+        assert one.get("MultipleFiles", "a,b").count(",") >= 1
+        if one["Name"] in {"mps", "shard"}:
+            assert int(one["Count"]) > 0
+            # Without a gpu record of the file Slurm discards it; by NVML slurmd finds the records itself.
+            assert one["File"] in files or first == "AutoDetect=nvml"
+    assert len({tuple(sorted(one.items())) for one in gres}) == len(gres)
+    return gres
+
+
+def lines(found: Export) -> dict[str, str]:
+    """Return the lines of slurm.conf by key."""
+    said = [line for line in text(found, "slurm.conf.lines").splitlines() if not line.startswith("#")]
+    return dict(line.split("=", 1) for line in said)
+
+
+def node_gres(found: Export) -> Counter[str]:
+    """Return how many of each resource the node line promises."""
+    numbers: Counter[str] = Counter()
+    for one in lines(found)["NodeName"].partition("Gres=")[2].split(","):
+        name, _, number = one.rpartition(":")
+        numbers[name] += int(number)
+    return numbers
+
+
+def test_time_slicing_becomes_shards() -> None:
+    found = export(t4s(4))
+    assert [one["Name"] for one in records(found)] == ["gpu"] * 4 + ["shard"] * 4
+    assert node_gres(found) == {"gpu:t4": 4, "shard": 16}
+    assert lines(found)["GresTypes"] == "gpu,shard"
+    assert lines(found)["SelectType"] == "select/cons_tres"
+    assert lines(found)["NodeName"].startswith("gpu01 Gres=")
+    assert any("--replicas" in one for one in found.lost)
+    assert any("limits neither memory nor threads" in one for one in found.lost)
+
+
+def test_gpus_of_their_own_need_no_shared_resource() -> None:
+    found = export(t4s(2, sharing=Sharing.EXCLUSIVE))
+    assert len(records(found)) == 2
+    assert lines(found) == {
+        "GresTypes": "gpu",
+        "AccountingStorageTRES": "gres/gpu",
+        "NodeName": "gpu01 Gres=gpu:t4:2",
+    }
+    assert len(found.documents) == 2
+
+
+def test_every_gpu_in_its_own_way() -> None:
+    found = export(MIXED, autodetect="off")
+    gres = records(found)
+    assert [one for one in gres if one["Name"] == "mps"] == [{"Name": "mps", "Count": "100", "File": "/dev/nvidia2"}]
+    assert [one for one in gres if one["Name"] == "shard"] == [{"Name": "shard", "Count": "3", "File": "/dev/nvidia1"}]
+    assert [one["MultipleFiles"] for one in gres if "MultipleFiles" in one] == [
+        "/dev/nvidia3,/dev/nvidia-caps/nvidia-cap100,/dev/nvidia-caps/nvidia-cap101",
+        "/dev/nvidia3,/dev/nvidia-caps/nvidia-cap102,/dev/nvidia-caps/nvidia-cap103",
+        "/dev/nvidia3,/dev/nvidia-caps/nvidia-cap108,/dev/nvidia-caps/nvidia-cap109",
+    ]
+    assert node_gres(found) == {
+        "gpu:t4": 3,
+        "gpu:nvidia_h100_80gb_hbm3_1g.10gb": 2,
+        "gpu:nvidia_h100_80gb_hbm3_3g.40gb": 1,
+        "mps": 100,
+        "shard": 3,
+    }
+    types = Counter(f"gpu:{one['Type']}" for one in gres if one["Name"] == "gpu")
+    assert types == Counter({key: value for key, value in node_gres(found).items() if key.startswith("gpu:")})
+
+
+def test_with_mig_slurmd_looks_itself() -> None:
+    found = export(MIXED)
+    assert text(found, "gres.conf").splitlines()[1] == "AutoDetect=nvml"
+    assert {one["Name"] for one in records(found)} == {"mps", "shard"}
+    assert lines(found)["JobAcctGatherParams"] == "DisableGPUAcct"
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "mib", "named"),
+    [
+        ("NVIDIA H200", "1g.18gb", 16384, "nvidia_h200_1g.16gb"),
+        ("NVIDIA H200", "1g.18gb+me", 16384, "nvidia_h200_1g.16gb"),
+        ("NVIDIA A100-SXM4-80GB", "3g.40gb", 40192, "nvidia_a100-sxm4-80gb_3g.39gb"),
+        ("NVIDIA A100-SXM4-80GB", "1c.2g.20gb", 19968, "nvidia_a100-sxm4-80gb_2g.20gb"),
+        # 39.5 GiB goes up.
+        ("NVIDIA H100 80GB HBM3", "3g.40gb", 40448, "nvidia_h100_80gb_hbm3_3g.40gb"),
+        ("NVIDIA A100-SXM4-40GB", "1g.5gb", 4864, "nvidia_a100-sxm4-40gb_1g.5gb"),
+    ],
+)
+def test_slurmd_names_mig_devices_by_their_memory(model: str, profile: str, mib: int, named: str) -> None:
+    device = mig(profile=profile, memory_total_bytes=mib << 20)
+    described = host(gpu(0, Sharing.MIG, name=model, mig=(device,)))
+    assert node_gres(export(described)) == {f"gpu:{named}": 1}
+    own = f"{model.lower().replace(' ', '_')}_{profile}"
+    assert any("by their memory" in one for one in export(described).needs) is (named != own)
+    # Where it is told each device, it takes our name.
+    assert node_gres(export(described, autodetect="off")) == {f"gpu:{own}": 1}
+
+
+def test_mps_comes_with_its_scripts() -> None:
+    found = export(MIXED)
+    assert {one.name for one in found.documents if one.kind == "sh"} == {
+        "gpushare-prolog.sh",
+        "gpushare-epilog.sh",
+        "gpushare-task-prolog.sh",
+    }
+    said = lines(found)
+    for key in ("Prolog", "Epilog", "TaskProlog"):
+        assert Path(said[key]).name in {one.name for one in found.documents}
+
+
+def test_what_is_lost() -> None:
+    lost = export(
+        host(
+            gpu(0, Sharing.MPS, mps=mps(priority=Priority.LOW)),
+            gpu(1, time_slice=TimeSlice.LONG),
+            gpu(2, Sharing.MIG, mig=(mig(name="train"),)),
+        )
+    ).lost
+    for word in ("slice length", "priority low", "names", "one user"):
+        assert any(word in one for one in lost)
+
+
+def test_gaps_in_the_numbers_are_said() -> None:
+    assert any("gaps" in one for one in export(host(gpu(0), gpu(1, minor=5))).needs)
+    assert not any("gaps" in one for one in export(t4s()).needs)
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "kind", "code"),
+    [
+        (host(gpu(0, Sharing.MIG, mig=(mig(mps=mps()),))), {}, NotSupported, "sharing_on_mig"),
+        (host(gpu(0, Sharing.MIG, mig=(mig(replicas=2),))), {}, NotSupported, "sharing_on_mig"),
+        (host(gpu(0, Sharing.MIG)), {}, NotSupported, "no_device"),
+        (t4s(minor=None), {}, NotSupported, "no_minor"),
+        (
+            host(gpu(0, Sharing.MIG, mig=(mig(capabilities=None),))),
+            {"autodetect": "off"},
+            NotSupported,
+            "no_capabilities",
+        ),
+        (t4s(), {"autodetect": "rsmi"}, BadUsage, "bad_autodetect"),
+    ],
+)
+def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
+    with pytest.raises(kind) as refused:
+        export(described, **options)
+    assert refused.value.code == code
+    assert refused.value.hint
+
+
+KINDS = st.sampled_from(
+    [
+        {"sharing": Sharing.EXCLUSIVE},
+        {"sharing": Sharing.TIMESLICE, "replicas": 2},
+        {"sharing": Sharing.MPS, "mps": mps()},
+        {"sharing": Sharing.MIG, "mig": (mig(0), mig(1))},
+    ]
+)
+
+
+@given(st.lists(KINDS, min_size=1, max_size=6), st.sampled_from(["nvml", "off"]))
+def test_what_is_written_means_the_same(kinds: list[dict[str, Any]], autodetect: str) -> None:
+    found = export(host(*(gpu(index, **kind) for index, kind in enumerate(kinds))), autodetect=autodetect)
+    gres = records(found)
+    for index, kind in enumerate(kinds):
+        names = {one["Name"] for one in gres if one.get("File") == f"/dev/nvidia{index}"} - {"gpu"}
+        wanted = {Sharing.TIMESLICE: {"shard"}, Sharing.MPS: {"mps"}}.get(kind["sharing"], set())
+        assert names == wanted
+    number = sum(len(kind.get("mig", ())) or 1 for kind in kinds)
+    assert sum(value for key, value in node_gres(found).items() if key.startswith("gpu:")) == number
+    assert {key.partition(":")[0] for key in node_gres(found)} == set(lines(found)["GresTypes"].split(","))
+
+
+def slurmd() -> str | None:
+    """Return Slurm's own daemon, which checks a gres.conf without running."""
+    return os.environ.get("GPUSHARE_TEST_SLURMD") or shutil.which("slurmd")
+
+
+@pytest.mark.skipif(slurmd() is None, reason="slurmd is not installed (GPUSHARE_TEST_SLURMD is its path)")
+@pytest.mark.parametrize("described", [t4s(4), MIXED], ids=["t4s", "mixed"])
+def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
+    found = export(described, autodetect="off")
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    body = text(found, "gres.conf").replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{devices}/")
+    (tmp_path / "gres.conf").write_text(body)
+    for path in set(re.findall(rf"{re.escape(str(devices))}/[^,\s]+", body)):
+        Path(path).touch()
+    name = socket.gethostname().partition(".")[0]
+    said = lines(found)
+    plugins = os.environ.get("GPUSHARE_TEST_SLURM_PLUGINS")
+    config = [
+        "ClusterName=t",
+        f"SlurmctldHost={name}",
+        "AuthType=auth/none",
+        "CredType=cred/none",
+        f"SlurmdSpoolDir={tmp_path}",
+        f"StateSaveLocation={tmp_path}",
+        *([f"PluginDir={plugins}"] if plugins else []),
+        "ProctrackType=proctrack/pgid",
+        "TaskPlugin=task/none",
+        "SelectType=select/cons_tres",
+        f"GresTypes={said['GresTypes']}",
+        f"NodeName={name} CPUs=1 Gres={said['NodeName'].partition('Gres=')[2]}",
+        "PartitionName=p Nodes=ALL",
+    ]
+    (tmp_path / "slurm.conf").write_text("\n".join(config) + "\n")
+    done = subprocess.run(
+        [slurmd() or "slurmd", "-G", "-f", str(tmp_path / "slurm.conf")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    # 22.05 prints "more configured than expected" for every file, right ones too: its exit code tells.
+    assert done.returncode == 0, done.stderr
+    assert "fatal" not in done.stderr
+    assert "error" not in done.stderr.lower()

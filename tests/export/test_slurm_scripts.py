@@ -1,0 +1,194 @@
+"""Prolog and epilog as a shell runs them, with programs that stand in for NVIDIA's."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpushare.export.slurm import STATE, export
+from gpushare.model import Sharing
+from gpushare.units import MIB
+from tests.export.hosts import gpu, host, mps, text
+
+HOST = host(
+    *(gpu(index, Sharing.MPS, mps=mps(memory_limit_bytes=3840 * MIB if index else None)) for index in range(12)),
+    gpu(12),
+)
+
+SMI = """\
+#!/bin/sh
+# Stands in for nvidia-smi: the compute mode of each GPU is a file.
+case "$*" in
+*--query-gpu=compute_mode*) cat "{tmp}/mode-$2" 2>/dev/null || echo Default ;;
+"-i GPU-"*" -c EXCLUSIVE_PROCESS") echo Exclusive_Process >"{tmp}/mode-$2" ;;
+"-i GPU-"*" -c DEFAULT") echo Default >"{tmp}/mode-$2" ;;
+*) echo "nvidia-smi: $*" >>"{tmp}/wrong"; exit 1 ;;
+esac
+"""
+CONTROL = """\
+#!/bin/sh
+# Stands in for nvidia-cuda-mps-control of driver 535: commands by stdin only.
+if [ "${{1:-}}" = -d ]; then
+    [ ! -e "{tmp}/no-daemon" ] || exit 1
+    echo "$CUDA_VISIBLE_DEVICES ${{CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-none}}" >"$CUDA_MPS_PIPE_DIRECTORY/alive"
+    exit 0
+fi
+[ $# -eq 0 ] || {{ echo "arguments: $*" >>"{tmp}/wrong"; exit 0; }}
+read -r line
+[ -e "$CUDA_MPS_PIPE_DIRECTORY/alive" ] || exit 1
+echo "$line" >>"$CUDA_MPS_PIPE_DIRECTORY/asked"
+case $line in quit*) [ -e "{tmp}/stuck" ] || rm "$CUDA_MPS_PIPE_DIRECTORY/alive" ;; esac
+"""
+
+
+@dataclass
+class Node:
+    """A node on which slurmd runs the scripts."""
+
+    tmp: Path
+
+    def run(
+        self, script: str, job: int, gpus: str = "", percent: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script as slurmd does."""
+        body = text(export(HOST, autodetect="off"), f"gpushare-{script}.sh").replace(STATE, str(self.tmp / "state"))
+        body = body.replace("PATH=/usr/local/sbin", f"PATH={self.tmp / 'bin'}:/usr/local/sbin").replace(
+            "sleep 0.5", ":"
+        )
+        path = self.tmp / f"{script}.sh"
+        path.write_text(body)
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "SLURM_JOB_ID": str(job),
+            "SLURM_JOB_UID": "0",
+            "CUDA_VISIBLE_DEVICES": gpus,
+        }
+        if percent is not None:
+            environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
+        done = subprocess.run(
+            ["sh", str(path)], env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        wrong = self.tmp / "wrong"
+        assert not wrong.exists(), wrong.read_text()
+        return done
+
+    def daemon(self, number: int) -> str | None:
+        """Return what the daemon of a GPU was started with, or None when it does not run."""
+        alive = self.tmp / "state" / uuid(number) / "pipe" / "alive"
+        return alive.read_text().strip() if alive.exists() else None
+
+    def mode(self, number: int) -> str:
+        """Return the compute mode of a GPU."""
+        path = self.tmp / f"mode-{uuid(number)}"
+        return path.read_text().strip() if path.exists() else "Default"
+
+
+def uuid(number: int) -> str:
+    return f"GPU-{number:08x}-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    (tmp_path / "bin").mkdir()
+    for name, body in (("nvidia-smi", SMI), ("nvidia-cuda-mps-control", CONTROL)):
+        path = tmp_path / "bin" / name
+        path.write_text(body.format(tmp=tmp_path))
+        path.chmod(0o755)
+    return Node(tmp_path)
+
+
+def test_a_daemon_lives_as_long_as_its_jobs(node: Node) -> None:
+    assert node.run("prolog", 1, "1", "25").returncode == 0
+    # The percentage is the job's own, not the daemon's.
+    assert node.daemon(1) == f"{uuid(1)} none"
+    assert node.mode(1) == "Exclusive_Process"
+    asked = (node.tmp / "state" / uuid(1) / "pipe" / "asked").read_text()
+    assert "set_default_device_pinned_mem_limit 0 3840M" in asked
+    assert node.run("prolog", 2, "1", "50").returncode == 0
+    assert node.run("epilog", 1, "1", "25").returncode == 0
+    assert node.daemon(1) is not None
+    assert node.run("epilog", 2, "1", "50").returncode == 0
+    assert node.daemon(1) is None
+    assert node.mode(1) == "Default"
+
+
+def test_gpu_one_is_not_gpu_eleven(node: Node) -> None:
+    """The sample compares lists of numbers as text."""
+    node.run("prolog", 1, "11", "25")
+    assert node.run("prolog", 2, "1", None).returncode == 0
+    assert node.daemon(11) is not None
+    assert node.daemon(1) is None
+    assert node.run("prolog", 3, "0", "25").returncode == 0
+    assert (node.daemon(0), node.daemon(11)) == (f"{uuid(0)} none", f"{uuid(11)} none")
+    node.run("epilog", 1)
+    assert (node.daemon(11), node.mode(11)) == (None, "Default")
+    assert (node.daemon(0), node.mode(0)) == (f"{uuid(0)} none", "Exclusive_Process")
+
+
+def test_the_task_is_told_where(node: Node) -> None:
+    node.run("prolog", 7, "3", "25")
+    told = node.run("task-prolog", 7).stdout
+    assert told == (
+        f"export CUDA_MPS_PIPE_DIRECTORY={node.tmp}/state/{uuid(3)}/pipe\nexport CUDA_VISIBLE_DEVICES={uuid(3)}\n"
+    )
+    assert node.run("task-prolog", 8).stdout == ""
+    node.run("epilog", 7)
+    assert node.run("task-prolog", 7).stdout == ""
+
+
+def test_slurm_may_name_gpus_by_uuid(node: Node) -> None:
+    node.run("prolog", 1, uuid(4), "25")
+    assert node.daemon(4) == f"{uuid(4)} none"
+
+
+def test_the_mode_that_was_there_comes_back(node: Node) -> None:
+    (node.tmp / f"mode-{uuid(2)}").write_text("Exclusive_Process\n")
+    node.run("prolog", 1, "2", "25")
+    # nvidia-smi is asked for EXCLUSIVE_PROCESS both times.
+    node.run("epilog", 1)
+    assert node.mode(2) == "Exclusive_Process"
+
+
+def test_a_whole_gpu_finds_no_daemon_that_was_left(node: Node) -> None:
+    node.run("prolog", 1, "5", "25")
+    assert node.run("prolog", 2, "5").returncode == 0
+    assert (node.daemon(5), node.mode(5)) == (None, "Default")
+
+
+def test_a_gpu_without_mps_and_a_job_without_a_gpu(node: Node) -> None:
+    assert node.run("prolog", 1, "12", "25").returncode == 0
+    assert node.run("prolog", 2).returncode == 0
+    assert node.run("epilog", 2).returncode == 0
+    assert not list((node.tmp / "state").glob("GPU-*"))
+
+
+def test_a_daemon_that_does_not_start_fails_the_prolog(node: Node) -> None:
+    (node.tmp / "no-daemon").touch()
+    done = node.run("prolog", 1, "1", "25")
+    assert done.returncode == 1
+    assert "does not start" in done.stderr
+    assert node.mode(1) == "Default"
+    assert node.run("task-prolog", 1).stdout == ""
+
+
+def test_a_daemon_that_does_not_quit_fails_the_epilog(node: Node) -> None:
+    node.run("prolog", 1, "1", "25")
+    (node.tmp / "stuck").touch()
+    done = node.run("epilog", 1)
+    assert done.returncode == 1
+    assert "does not quit" in done.stderr
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_no_job_can_hold_the_lock(node: Node, older: bool) -> None:
+    """Whoever can open a file can lock it, and a prolog that waits in vain drains the node."""
+    lock = node.tmp / "state" / "lock"
+    if older:
+        lock.parent.mkdir()
+        lock.touch()
+        lock.chmod(0o644)
+    assert node.run("prolog", 7, "0", "50").returncode == 0
+    assert lock.stat().st_mode & 0o777 == 0o600

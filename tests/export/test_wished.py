@@ -1,0 +1,191 @@
+"""The host as gpushare.yaml wants it, for other engines: every word of the file arrives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpushare.errors import NotFound, NotSupported
+from gpushare.export import containers, dra, k8s, slurm
+from gpushare.export.description import HostDescription, MigDescription, in_place, wished
+from gpushare.export.k8s import of_node
+from gpushare.gpu_models import find_model, profiles_of
+from gpushare.hostfile.parse import parse
+from gpushare.model import ComputeMode, Priority, Sharing, TimeSlice
+from gpushare.units import GIB
+from tests.export.hosts import check_kubernetes, gpu, host, mig, mps
+
+PROFILES = profiles_of(find_model("h100-80gb"))
+H100S = host(*(gpu(index, name="NVIDIA H100 80GB HBM3", mig_capable=True) for index in range(4)))
+
+
+def read(*entries: str, described: HostDescription = H100S) -> HostDescription:
+    """Return the host with these ways of sharing, one per GPU."""
+    lines = [f"- {{match: {{index: {index}}}, {entry}}}" for index, entry in enumerate(entries)]
+    found = parse("version: 1\ngpus:\n" + "\n".join(lines) + "\n", "x")
+    by_index = {int(one.match.values[0]): one for one in found.entries}
+    return wished(described, by_index, dict.fromkeys(by_index, PROFILES))
+
+
+def test_each_way_of_sharing() -> None:
+    found = read(
+        "timeslice: {level: long, replicas: 3}",
+        "mps: {threads: 25, memory: 4G, priority: low, exclusive: true, replicas: 4}",
+        "exclusive: true",
+    )
+    sliced, clients, alone, untouched = found.gpus
+    assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Sharing.TIMESLICE, TimeSlice.LONG, 3)
+    assert clients.mps is not None
+    assert (clients.mps.threads_percent, clients.mps.memory_limit_bytes) == (25.0, 4 * GIB)
+    assert (clients.mps.priority, clients.replicas) == (Priority.LOW, 4)
+    assert clients.compute_mode is alone.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
+    assert alone.sharing is Sharing.EXCLUSIVE
+    # No entry is for it.
+    assert untouched == H100S.gpus[3]
+    # What was there before and is not wished for is gone.
+    before = host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1, Sharing.MPS, mps=mps(), time_slice=TimeSlice.LONG))
+    assert read("timeslice: default", described=before).gpus[0].mig == ()
+    assert read("exclusive: true", "exclusive: true", described=before).gpus[1].mps is None
+
+
+def test_mig_by_size_with_parts_and_sharing_inside() -> None:
+    found = read(
+        'mig: ["3g:4", {wish: "1g*2", mps: {threads: 50}}, "1c.2g.20gb*2", {wish: "1g.10gb", name: dev}]'
+    ).gpus[0]
+    assert [(one.profile, one.start, one.name) for one in found.mig] == [
+        ("3g.40gb", 4, None),
+        ("1g.10gb", None, None),
+        ("1g.10gb", None, None),
+        ("1c.2g.20gb", None, None),
+        ("1c.2g.20gb", None, None),
+        ("1g.10gb", None, "dev"),
+    ]
+    assert [one.mps is not None for one in found.mig] == [False, True, True, False, False, False]
+    assert [one.index for one in found.mig] == list(range(6))
+
+
+def test_a_profile_that_the_gpu_never_has() -> None:
+    with pytest.raises(NotSupported) as refused:
+        read('mig: ["9g.99gb"]')
+    assert refused.value.code == "mig_profile_unknown"
+
+
+def test_engines_take_it() -> None:
+    alike = read(*['mig: [{wish: "1g.10gb*7", timeslice: {replicas: 2}}]'] * 4)
+    assert of_node(alike).capacity(alike) == {"nvidia.com/mig-1g.10gb": 56}
+    assert check_kubernetes(k8s.export(alike)) == 3
+    # Each device is shared by its own pods, so each has its own claim.
+    claims = [one.name for one in dra.export(alike).documents if not one.name.startswith("verify-")]
+    assert len(claims) == len(set(claims)) == 28
+    assert check_kubernetes(dra.export(alike)) == 56
+    plain = read(*['mig: ["1g.10gb*7"]'] * 4)
+    assert containers.config_of(plain, "x")["mig-configs"]["x"] == [
+        {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 7}}
+    ]
+    assert "gpu:nvidia_h100_80gb_hbm3_1g.10gb:28" in slurm.export(plain).documents[1].text
+    with pytest.raises(NotSupported) as refused:
+        # What is not there yet has no device nodes.
+        slurm.export(plain, autodetect="off")
+    assert refused.value.code == "no_capabilities"
+
+
+# -- the devices that are there --------------------------------------------------------------------
+
+
+def found_in(live: HostDescription, *entries: str, daemons_only: bool = False) -> HostDescription:
+    """Return the host of the file with the devices that are there."""
+    wanted = read(*entries, described=live)
+    return in_place(wanted, live, lambda uuid: f"/pipe/{uuid}", apply="gpushare apply -f x", daemons_only=daemons_only)
+
+
+def divided(*there: MigDescription) -> HostDescription:
+    return host(gpu(0, Sharing.MIG, mig=there))
+
+
+def numbers(found: HostDescription) -> list[int]:
+    """Return the numbers of the devices that `mig` made, in the order of the file."""
+    return [int(one.uuid[4:12], 16) for one in found.gpus[0].mig]
+
+
+HALVES = (mig(0, "3g.40gb"), mig(4, "3g.40gb"))
+
+
+@pytest.mark.parametrize("entry", ['mig: ["3g.40gb", "3g.40gb:0"]', 'mig: ["3g.40gb", {wish: "3g.40gb:0", name: a}]'])
+def test_what_has_a_place_is_found_there_whatever_stands_before_it(entry: str) -> None:
+    assert numbers(found_in(divided(*HALVES), entry)) == [4, 0]
+
+
+def test_a_daemon_is_looked_for_where_it_runs() -> None:
+    """As `gpushare apply` does: else an export would start a second one in the other device."""
+    pipe = "/run/gpushare/mps/MIG/pipe"
+    there = divided(HALVES[0], replace(HALVES[1], mps=mps(50.0, pipe_directory=pipe)))
+    for entry, order in (
+        ('mig: [{wish: 3g.40gb, mps: {threads: 50}}, "3g.40gb"]', [4, 0]),
+        ('mig: ["3g.40gb", {wish: 3g.40gb, mps: {threads: 50}}]', [0, 4]),
+        ('mig: ["3g.40gb", {wish: 3g.40gb, mps: {threads: 25}}]', [0, 4]),
+    ):
+        found = found_in(there, entry)
+        assert numbers(found) == order
+        (daemon,) = [one.mps for one in found.gpus[0].mig if one.mps is not None]
+        assert daemon.pipe_directory == pipe
+
+
+def test_a_daemon_that_is_not_up_yet_listens_where_it_will() -> None:
+    found = found_in(divided(*HALVES), 'mig: ["3g.40gb:0", {wish: "3g.40gb:4", mps: {threads: 50}}]')
+    plain, served = found.gpus[0].mig
+    assert plain.mps is None
+    assert served.mps is not None
+    assert (served.mps.threads_percent, served.mps.pipe_directory) == (50.0, f"/pipe/{served.uuid}")
+    whole = found_in(host(gpu(0)), "mps: {threads: 25}").gpus[0]
+    assert whole.mps is not None
+    assert whole.mps.pipe_directory == f"/pipe/{whole.uuid}"
+
+
+def test_what_is_named_goes_to_its_name() -> None:
+    there = divided(replace(HALVES[0], name="b"), replace(HALVES[1], name="a"))
+    both = "mig: [{wish: 3g.40gb, name: a, timeslice: {replicas: 3}}, {wish: 3g.40gb, name: b}]"
+    found = found_in(there, both)
+    assert numbers(found) == [4, 0]
+    assert [(one.name, one.replicas) for one in found.gpus[0].mig] == [("a", 3), ("b", None)]
+    # A name that is to be given goes to one that has none.
+    fresh = divided(replace(HALVES[0], name="b"), HALVES[1])
+    assert numbers(found_in(fresh, "mig: [{wish: 3g.40gb, name: c}]")) == [4]
+    # And what shall have none to one that has none, as long as there is one.
+    assert numbers(found_in(fresh, "mig: [3g.40gb]")) == [4]
+    assert numbers(found_in(there, "mig: [3g.40gb]")) == [0]
+
+
+@pytest.mark.parametrize(
+    "entry", ["mig: [2g.20gb]", 'mig: ["3g.40gb*3"]', 'mig: ["1c.3g.40gb"]', "mig: [1g.10gb, 3g.40gb]"]
+)
+def test_a_device_that_is_not_there_has_no_uuid(entry: str) -> None:
+    with pytest.raises(NotFound, match="GPU 0 has no") as refused:
+        found_in(divided(*HALVES), entry)
+    assert refused.value.code == "not_applied"
+    assert "gpushare apply -f x" in refused.value.hint
+
+
+def test_where_only_daemons_count_the_others_need_not_be_there() -> None:
+    served = "{wish: 3g.40gb, mps: {threads: 50}}"
+    for entry in (f"mig: [1g.10gb, {served}]", f"mig: [{served}, 1g.10gb]"):
+        (device,) = found_in(divided(HALVES[1]), entry, daemons_only=True).gpus[0].mig
+        assert device.mps is not None
+        assert device.uuid == HALVES[1].uuid
+    with pytest.raises(NotFound):
+        found_in(divided(HALVES[1]), "mig: [{wish: 1g.10gb, mps: {threads: 50}}]", daemons_only=True)
+
+
+def test_all_of_the_threads_is_no_limit_and_less_is_one() -> None:
+    everything, nearly = read("mps: {threads: 100}", "mps: {threads: 99}").gpus[:2]
+    assert everything.mps is not None
+    assert nearly.mps is not None
+    assert (everything.mps.threads_percent, nearly.mps.threads_percent) == (None, 99.0)
+
+
+def test_of_two_daemons_each_is_found_by_what_it_holds() -> None:
+    low, normal = (mps(None, priority=priority) for priority in (Priority.LOW, Priority.NORMAL))
+    there = divided(replace(HALVES[0], mps=normal), replace(HALVES[1], mps=low))
+    plain, yielding = "{wish: 3g.40gb, mps: {}}", "{wish: 3g.40gb, mps: {priority: low}}"
+    assert numbers(found_in(there, f"mig: [{plain}, {yielding}]")) == [0, 4]
+    assert numbers(found_in(there, f"mig: [{yielding}, {plain}]")) == [4, 0]

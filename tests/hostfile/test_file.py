@@ -1,0 +1,405 @@
+"""gpushare.yaml: written and read back, every error with its place, and the JSON Schema that says the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from importlib import resources
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage
+from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish, matched, text_of
+from gpushare.hostfile.parse import parse, read
+from gpushare.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.units import GIB, MIB
+
+UUID = "GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e"
+FULL = """\
+version: 1
+gpus:
+- match: {index: [0, 1]}
+  timeslice: long
+- match: {model: h100}
+  mps: {threads: 25, memory: 4G, priority: low, users: [alice], exclusive: true, replicas: 4}
+- match: {uuid: GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e}
+  mig:
+  - 1g.10gb*2
+  - {wish: "3g.40gb:4", name: train, users: [alice, bob], mps: {threads: 50.5, memory: 1500M}}
+  - {wish: 1c.2g.20gb, timeslice: {replicas: 3}}
+- match: all
+  exclusive: true
+"""
+
+# -- written and read back ---------------------------------------------------------------------------
+
+replicas = st.none() | st.integers(2, 1024)
+users = st.lists(st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True), max_size=3, unique=True).map(tuple)
+instance_daemons = st.builds(
+    MpsWish,
+    threads_percent=st.none() | st.integers(1, 1000).map(lambda tenths: tenths / 10),
+    memory_limit_bytes=st.none()
+    | st.integers(1, 99999).map(lambda n: n * MIB)
+    | st.integers(1, 999).map(lambda n: n * GIB),
+    priority=st.sampled_from(Priority),
+    users=users,
+    replicas=replicas,
+)
+daemons = st.builds(lambda wish, exclusive: replace(wish, exclusive=exclusive), instance_daemons, st.booleans())
+profiles = st.sampled_from(
+    ["1g.10gb", "3g.40gb", "3g", "7g", "1g.10gb+me", "1c.3g.40gb", "2c.4g", "1g+me.all", "2g-me"]
+)
+wishes = st.builds(
+    lambda profile, start: profile + ("" if start is None else f":{start}"), profiles, st.none() | st.integers(0, 11)
+)
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> InstanceWish:
+    wish = draw(wishes)
+    name = draw(st.none() | st.from_regex(r"[a-fh-lo-z][a-z0-9_.-]{0,9}", fullmatch=True).filter(lambda n: n != "all"))
+    count = draw(st.sampled_from(["", "*2", "*14"])) if name is None else ""
+    mps = draw(st.none() | instance_daemons)
+    return InstanceWish(
+        wish=wish + count,
+        name=name,
+        users=draw(users) if name is not None else (),
+        mps=mps,
+        replicas=draw(replicas) if mps is None else None,
+    )
+
+
+matches = st.one_of(
+    st.just(Match(by=Exactness.ALL)),
+    st.lists(st.integers(0, 1023).map(str), min_size=1, max_size=3, unique=True).map(
+        lambda values: Match(by=Exactness.INDEX, values=tuple(values))
+    ),
+    st.lists(st.uuids().map(lambda uuid: f"GPU-{uuid}"), min_size=1, max_size=2, unique=True).map(
+        lambda values: Match(by=Exactness.UUID, values=tuple(values))
+    ),
+    st.lists(st.sampled_from(["h100", "Tesla T4", "NVIDIA H100 80GB HBM3"]), min_size=1, unique=True).map(
+        lambda values: Match(by=Exactness.MODEL, values=tuple(values))
+    ),
+)
+entries = st.one_of(
+    st.builds(Entry, match=matches, sharing=st.just(Sharing.EXCLUSIVE)),
+    st.builds(
+        Entry,
+        match=matches,
+        sharing=st.just(Sharing.TIMESLICE),
+        time_slice=st.sampled_from(TimeSlice),
+        replicas=replicas,
+    ),
+    st.builds(Entry, match=matches, sharing=st.just(Sharing.MPS), mps=daemons),
+    st.builds(Entry, match=matches, sharing=st.just(Sharing.MIG), mig=st.lists(instances(), max_size=4).map(tuple)),
+)
+files = st.builds(HostFile, entries=st.lists(entries, max_size=4).map(tuple))
+
+
+@given(files)
+def test_what_is_written_is_read_back(file: HostFile) -> None:
+    assert parse(text_of(file)) == file
+
+
+def test_a_whole_file() -> None:
+    file = parse(FULL)
+    assert [entry.sharing for entry in file.entries] == [Sharing.TIMESLICE, Sharing.MPS, Sharing.MIG, Sharing.EXCLUSIVE]
+    first, second, third, _ = file.entries
+    assert (first.match.values, first.time_slice) == (("0", "1"), TimeSlice.LONG)
+    assert second.mps == MpsWish(
+        threads_percent=25.0,
+        memory_limit_bytes=4 * GIB,
+        priority=Priority.LOW,
+        users=("alice",),
+        exclusive=True,
+        replicas=4,
+    )
+    assert [one.wish for one in third.mig] == ["1g.10gb*2", "3g.40gb:4", "1c.2g.20gb"]
+    assert str(third.mig[1].mark) == "10:5"
+    assert str(third.mark) == "7:3"
+
+
+# -- errors, each with its place ---------------------------------------------------------------------
+
+ONE = "version: 1\ngpus:\n- match: all\n  "
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("", "1:1", "not a mapping"),
+        ("[]", "1:1", "not a mapping"),
+        ("version: 1\n", "1:1", "lacks the key 'gpus'"),
+        ("gpus: []\n", "1:1", "lacks the key 'version'"),
+        ("version: 2\ngpus: []\n", "1:10", "is not 1"),
+        ("version: true\ngpus: []\n", "1:10", "is not 1"),
+        ("version: 1\ngpus: {}\n", "2:7", "not a list"),
+        ("version: 1\ngpus: []\nnodes: []\n", "3:1", "unknown key 'nodes'"),
+        ("version: 1\ngpus:\n- exclusive: true\n", "3:3", "lacks the key 'match'"),
+        ("version: 1\ngpus:\n- match: all\n", "3:3", "has none: it takes exactly one of"),
+        (ONE + "exclusive: true\n  mig: []\n", "3:3", "has exclusive and mig"),
+        (ONE + "exclusive: false\n", "4:14", "is not true"),
+        (ONE + "timslice: long\n", "4:3", "unknown key 'timslice'"),
+        (ONE + "timeslice: fast\n", "4:14", "'fast', not one of: default, short, medium, long"),
+        (ONE + "timeslice: {level: long, replicas: 1}\n", "4:38", "not a whole number from 2"),
+        (ONE + "timeslice:\n", "4:13", "is empty, not one of: default, short, medium, long"),
+        (ONE + "timeslice: 3\n", "4:14", "is 3, not one of: default"),
+        (ONE + "mps: []\n", "4:8", "not a mapping"),
+        (ONE + "mps:\n    threads: 0\n", "5:14", "0, not a percentage"),
+        (ONE + "mps: {threads: 101}\n", "4:18", "101, not a percentage"),
+        (ONE + "mps: {threads: .nan}\n", "4:18", "not a percentage"),
+        (ONE + "mps: {threads: '25'}\n", "4:18", "not a percentage"),
+        (ONE + "mps: {memory: 4}\n", "4:17", "4, not a size"),
+        (ONE + "mps: {memory: 1.5G}\n", "4:17", "not a size"),
+        (ONE + "mps: {priority: high}\n", "4:19", "'high', not one of: normal, low"),
+        (ONE + "mps: {users: []}\n", "4:16", "is empty"),
+        (ONE + "mps: {users: [1000]}\n", "4:17", "1000, not the name or id"),
+        (ONE + "mps: {users: [bob, bob]}\n", "4:22", "stands twice: 'bob'"),
+        (ONE + "mps: {exclusive: 1}\n", "4:20", "neither true nor false"),
+        (ONE + "mps: {replicas: 2.5}\n", "4:19", "not a whole number"),
+        (ONE + "mig: 3g.40gb\n", "4:8", "not a list"),
+        (ONE + "mig:\n  - 5c.3g.40gb\n", "5:5", "not a MIG profile"),
+        (ONE + "mig:\n  - 3g.40gb 1g.10gb\n", "5:5", "not a MIG profile"),
+        (ONE + "mig:\n  - {name: train}\n", "5:5", "lacks the key 'wish'"),
+        (ONE + "mig:\n  - {wish: 1g*2, name: train}\n", "5:24", "is for one instance"),
+        (ONE + "mig:\n  - {wish: 1g, name: 3g}\n", "5:22", "not a name"),
+        (ONE + "mig:\n  - {wish: 1g, users: [bob]}\n", "5:23", "needs a name"),
+        (ONE + "mig:\n  - {wish: 1g, mps: {}, timeslice: {}}\n", "5:5", "has mps and timeslice"),
+        (ONE + "mig:\n  - {wish: 1g, mps: {exclusive: true}}\n", "5:22", "unknown key 'exclusive'"),
+        ("version: 1\ngpus:\n- match: some\n  mig: []\n", "3:10", "'some', not one of: all"),
+        ("version: 1\ngpus:\n- match: {}\n  mig: []\n", "3:10", "exactly one of index, uuid, model"),
+        ("version: 1\ngpus:\n- match: {index: 0, model: t4}\n  mig: []\n", "3:10", "exactly one of"),
+        ("version: 1\ngpus:\n- match: {index: -1}\n  mig: []\n", "3:18", "-1, not a whole number from 0"),
+        ("version: 1\ngpus:\n- match: {index: true}\n  mig: []\n", "3:18", "True, not a whole number"),
+        ("version: 1\ngpus:\n- match: {index: [0, 0]}\n  mig: []\n", "3:22", "stands twice: 0"),
+        ("version: 1\ngpus:\n- match: {uuid: GPU-1234}\n  mig: []\n", "3:17", "not the UUID of a GPU"),
+        ("version: 1\ngpus:\n- match: {model: ''}\n  mig: []\n", "3:18", "not the model of a GPU"),
+        ("version: 1\ngpus:\n- match: {gpu: 0}\n  mig: []\n", "3:11", "unknown key 'gpu'"),
+        ("version: 1\ngpus:\n- all\n", "3:3", "not a mapping"),
+    ],
+)
+def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
+    with pytest.raises(BadUsage) as raised:
+        parse(text, "host.yaml")
+    assert raised.value.message.startswith(f"host.yaml:{where}: ")
+    assert what in raised.value.message
+    assert raised.value.code == "bad_file"
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("version: 1\ngpus:\n- match: 0\n  mig: []\n", "for one GPU write: match: {index: 0}; for each: match: all"),
+        ("version: 1\ngpus:\n- match: [0, 1]\n  mig: []\n", "match: {index: [0, 1]}"),
+        (ONE + "mps:\n", "mps: {}"),
+        (ONE + "mps: {users: root}\n", "users: [root]"),
+        (ONE + "mig: 1g.10gb\n", "mig: [1g.10gb]"),
+        (ONE + "mig: {1g.10gb: 7, 2g.20gb: 1}\n", "mig: [1g.10gb*7, 2g.20gb*1]"),
+        ("", "gpushare capture > gpushare.yaml"),
+    ],
+)
+def test_how_to_write_it_is_said(text: str, hint: str) -> None:
+    with pytest.raises(BadUsage) as raised:
+        parse(text)
+    assert hint in (raised.value.hint or "")
+
+
+def test_a_mistyped_key_gets_the_right_one() -> None:
+    with pytest.raises(BadUsage) as raised:
+        parse(ONE + "mps: {thread: 3}\n")
+    assert raised.value.hint == "did you mean 'threads'?"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("a: [1\n", "host.yaml:2:1: this is not YAML"),
+        ("a:\n  b: \x07\n", "host.yaml:2:6: this is not YAML"),
+        ("version: 1\nversion: 1\ngpus: []\n", "host.yaml:2:1: the key 'version' stands twice"),
+        (ONE + "timeslice: long\n  timeslice: short\n", "host.yaml:5:3: the key 'timeslice' stands twice"),
+        ("!!python/object/apply:os.system [id]\n", "host.yaml:1:1: this is not YAML"),
+        ("version: 1\ngpus: []\n---\nversion: 1\ngpus: []\n", "2 YAML documents"),
+        ("[" * 5000, "nested too deep"),
+        ("version: 2026-13-40\n", "this is no timestamp"),
+    ],
+)
+def test_what_is_no_file_at_all(text: str, what: str) -> None:
+    with pytest.raises(BadUsage) as raised:
+        parse(text, "host.yaml")
+    assert what in raised.value.message
+    assert raised.value.code == "bad_file"
+
+
+def test_a_merged_mapping_counts_where_it_stands() -> None:
+    text = "version: 1\ngpus:\n- match: {index: 0}\n  mps: &limits {threads: 25}\n- match: {index: 1}\n  mps:\n    <<: *limits\n    memory: 4\n"
+    with pytest.raises(BadUsage, match=r"gpushare\.yaml:8:13: 'memory'"):
+        parse(text)
+    found = parse(text.replace("memory: 4", "memory: 4G"))
+    assert found.entries[1].mps == MpsWish(threads_percent=25.0, memory_limit_bytes=4 * GIB)
+
+
+# -- the JSON Schema ---------------------------------------------------------------------------------
+
+SCHEMA = json.loads(resources.files("gpushare.hostfile").joinpath("schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+NUMBERS = (0, 1, 1.0, 2.5, -1, 101, 10**30, float("inf"))
+WORDS = [
+    "all",
+    "low",
+    "long",
+    "4G",
+    "0M",
+    "1000000G",
+    "1g.10gb",
+    "1g.10gb*2",
+    "2c.1g",
+    "1g:7",
+    "train",
+    "mig",
+    "MIG-x",
+    "h100",
+    "bob",
+    "-x",
+]
+LINES = ("", "4G\n", "train\n", UUID, f"{UUID}\n")
+GROUPS = (
+    [],
+    {},
+    [0],
+    [0, 0.0],
+    ["bob", "bob"],
+    [[]],
+    {"index": 0},
+    {"level": "long"},
+    {"replicas": 2},
+    {"threads": 0.04},
+)
+JUNK = st.sampled_from([None, True, False, *NUMBERS, *WORDS, *LINES, *GROUPS])
+KEYS = st.sampled_from(
+    [
+        "version",
+        "gpus",
+        "match",
+        "index",
+        "uuid",
+        "model",
+        "exclusive",
+        "timeslice",
+        "level",
+        "replicas",
+        "mps",
+        "threads",
+        "memory",
+        "priority",
+        "users",
+        "mig",
+        "wish",
+        "name",
+        "unknown",
+    ]
+)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(deep for key, child in children for deep in places_in(child, (*path, key)))]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> Any:
+    """Return a good document in which up to three things were replaced, added or taken away."""
+    document = yaml.safe_load(draw(st.just(FULL) | files.map(text_of)))
+    for _ in range(draw(st.integers(0, 3))):
+        path = draw(st.sampled_from(places_in(document)))
+        if not path:
+            continue
+        parent = document
+        for key in path[:-1]:
+            parent = parent[key]
+        how = draw(st.sampled_from(["replace", "remove", "add"]))
+        if how == "remove":
+            del parent[path[-1]]
+        elif how == "add" and isinstance(parent, dict):
+            parent[draw(KEYS)] = copy.deepcopy(draw(JUNK))
+        else:
+            parent[path[-1]] = copy.deepcopy(draw(JUNK))
+    return document
+
+
+def accepted(document: Any) -> bool:
+    try:
+        read(document)
+    except BadUsage:
+        return False
+    return True
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert VALIDATOR.is_valid(yaml.safe_load(FULL))
+
+
+@given(mutated())
+def test_schema_and_parser_accept_and_refuse_the_same(document: Any) -> None:
+    assert VALIDATOR.is_valid(document) == accepted(document)
+
+
+# -- which entry is for which GPU --------------------------------------------------------------------
+
+
+def gpus(*names: str) -> list[Gpu]:
+    return [
+        Gpu(index=n, uuid=f"GPU-{n:08x}-0278-5de8-9bc3-edc91cebc70e", name=name, mig_capable=True)
+        for n, name in enumerate(names)
+    ]
+
+
+def same(written: str, name: str) -> bool:
+    return written in name.lower()
+
+
+def test_the_most_exact_entry_holds() -> None:
+    text = (
+        "version: 1\ngpus:\n- {match: all, timeslice: default}\n- {match: {model: t4}, timeslice: short}\n"
+        "- {match: {index: 1}, timeslice: medium}\n"
+        "- {match: {uuid: GPU-00000001-0278-5de8-9bc3-edc91cebc70e}, timeslice: long}\n"
+    )
+    found = matched(parse(text), gpus("H100", "Tesla T4", "Tesla T4"), same)
+    assert [entry.time_slice for entry in found.entries.values()] == [
+        TimeSlice.DEFAULT,
+        TimeSlice.LONG,
+        TimeSlice.SHORT,
+    ]
+    assert (found.missing, found.notes) == ((), ())
+
+
+def test_a_gpu_without_an_entry_is_left_out() -> None:
+    found = matched(parse("version: 1\ngpus:\n- {match: {index: 1}, exclusive: true}\n"), gpus("T4", "T4"), same)
+    assert list(found.entries) == [1]
+
+
+def test_two_entries_of_one_kind_for_a_gpu_are_refused() -> None:
+    text = "version: 1\ngpus:\n- {match: {index: 0}, exclusive: true}\n- {match: {index: [1, 0]}, exclusive: true}\n"
+    with pytest.raises(BadUsage, match=r"gpushare.yaml:4:3: GPU 0 is named by the entry at 3:3"):
+        matched(parse(text), gpus("T4", "T4"), same)
+
+
+def test_a_name_is_given_once() -> None:
+    text = "version: 1\ngpus:\n- match: all\n  mig: [{wish: 1g.10gb, name: train}]\n"
+    assert list(matched(parse(text), gpus("H100"), same).entries) == [0]
+    with pytest.raises(BadUsage, match=r"gpushare.yaml:4:9: the name 'train' is given twice, on GPU 0 and GPU 1"):
+        matched(parse(text), gpus("H100", "H100"), same)
+
+
+def test_what_is_not_there_is_said() -> None:
+    text = "version: 1\ngpus:\n- {match: {index: [0, 7]}, exclusive: true}\n- {match: {model: a30}, mig: []}\n"
+    found = matched(parse(text), gpus("T4"), same)
+    assert [error.message for error in found.missing] == ["gpushare.yaml:3:3: this host has no GPU 7"]
+    assert found.notes == ("gpushare.yaml:4:3: no GPU of this host is model a30",)

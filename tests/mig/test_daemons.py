@@ -1,0 +1,567 @@
+"""What a MIG change owes to MPS daemons and to containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.cli import main
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.gpu_models import model_of
+from gpushare.host import cdi
+from gpushare.mig import daemons
+from gpushare.model import ComputeMode, Gpu
+from gpushare.mps import home as mps_aside
+from gpushare.mps.control import MpsControl
+from gpushare.mps.home import DaemonHome, home_of
+from gpushare.plan import Plan, Step, carry_out, roll_back
+from gpushare.selection import Device
+from gpushare.sim import admin, nvidia_ctk
+from gpushare.sim.activity import residents
+from gpushare.sim.library_mig import destroy_compute_instance
+from gpushare.sim.nvml_abi import Handle, Kind, Refused, Target
+from gpushare.sim.state import StateFile
+from gpushare.units import GIB
+from tests.cli.drive import World
+from tests.mig.mig_host import CRASHED, MigHost
+
+A100 = "sim:a100-80gb"
+LAYOUT = ("3g.40gb:0", "1g.10gb:4", "1g.10gb:6")
+LIMITS = ("--threads", "40", "--memory", "4G", "--priority", "low")
+
+
+@pytest.fixture
+def world() -> World:
+    """Return a simulated A100 with three MIG devices."""
+    found = World(A100)
+    found.mig(*LAYOUT)
+    return found
+
+
+def started(world: World, uuid: str, *words: str) -> DaemonHome:
+    """Start a daemon of ours on a device, with limits."""
+    assert main(["--host", world.spec, "mps", "start", "-g", uuid, *(words or LIMITS)]) == 0
+    return home_of(world.host.run_directory, uuid)
+
+
+def gpu_of(world: World) -> Gpu:
+    return world.host.nvml.identities()[0]
+
+
+def uuids(world: World) -> list[str]:
+    return [mig.uuid for mig in gpu_of(world).mig_instances]
+
+
+def devices(world: World) -> dict[str, Device]:
+    gpu = gpu_of(world)
+    return {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
+
+
+def idle_server(world: World, uuid: str) -> int:
+    """Have a client come and go: its server stays, and holds the instance. Return the server's PID."""
+    pid = client(world, uuid)
+    admin.end_process(world.spec, pid)
+    (server,) = world.state.daemons[-1].servers
+    return server.pid
+
+
+def client(world: World, uuid: str) -> int:
+    pipe = str(home_of(world.host.run_directory, uuid).pipe)
+    return admin.add_process(world.spec, mps=True, mig=uuid, environment={"CUDA_MPS_PIPE_DIRECTORY": pipe})
+
+
+def do(*steps: Step) -> None:
+    carry_out(Plan(title="test", steps=steps))
+
+
+def failing() -> Step:
+    def fail() -> None:
+        raise OperationFailed("the driver refuses", "see: nothing", code="refused")
+
+    return Step(what="fail", command="false", do=fail)
+
+
+def refused(world: World, going: list[str]) -> GpushareError:
+    """Return why a change that takes these devices away is refused; nothing of the daemons has changed."""
+    before = [daemon.pid for daemon in world.state.daemons]
+    with pytest.raises(GpushareError) as caught:
+        daemons.daemon_steps_before(world.host, gpu_of(world), going)
+    assert [daemon.pid for daemon in world.state.daemons] == before
+    return caught.value
+
+
+# -- before ------------------------------------------------------------------------------------------
+
+
+def test_an_idle_daemon_and_its_server_do_not_count_as_users(world: World) -> None:
+    first, second, _ = uuids(world)
+    started(world, first)
+    server = idle_server(world, first)
+    idle = daemons.idle_daemon_pids(world.host, gpu_of(world))
+    assert idle == {world.state.daemons[0].pid, server}
+    started(world, second)
+    client(world, second)
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == idle
+
+
+def test_a_daemon_that_a_run_uses_or_that_does_not_answer_is_not_idle(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = started(world, uuids(world)[0])
+    lease = home.take_lease()
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
+    lease.release()
+    assert len(daemons.idle_daemon_pids(world.host, gpu_of(world))) == 1
+    monkeypatch.setattr(MpsControl, "overview", _silent)
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
+
+
+def _silent(*_: Any) -> Any:
+    raise OperationFailed("it does not answer", "wait", code="timeout")
+
+
+def test_another_users_daemon_is_not_idle_but_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    record = home.read()
+    assert record is not None
+    monkeypatch.setattr(DaemonHome, "read", lambda _: replace(record, uid=4711))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
+    error = refused(world, [first])
+    assert (type(error), error.code) == (NoPermission, "not_your_daemon")
+
+
+def test_only_daemons_on_what_goes_are_stopped(world: World) -> None:
+    first, second, third = uuids(world)
+    started(world, first)
+    started(world, second)
+    steps = daemons.daemon_steps_before(world.host, gpu_of(world), [second, third])
+    assert [step.what for step in steps] == [
+        f"stop the idle MPS daemon {world.state.daemons[1].pid} of MIG 1g.10gb of GPU 0"
+    ]
+    assert "echo quit" in steps[0].command
+    assert steps[0].undo == f"gpushare mps start -g {second} --threads 40 --memory 4096M --priority low"
+    assert daemons.daemon_steps_before(world.host, gpu_of(world), []) == ()
+    assert len(world.state.daemons) == 2
+    do(*steps)
+    assert [daemon.visible for daemon in world.state.daemons] == [[first]]
+
+
+def test_the_undo_of_a_stop_is_a_command_that_works(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    record = home.read()
+    (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
+    do(step)
+    assert step.undo is not None
+    assert main(["--host", world.spec, *step.undo.split()[1:]]) == 0
+    again = home.read()
+    assert record is not None
+    assert again is not None
+    assert again == replace(record, pid=again.pid, started_at=again.started_at)
+
+
+def test_the_idle_server_is_what_keeps_the_driver_from_destroying(world: World) -> None:
+    first = uuids(world)[0]
+    started(world, first)
+    idle_server(world, first)
+
+    def destroy() -> None:
+        with StateFile(world.spec).changed() as state:
+            gpu = state.gpus[0]
+            target = Target(Handle(Kind.GPU, 0), gpu, model_of(gpu.model), None)
+            one = gpu.mig[0]
+            destroy_compute_instance(gpu, one.gpu_instance_id, one.compute_instance_id, residents(state, target))
+
+    with pytest.raises(Refused):
+        destroy()
+    do(*daemons.daemon_steps_before(world.host, gpu_of(world), [first]))
+    destroy()
+
+
+def test_clients_are_named(world: World) -> None:
+    first = uuids(world)[0]
+    started(world, first)
+    pid = client(world, first)
+    error = refused(world, [first])
+    assert (type(error), error.code, error.gpu) == (InUse, "daemon_clients", "0")
+    assert str(pid) in error.message
+    assert f"gpushare mps stop -g {first} --drain 60" in error.hint
+
+
+def test_a_run_is_named(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    lease = home.take_lease()
+    error = refused(world, [first])
+    lease.release()
+    assert (error.code, str(os.getpid()) in error.message) == ("daemon_leased", True)
+
+
+def test_a_daemon_that_does_not_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = uuids(world)[0]
+    started(world, first)
+    monkeypatch.setattr(MpsControl, "overview", _silent)
+    error = refused(world, [first])
+    assert (type(error), error.code) == (InUse, "daemon_silent")
+    assert "--force" in error.hint
+
+
+def test_a_dead_daemon_holds_nothing(world: World) -> None:
+    first = uuids(world)[0]
+    started(world, first)
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    assert daemons.daemon_steps_before(world.host, gpu_of(world), [first]) == ()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_daemon_of_others_is_named_and_left(world: World, sim_dir: Path, *, whole: bool) -> None:
+    first = uuids(world)[0]
+    pid = world.foreign_daemon(sim_dir, uuid=None if whole else first)
+    error = refused(world, [first])
+    assert (type(error), error.code) == (InUse, "foreign_daemon")
+    assert str(pid) in error.message
+    assert error.hint == f"stop it: gpushare mps stop --pipe-directory {sim_dir}/p --yes"
+
+
+def test_a_daemon_of_others_on_another_instance_is_no_matter(world: World, sim_dir: Path) -> None:
+    first, second, _ = uuids(world)
+    world.foreign_daemon(sim_dir, uuid=second)
+    assert daemons.daemon_steps_before(world.host, gpu_of(world), [first]) == ()
+
+
+def test_a_client_that_comes_before_the_stop_keeps_its_daemon(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
+    client(world, first)
+    with pytest.raises(InUse):
+        do(*steps)
+    assert len(world.state.daemons) == 1
+    assert home.read() is not None
+    assert mps_aside.aside(home) is None
+
+
+def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    client(world, first)
+    steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first], evicted=[first])
+    assert [step.what.partition(",")[2] for step in steps] == [" and end its servers"]
+    do(*steps)
+    assert (world.state.daemons, home.read()) == ([], None)
+    assert roll_back(steps) == []
+    record = home.read()
+    assert record is not None
+    assert ([daemon.pid for daemon in world.state.daemons], record.threads_percent) == ([record.pid], 40.0)
+
+
+def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    record = home.read()
+    steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
+    with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
+        do(*steps, failing())
+    again = home.read()
+    assert record is not None
+    assert again is not None
+    assert again.pid != record.pid
+    assert again == replace(record, pid=again.pid, started_at=again.started_at)
+    assert mps_aside.aside(home) is None
+
+
+def test_what_cannot_be_started_again_is_said_with_the_command(world: World) -> None:
+    first = uuids(world)[0]
+    started(world, first)
+    (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
+
+    def cut() -> None:
+        admin.set_mig(world.spec, "0", ["7g.80gb"])
+        raise OperationFailed("the driver refuses", "see: nothing", code="refused")
+
+    with pytest.raises(OperationFailed, match="could not be undone: stop the idle MPS daemon") as caught:
+        do(step, Step(what="cut", command="cut", do=cut))
+    assert step.undo is not None
+    assert step.undo in caught.value.hint
+
+
+def test_mig_switched_on_stops_the_daemon_of_the_whole_gpu() -> None:
+    world = World(A100)
+    started(world, "0", "--exclusive", "--threads", "50")
+    home = home_of(world.host.run_directory, world.uuid())
+    assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
+    steps = daemons.daemon_steps_before(world.host, gpu_of(world), [world.uuid()])
+    for step in steps:
+        step.do()
+    assert (world.state.daemons, world.host.nvml.compute_mode(0)) == ([], ComputeMode.DEFAULT)
+    assert roll_back(steps) == []
+    record = home.read()
+    assert record is not None
+    assert (record.threads_percent, record.previous_compute_mode) == (50.0, "DEFAULT")
+    assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
+
+
+# -- after -------------------------------------------------------------------------------------------
+
+
+def change(world: World, going: list[str], back: list[str], *layout: str) -> list[Step]:
+    """Return the steps of a change: daemons that go, another layout, daemons that come back."""
+    known = devices(world)
+
+    def cut() -> None:
+        admin.set_mig(world.spec, "0", layout)
+
+    before = daemons.daemon_steps_before(world.host, gpu_of(world), going)
+    starting, forgetting = daemons.daemon_steps_after(
+        world.host,
+        {uuid: known[uuid] for uuid in back},
+        gone=[uuid for uuid in going if uuid not in back],
+        stayed=[device for uuid, device in known.items() if uuid not in going],
+    )
+    return [*before, Step(what="cut", command="cut", do=cut), *starting, *forgetting]
+
+
+def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
+    first, second, third = uuids(world)
+    home = started(world, first)
+    gone = started(world, third)
+    stays = started(world, second, "--threads", "10")
+    before, kept = home.read(), stays.read()
+    steps = change(world, [first, third], [first], "3g.40gb:0", "1g.10gb:4")
+    assert [step.what for step in steps][2:] == [
+        "cut",
+        "start the MPS daemon of MIG 3g.40gb of GPU 0 again, with its limits",
+        "note that the MPS daemon of MIG 3g.40gb of GPU 0 runs again",
+        f"leave the MPS daemon of {third} stopped: its instance is gone",
+    ]
+    do(*steps)
+    record = home.read()
+    assert before is not None
+    assert record is not None
+    assert record.pid != before.pid
+    assert (record.threads_percent, record.memory_limit_bytes, record.priority) == (40.0, 4 * GIB, before.priority)
+    assert stays.read() == kept
+    assert gone.read() is None
+    assert [mps_aside.aside(one) for one in (home, gone, stays)] == [None, None, None]
+    held = MpsControl(world.host.programs, str(home.pipe)).overview()
+    assert (held.threads_percent, held.memory_limit_bytes) == (40.0, 4 * GIB)
+
+
+def test_what_cannot_be_forgotten_is_no_success(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the daemon would be started again by some later recovery."""
+    first, _, _ = uuids(world)
+    home = started(world, first)
+    monkeypatch.setattr(mps_aside, "forget_aside", lambda _home: None)
+    steps = change(world, [first], [], "1g.10gb:4")
+    with pytest.raises(OperationFailed, match="cannot be removed"):
+        do(*steps)
+    assert mps_aside.aside(home) is not None
+
+
+def test_a_dead_daemon_on_an_instance_that_stays_is_started_again(world: World) -> None:
+    first, _, third = uuids(world)
+    home = started(world, first)
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    do(*change(world, [third], [], "3g.40gb:0", "1g.10gb:4"))
+    record = home.read()
+    assert record is not None
+    assert [daemon.pid for daemon in world.state.daemons] == [record.pid]
+
+
+def test_a_daemon_that_was_dead_before_is_not_started_on_what_comes_back(world: World) -> None:
+    first, second, _ = uuids(world)
+    for uuid in (first, second):
+        started(world, uuid)
+        world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    assert [step.what for step in change(world, [first, second], [first], *LAYOUT)] == ["cut"]
+
+
+def test_a_daemon_of_a_run_is_not_started_again(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    record = home.read()
+    assert record is not None
+    home.write(replace(record, transient=True))
+    steps = change(world, [first], [first], *LAYOUT)
+    assert [step.what.split()[0] for step in steps] == ["stop", "cut"]
+    do(*steps)
+    assert (world.state.daemons, home.read(), mps_aside.aside(home)) == ([], None, None)
+    # Nor when the change is taken back.
+    assert roll_back(steps[:1]) == []
+    assert world.state.daemons == []
+
+
+def test_another_instance_with_the_old_uuid_gets_no_daemon(world: World) -> None:
+    """A MIG UUID is a place: another profile there comes with the same one."""
+    third = uuids(world)[2]
+    home = started(world, third)
+    device = devices(world)[third]
+    assert device.mig is not None
+    wanted = Device(gpu=device.gpu, mig=type(device.mig)(uuid=third, profile="1g.20gb"))
+    record = home.read()
+    assert record is not None
+    with pytest.raises(NotFound) as caught:
+        daemons.start_again(world.host, record, wanted)
+    assert caught.value.code == "device_gone"
+
+
+def test_a_start_that_a_later_failure_takes_back(world: World) -> None:
+    first = uuids(world)[0]
+    home = started(world, first)
+    steps = change(world, [first], [first], *LAYOUT)
+    with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
+        do(*steps, failing())
+    # The second start is stopped, and the first stop taken back: one daemon, with its limits.
+    (daemon,) = world.state.daemons
+    record = home.read()
+    assert record is not None
+    assert (record.pid, record.threads_percent) == (daemon.pid, 40.0)
+
+
+def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
+    first, second, _ = uuids(world)
+    home = started(world, first)
+    other = started(world, second)
+    for step in daemons.daemon_steps_before(world.host, gpu_of(world), [first, second]):
+        step.do()
+    assert json.loads((home.directory / "aside.json").read_text())["profile"] == "3g.40gb"
+    # The second comes back as another profile.
+    raw = json.loads((other.directory / "aside.json").read_text())
+    (other.directory / "aside.json").write_text(json.dumps({**raw, "profile": "1g.20gb"}))
+    said = daemons.recover_daemons(world.host, gpu_of(world))
+    assert said[0] == "started the MPS daemon of MIG 3g.40gb of GPU 0 again"
+    assert "was not started again" in said[1]
+    record = home.read()
+    assert record is not None
+    assert ([daemon.pid for daemon in world.state.daemons], record.threads_percent) == ([record.pid], 40.0)
+    assert daemons.recover_daemons(world.host, gpu_of(world)) == (said[1],)
+
+
+def test_a_crash_on_the_second_gpu_still_brings_the_daemon_of_the_first_back() -> None:
+    host = MigHost("sim:2xa100-80gb")
+    assert host.run("mig", "apply", "-g", "0", "2g.20gb:0").code == 0
+    ((_, uuid),) = host.devices()
+    assert host.run("mps", "start", "-g", uuid, "--threads", "40").code == 0
+    # Of the first GPU: two that destroy, two that create; then the mode of the second.
+    host.fault("crash-step", 5)
+    assert host.run_apart("mig", "apply", "-g", "0,1", "1g.10gb:4") == CRASHED
+    host.clear()
+    assert host.state.daemons == []
+    assert host.run("mig", "recover").code == 0
+    assert [daemon.visible for daemon in host.state.daemons] == [[uuid]]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"device_uuid": 3}', "\x00"])
+def test_what_is_no_record_is_not_recovered(world: World, text: str) -> None:
+    home = home_of(world.host.run_directory, uuids(world)[0])
+    home.create()
+    (home.directory / "aside.json").write_text(text)
+    assert mps_aside.aside(home) is None
+    assert daemons.recover_daemons(world.host, gpu_of(world)) == ()
+
+
+def test_a_strangers_record_is_not_believed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = started(world, uuids(world)[0])
+    record = home.read()
+    assert record is not None
+    mps_aside.set_aside(home, record, None)
+    assert mps_aside.aside(home) == (record, None)
+    real = os.fstat
+
+    def stranger(descriptor: int) -> Any:
+        found = list(real(descriptor))
+        found[4] = 4711
+        return os.stat_result(found)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", stranger)
+        assert mps_aside.aside(home) is None
+
+
+# -- containers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toolkit(world: World) -> Callable[[], bytes]:
+    """Install the container toolkit; return a function that reads its specification."""
+    file = StateFile(world.spec)
+    nvidia_ctk.install(file)
+    return (file.directory / "var/run/cdi/nvidia.yaml").read_bytes
+
+
+def test_no_specification_is_nothing_to_say(world: World) -> None:
+    assert daemons.cdi_notes(world.host, [gpu_of(world)]) == ()
+
+
+def test_a_stale_specification_is_said_with_the_command(world: World, toolkit: Callable[[], bytes]) -> None:
+    assert daemons.cdi_notes(world.host, [gpu_of(world)]) == ()
+    gone = uuids(world)[2]
+    admin.set_mig(world.spec, "0", LAYOUT[:2])
+    (note,) = daemons.cdi_notes(world.host, [gpu_of(world)])
+    assert gone in note
+    assert "sudo nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml" in note
+    assert toolkit()
+
+
+def test_a_specification_while_there_is_no_device(world: World, toolkit: Callable[[], bytes]) -> None:
+    with StateFile(world.spec).changed() as state:
+        state.gpus[0].mig = []
+    (note,) = daemons.cdi_notes(world.host, [])
+    assert "after the next mig create" in note
+    before = toolkit()
+    do(*daemons.refresh_steps(world.host))
+    assert toolkit() == before
+
+
+def test_refresh_is_read_back_and_taken_back(world: World, toolkit: Callable[[], bytes]) -> None:
+    before = toolkit()
+    admin.set_mig(world.spec, "0", LAYOUT[:2])
+    (step,) = daemons.refresh_steps(world.host)
+    assert step.command == step.undo == "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
+    step.do()
+    assert daemons.cdi_notes(world.host, [gpu_of(world)]) == ()
+    assert toolkit() != before
+    assert roll_back([step]) == []
+    assert toolkit() == before
+
+
+def test_refresh_that_fails_leaves_the_old_file(world: World, toolkit: Callable[[], bytes]) -> None:
+    before = toolkit()
+    admin.set_mig(world.spec, "0", LAYOUT[:2])
+    steps = daemons.refresh_steps(world.host)
+    world.fault("user", "1000")
+    with pytest.raises(NoPermission):
+        do(*steps)
+    assert toolkit() == before
+
+
+def test_refresh_of_a_file_that_went_meanwhile(world: World, toolkit: Callable[[], bytes]) -> None:
+    steps = daemons.refresh_steps(world.host)
+    assert toolkit()
+    cdi.local_path(world.host, cdi.DEFAULT_PATH).unlink()
+    with pytest.raises(OperationFailed) as caught:
+        do(*steps)
+    assert caught.value.code == "cdi_unreadable"
+
+
+def test_refresh_without_a_specification(world: World) -> None:
+    with pytest.raises(NotFound) as caught:
+        daemons.refresh_steps(world.host)
+    assert caught.value.code == "no_cdi_spec"
+    assert "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml" in caught.value.hint
+
+
+@pytest.mark.usefixtures("toolkit")
+def test_refresh_without_the_toolkit(world: World) -> None:
+    world.fault("missing", "nvidia-ctk")
+    with pytest.raises(NotSupported):
+        daemons.refresh_steps(world.host)

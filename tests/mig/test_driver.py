@@ -1,0 +1,380 @@
+"""Each changing MIG call through the real bindings: what every return code and activationStatus becomes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import (
+    ExitCode,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    TimedOut,
+)
+from gpushare.host.host import Host
+from gpushare.mig import driver as changing
+from gpushare.mig.driver import MigChanges, MigReader, may_change
+from gpushare.mig.profile import Placement
+from gpushare.sim import admin, library_mig
+from gpushare.sim.nvml_abi import Code, Refused
+
+PROJECT = Path(__file__).resolve().parents[2]
+A100, H100 = "sim:a100-80gb", "sim:h100-80gb"
+G1, G3, G7 = 19, 9, 0
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    found = connect(H100)
+    MigChanges(found.nvml).set_mode(0, enabled=True)
+    yield found
+    found.nvml.restart()
+
+
+def changes(host: Host) -> MigChanges:
+    return MigChanges(host.nvml)
+
+
+def raised(call: Any, *arguments: Any, **named: Any) -> GpushareError:
+    with pytest.raises(GpushareError) as caught:
+        call(*arguments, **named)
+    assert caught.value.hint
+    assert caught.value.gpu == "0"
+    return caught.value
+
+
+# -- mode ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [A100, H100])
+def test_both_modes_are_as_wished(spec: str) -> None:
+    found = changes(connect(spec))
+    assert found.mode(0) == (False, False)
+    found.set_mode(0, enabled=True)
+    assert found.mode(0) == (True, True)
+    found.set_mode(0, enabled=False)
+    assert found.mode(0) == (False, False)
+
+
+def test_a_gpu_without_mig_has_no_mode() -> None:
+    found = changes(connect("sim:t4"))
+    assert found.mode(0) is None
+    assert isinstance(raised(found.set_mode, 0, enabled=True), NotSupported)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        (Code.IN_USE, InUse, "in_use"),
+        (Code.RESET_REQUIRED, OperationFailed, "reset_required"),
+        (Code.NOT_SUPPORTED, NotSupported, "mode_pending"),
+        (Code.TIMEOUT, TimedOut, "timeout"),
+        (Code.UNKNOWN, OperationFailed, "mode_pending"),
+    ],
+)
+def test_an_activation_status_is_never_success(
+    monkeypatch: pytest.MonkeyPatch, status: Code, kind: type[GpushareError], code: str
+) -> None:
+    found = changes(connect(A100))
+
+    def pending(gpu: Any, _model: Any, mode: int, _residents: Any) -> Code:
+        gpu.mig_pending = mode
+        return status
+
+    monkeypatch.setattr(library_mig, "set_mode", pending)
+    error = raised(found.set_mode, 0, enabled=True)
+    assert isinstance(error, kind)
+    assert error.code == code
+    assert found.mode(0) == (False, True)
+
+
+def test_a_mode_that_was_accepted_and_is_only_pending_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status says success; the mode that is read back says something else."""
+    found = changes(connect(A100))
+
+    def lying(gpu: Any, _model: Any, mode: int, _residents: Any) -> Code:
+        gpu.mig_pending = mode
+        return Code.SUCCESS
+
+    monkeypatch.setattr(library_mig, "set_mode", lying)
+    error = raised(found.set_mode, 0, enabled=True)
+    assert error.code == "mode_pending"
+    assert "off, pending on" in error.message
+
+
+def test_a_busy_ampere_gpu_is_named() -> None:
+    found = connect(A100)
+    found.nvml.count()
+    admin.add_process(A100)
+    assert isinstance(raised(changes(found).set_mode, 0, enabled=True), InUse)
+
+
+def test_who_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = connect(H100)
+    host.nvml.count()
+    assert may_change(host)
+    admin.set_fault(H100, "user", None, "1000")
+    user = connect(H100)
+    assert not may_change(user)
+    for call in (
+        lambda: changes(user).set_mode(0, enabled=True),
+        lambda: changes(user).create_gpu_instance(0, G1, Placement(0, 1)),
+    ):
+        assert isinstance(raised(call), NoPermission)
+
+
+# -- instances -------------------------------------------------------------------------------------
+
+
+def test_each_change_is_made_and_told(host: Host) -> None:
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G3, Placement(4, 4))
+    whole = found.create_gpu_instance(0, G1, Placement(2, 1))
+    parts = [found.create_compute_instance(0, instance, slices) for slices in (2, 1)]
+    found.create_compute_instance(0, whole, 1)
+    layout = MigReader(host.nvml).layout(host.nvml.gpu(0))
+    assert {
+        (one.id, one.profile.name, one.start, tuple(c.profile.slices for c in one.compute)) for one in layout.instances
+    } == {
+        (instance, "3g.40gb", 4, (1, 2)),
+        (whole, "1g.10gb", 2, (1,)),
+    }
+    host.nvml.restart()
+    for part in parts:
+        found.destroy_compute_instance(0, instance, part)
+    found.destroy_gpu_instance(0, instance)
+    host.nvml.restart()
+    left = MigReader(host.nvml).layout(host.nvml.gpu(0)).instances
+    assert [one.id for one in left] == [whole]
+
+
+def test_a_compute_instance_goes_where_it_is_wished(host: Host) -> None:
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G3, Placement(0, 4))
+    found.create_compute_instance(0, instance, 1, Placement(1, 1))
+    (one,) = MigReader(host.nvml).layout(host.nvml.gpu(0)).instances
+    assert one.compute[0].placement == Placement(1, 1)
+
+
+def test_an_old_driver_places_compute_instances_itself(host: Host) -> None:
+    admin.set_fault(H100, "not-supported", None, "nvmlGpuInstanceCreateComputeInstanceWithPlacement")
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G3, Placement(0, 4))
+    error = raised(found.create_compute_instance, 0, instance, 1, Placement(1, 1))
+    # "Not supported" is about this one; only an entry point that is missing lets the driver choose.
+    assert isinstance(error, NotSupported)
+    assert found.create_compute_instance(0, instance, 1) == 0
+
+
+def test_an_entry_point_that_is_missing_lets_the_driver_choose(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise Refused(Code.FUNCTION_NOT_FOUND)
+
+    monkeypatch.setattr(library_mig, "_placement", missing)
+    admin.set_mig(H100, "0", ["3g.40gb:0"])
+    found = changes(host)
+    found.destroy_compute_instance(0, 1, 0)
+    assert found.create_compute_instance(0, 1, 1, Placement(1, 1)) == 0
+
+
+def test_what_the_driver_refuses(host: Host) -> None:
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G3, Placement(4, 4))
+    found.create_compute_instance(0, instance, 3)
+    full = raised(found.create_gpu_instance, 0, G1, Placement(4, 1))
+    assert full.code == "insufficient_resources"
+    assert raised(found.create_compute_instance, 0, instance, 1).code == "insufficient_resources"
+    assert raised(found.create_compute_instance, 0, instance, 7).code == "mig_profile_unknown"
+    assert isinstance(raised(found.destroy_gpu_instance, 0, instance), InUse)
+    assert isinstance(raised(found.destroy_gpu_instance, 0, 13), NotFound)
+    assert isinstance(raised(found.destroy_compute_instance, 0, instance, 5), NotFound)
+    assert isinstance(raised(found.create_compute_instance, 0, 13, 1), NotFound)
+    admin.add_process(H100, mig=str(instance))
+    assert isinstance(raised(found.destroy_compute_instance, 0, instance, 0), InUse)
+    assert isinstance(raised(found.create_gpu_instance, 0, G1, Placement(7, 1)), OperationFailed)
+
+
+def test_the_first_instance_beside_a_program_is_in_use() -> None:
+    """Hopper switches beside a running program; the check comes here."""
+    found = connect(H100)
+    found.nvml.count()
+    admin.add_process(H100)
+    changes(found).set_mode(0, enabled=True)
+    assert isinstance(raised(changes(found).create_gpu_instance, 0, G1, Placement(0, 1)), InUse)
+
+
+def test_with_mig_off_no_instance_is_made() -> None:
+    found = changes(connect(H100))
+    assert isinstance(raised(found.create_gpu_instance, 0, G1, Placement(0, 1)), NotSupported)
+
+
+# -- a driver that says yes and does otherwise -----------------------------------------------------
+
+
+def test_another_place_than_asked_is_an_error(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = library_mig.create_gpu_instance
+
+    def elsewhere(gpu: Any, model: Any, profile: int, _placement: Any, residents: Any) -> int:
+        return real(gpu, model, profile, None, residents)
+
+    monkeypatch.setattr(library_mig, "create_gpu_instance", elsewhere)
+    error = raised(changes(host).create_gpu_instance, 0, G1, Placement(0, 1))
+    assert error.code == "not_held"
+    assert "came as 19 at 6" in error.message
+
+
+@pytest.mark.parametrize("what", ["gpu", "compute"])
+def test_what_is_said_to_be_destroyed_and_stays_is_an_error(
+    host: Host, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G1, Placement(0, 1))
+    if what == "compute":
+        found.create_compute_instance(0, instance, 1)
+    monkeypatch.setattr(library_mig, f"destroy_{what}_instance", lambda *_: None)
+    call = found.destroy_gpu_instance if what == "gpu" else found.destroy_compute_instance
+    error = raised(call, 0, instance, *([] if what == "gpu" else [0]))
+    assert error.code == "not_held"
+    assert "still there" in error.message
+
+
+def test_a_lost_gpu_is_told(host: Host) -> None:
+    admin.set_fault(H100, "lost", "0", None)
+    found = changes(host)
+    for call in (
+        lambda: found.mode(0),
+        lambda: found.set_mode(0, enabled=False),
+        lambda: found.create_gpu_instance(0, G7, Placement(0, 8)),
+    ):
+        assert raised(call).code == "gpu_lost"
+
+
+def test_whether_a_reset_is_needed() -> None:
+    assert changes(connect(A100)).resetless(0) is False
+    assert changes(connect(H100)).resetless(0) is True
+
+
+# -- below the bindings ----------------------------------------------------------------------------
+
+WITHOUT_BYREF = """
+import ctypes, faulthandler, pynvml
+faulthandler.disable()
+# Any C function that takes a pointer there, as the real entry point does: memcpy stands in for it.
+class Library:
+    def __getattr__(self, name):
+        libc = ctypes.CDLL(None)
+        def call(device, profile, placement, instance):
+            copy = (ctypes.c_char * 8)()
+            libc.memcpy.argtypes = None
+            libc.memcpy(copy, placement, 8)
+            return 0
+        return call
+pynvml.nvmlLib = Library()
+place = pynvml.c_nvmlGpuInstancePlacement_t(start=4, size=4)
+argument = {argument}
+pynvml.nvmlDeviceCreateGpuInstanceWithPlacement(ctypes.c_void_p(1), 9, argument)
+print("lived")
+"""
+
+
+@pytest.mark.parametrize(("argument", "lives"), [("ctypes.byref(place)", True), ("place", False)])
+def test_the_bindings_pass_the_placement_on_as_it_is(argument: str, lives: bool) -> None:
+    """They make no pointer of it: C takes the numbers in it for an address, and the process dies."""
+    program = WITHOUT_BYREF.format(argument=argument)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.stdout == "lived\n") is lives, done
+    assert (done.returncode < 0) is not lives, done
+
+
+def test_every_placement_reaches_c_by_reference(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    real = library_mig._placement
+
+    def watched(argument: Any) -> tuple[int, int]:
+        seen.append(hasattr(argument, "_obj"))
+        return real(argument)
+
+    monkeypatch.setattr(library_mig, "_placement", watched)
+    found = changes(host)
+    found.create_compute_instance(0, found.create_gpu_instance(0, G3, Placement(0, 4)), 1, Placement(0, 1))
+    assert seen == [True, True]
+
+
+# -- rights, handles and exit codes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uid", "simulated", "opens", "may"),
+    [
+        (0, False, False, True),
+        (1000, False, True, True),
+        (1000, False, False, False),
+        # The node is the real machine's, and says nothing of a simulated host.
+        (1000, True, True, False),
+    ],
+)
+def test_who_may_change_a_real_host(
+    monkeypatch: pytest.MonkeyPatch, uid: int, simulated: bool, opens: bool, may: bool
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def access(path: str, how: int) -> bool:
+        asked.append((path, how))
+        return opens
+
+    monkeypatch.setattr(changing, "os", SimpleNamespace(access=access, R_OK=os.R_OK))
+    assert may_change(cast("Any", SimpleNamespace(uid=uid, is_simulated=simulated))) is may
+    assert asked == ([] if uid == 0 or simulated else [("/dev/nvidia-caps/nvidia-cap1", os.R_OK)])
+
+
+def test_after_a_change_of_the_mode_no_handle_of_before_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvml.h, nvmlDeviceSetMigMode: the device may be unbound or reset."""
+    found = connect(H100)
+    before = found.nvml.handle(0)
+    calls: list[str] = []
+    restart = found.nvml.restart
+    monkeypatch.setattr(found.nvml, "restart", lambda: (calls.append("restart"), restart()))
+    MigChanges(found.nvml).set_mode(0, enabled=True)
+    assert calls == ["restart"]
+    assert found.nvml.handle(0) is not before
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"),
+    [
+        (Code.IN_USE, ExitCode.IN_USE),
+        (Code.RESET_REQUIRED, ExitCode.FAILED),
+        (Code.NOT_SUPPORTED, ExitCode.NOT_SUPPORTED),
+        (Code.UNKNOWN, ExitCode.FAILED),
+    ],
+)
+def test_the_exit_code_says_why_a_mode_is_only_pending(
+    monkeypatch: pytest.MonkeyPatch, status: Code, exit_code: ExitCode
+) -> None:
+    monkeypatch.setattr(library_mig, "set_mode", lambda *_: status)
+    assert raised(changes(connect(A100)).set_mode, 0, enabled=True).exit_code is exit_code
+
+
+def test_what_the_driver_did_otherwise_is_a_failure_and_nobody_elses_use(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = changes(host)
+    instance = found.create_gpu_instance(0, G1, Placement(0, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(library_mig, "destroy_gpu_instance", lambda *_: None)
+        assert raised(found.destroy_gpu_instance, 0, instance).exit_code is ExitCode.FAILED
+    assert raised(found.create_gpu_instance, 0, G1, Placement(0, 1)).exit_code is ExitCode.FAILED

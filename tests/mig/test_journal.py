@@ -1,0 +1,355 @@
+"""The journal of MIG changes: what is torn or foreign is refused, what is of another boot over; one change at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import OperationFailed
+from gpushare.host import identity
+from gpushare.mig import journal as mig_journal
+from gpushare.mig.journal import Journal
+from gpushare.mig.shape import ComputeShape, GpuShape, InstanceShape
+from tests.cli.drive import environment, start_real, until
+from tests.mig.mig_host import MigHost
+
+H200 = "sim:h200"
+INSTANCE = InstanceShape(profile="3g.71gb", start=4, size=4, compute=(ComputeShape(slices=3, start=0),), name="train")
+BEFORE = GpuShape(uuid="GPU-1", index=0, mig_enabled=False)
+AFTER = GpuShape(uuid="GPU-1", index=0, mig_enabled=True, instances=(INSTANCE,))
+
+
+@pytest.fixture
+def journal() -> Journal:
+    return Journal(connect(H200))
+
+
+@pytest.fixture
+def path(journal: Journal) -> Path:
+    """Return the file of a change that died at its second step."""
+    with journal.locked():
+        journal.begin("apply 3g.71gb", [BEFORE], [AFTER], names=["train"])
+        journal.note("first")
+        journal.note("second")
+    return journal._path
+
+
+def test_a_change_that_died_is_told_whole(path: Path) -> None:
+    left = Journal(connect(H200)).left()
+    assert left is not None
+    assert (left.title, left.step, left.pid) == ("apply 3g.71gb", "second", os.getpid())
+    assert (left.before, left.after, left.names) == ((BEFORE,), (AFTER,), ("train",))
+    # Of a user's word others may read, and not write.
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_change_that_ended_leaves_nothing(journal: Journal, path: Path) -> None:
+    with journal.locked():
+        journal.end()
+        journal.end()
+        # After its end there is nothing to note.
+        journal.note("late")
+    assert not path.exists()
+    assert sorted(one.name for one in path.parent.iterdir()) == ["lock"]
+    assert journal.left() is None
+
+
+def test_a_change_that_goes_on_is_not_one_that_died(journal: Journal) -> None:
+    other = Journal(connect(H200))
+    with journal.locked():
+        journal.begin("apply", [BEFORE], [AFTER])
+        assert other.running()
+        assert other.left() is None
+        # Who holds the lock sees it.
+        assert journal.begun() is not None
+    assert not other.running()
+    assert other.left() is not None
+
+
+def test_who_has_another_run_directory_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root, and a user to whom mig/config is open."""
+    node = tmp_path / "nvidia-cap1"
+    node.touch()
+    monkeypatch.setattr(mig_journal, "CONFIG_NODE", node)
+    root, user = (
+        Journal(cast("Any", SimpleNamespace(is_simulated=False, run_directory=tmp_path / name)))
+        for name in ("root", "user")
+    )
+    with root.locked():
+        with pytest.raises(OperationFailed, match="another gpushare") as refused, user.locked(seconds=0):
+            pass
+        assert refused.value.hint == f"see which: fuser -v {node}"
+    with user.locked(seconds=0):
+        pass
+    node.unlink()
+    with root.locked(), user.locked(seconds=0):
+        pass
+
+
+def test_two_who_ask_at_once_do_not_take_each_other_for_a_change(path: Path) -> None:
+    import fcntl
+
+    asking = os.open(path.parent / "lock", os.O_RDONLY)
+    try:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        assert not Journal(connect(H200)).running()
+    finally:
+        os.close(asking)
+
+
+def broken() -> Iterator[tuple[str, bytes]]:
+    good = {
+        "title": "x",
+        "pid": 1,
+        "boot_id": mig_journal.boot_id(),
+        "before": [],
+        "after": [],
+        "names": [],
+        "step": None,
+        "schema": 1,
+    }
+    yield "empty", b""
+    yield "torn", json.dumps(good).encode()[:-20]
+    yield "not JSON", b"\x00\xff\xfe"
+    yield "a list", b"[1, 2]"
+    yield "a number", b"7"
+    yield "null", b"null"
+    yield "deep", b"[" * 100_000
+    for key in ("title", "before", "after", "names", "boot_id"):
+        yield f"without {key}", json.dumps({name: value for name, value in good.items() if name != key}).encode()
+    yield "a newer one", json.dumps({**good, "schema": 2, "more": 1}).encode()
+    yield "a shape that is none", json.dumps({**good, "before": ["GPU-1"]}).encode()
+    yield "an instance that is none", json.dumps({**good, "before": [{"uuid": "u", "instances": [3]}]}).encode()
+    yield "a shape with more", json.dumps({**good, "after": [{"uuid": "u", "more": 1, "instances": []}]}).encode()
+
+
+@pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])
+def test_what_is_no_journal_is_not_taken_for_none(journal: Journal, path: Path, what: str, content: bytes) -> None:
+    path.write_bytes(content)
+    for look in (journal.left, journal.begun):
+        with pytest.raises(OperationFailed) as caught:
+            look()
+        assert caught.value.code == "journal_unreadable", what
+        assert str(path) in caught.value.message
+    assert path.read_bytes() == content
+
+
+def test_a_newer_journal_of_another_boot_is_over(journal: Journal, path: Path) -> None:
+    path.write_text(json.dumps({"schema": 2, "boot_id": "another", "more": 1}))
+    assert journal.left() is None
+    assert journal.begun() is None
+
+
+def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(journal: Journal, path: Path) -> None:
+    path.write_bytes(b"{")
+    with Journal(connect(H200)).locked():
+        assert journal.left() is None
+
+
+def test_a_journal_that_cannot_be_opened_is_not_taken_for_none(journal: Journal, path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OperationFailed, match="Is a directory") as caught:
+        journal.left()
+    assert caught.value.code == "journal_unreadable"
+
+
+def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path) -> None:
+    """Its instances are gone."""
+    boot = path.parent / "boot_id"
+    boot.write_text("another\n")
+    monkeypatch.setattr(identity, "_BOOT_ID", boot)
+    assert journal.left() is None
+    assert journal.begun() is None
+    with journal.locked():
+        journal.begin("apply", [BEFORE], [AFTER])
+    assert Journal(connect(H200)).left() is not None
+
+
+def test_of_another_user_it_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path
+) -> None:
+    assert journal.left() is not None
+    owner, real = path.stat().st_uid, os.fstat
+
+    class Foreign:
+        def __init__(self, found: os.stat_result) -> None:
+            self._found = found
+            self.st_uid = owner + 4711
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._found, name)
+
+    monkeypatch.setattr(mig_journal.os, "fstat", lambda number: Foreign(real(number)))
+    with pytest.raises(OperationFailed, match=f"belongs to user {owner + 4711}") as caught:
+        journal.left()
+    assert caught.value.code == "journal_unreadable"
+
+
+def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
+    monkeypatch: pytest.MonkeyPatch, journal: Journal, path: Path
+) -> None:
+    before = path.read_bytes()
+
+    def full(_number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mig_journal.os, "fsync", full)
+    with journal.locked(), pytest.raises(OperationFailed, match="No space") as caught:
+        journal.note("third")
+    assert caught.value.code == "journal_unwritable"
+    assert path.read_bytes() == before
+    assert sorted(one.name for one in path.parent.iterdir()) == ["journal.json", "lock"]
+
+
+def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = MigHost(H200)
+    before, written = host.look(), 0
+    real = mig_journal.replace_file
+
+    def full_at_the_fourth(path: Path, text: str, *, durable: bool) -> None:
+        nonlocal written
+        written += 1
+        if written == 4:
+            raise OSError(28, "No space left on device")
+        real(path, text, durable=durable)
+
+    monkeypatch.setattr(mig_journal, "replace_file", full_at_the_fourth)
+    said = host.run("mig", "apply", "3g.71gb*2")
+    assert (said.code, said.error["code"]) == (1, "journal_unwritable")
+    assert said.error["message"].endswith("everything is as before")
+    assert host.look() == before
+    assert not host.journal.exists()
+
+
+# -- one at a time ---------------------------------------------------------------------------------
+
+HOLDING = """
+import sys
+from gpushare.connect import connect
+from gpushare.mig.journal import Journal
+with Journal(connect("sim:h200")).locked():
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def held() -> Iterator[subprocess.Popen[str]]:
+    """Yield another process that holds the lock until it is told something."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDING], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.communicate(timeout=120)
+
+
+def test_another_process_holds_the_lock(held: subprocess.Popen[str], journal: Journal) -> None:
+    assert journal.running()
+    with pytest.raises(OperationFailed) as caught, journal.locked(seconds=0.05):
+        pytest.fail("two at a time")
+    assert caught.value.code == "locked"
+    assert "fuser" in caught.value.hint
+    held.communicate("go\n", timeout=120)
+    with journal.locked(seconds=0.05):
+        assert not held.poll()
+
+
+def test_two_changes_at_once_come_one_after_the_other() -> None:
+    """Both want the whole GPU: the second is planned anew when the first is done, and finds no room."""
+    host = MigHost(H200)
+    assert host.run("mig", "enable").code == 0
+    started = [start_real("mig", "create", "-o", "json", *words) for words in (["4g.71gb"], ["7g.141gb"], ["4g.71gb"])]
+    answers = [one.result() for one in started]
+    assert sorted(answer.code for answer in answers) == [0, 19, 19], answers
+    assert len(host.look()[0].instances) == 1
+    assert not host.journal.exists()
+
+
+def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> None:
+    import signal
+
+    host = connect(H200)
+    started = start_real("mig", "enable")
+    lock = host.run_directory / "mig" / "lock"
+    until(
+        lambda: any(
+            os.path.realpath(f"/proc/{started.pid}/fd/{one}") == str(lock)
+            for one in os.listdir(f"/proc/{started.pid}/fd")
+        ),
+        "it waits for the lock",
+    )
+    started.signal(signal.SIGINT)
+    answer = started.result()
+    assert answer.code == 130, answer
+    assert "Traceback" not in answer.err
+    held.communicate("go\n", timeout=120)
+    assert host.nvml.gpu(0).mig_enabled is False
+
+
+# -- the lock itself -------------------------------------------------------------------------------
+
+
+def test_who_waits_goes_on_when_the_other_has_ended(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    with contextlib.ExitStack() as other:
+        other.enter_context(Journal(connect(H200)).locked())
+
+        def ended(seconds: float) -> None:
+            waited.append(seconds)
+            other.close()
+
+        monkeypatch.setattr(mig_journal, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
+        with journal.locked(seconds=3600.0):
+            assert journal.running()
+    assert len(waited) == 1
+
+
+def test_a_lock_that_cannot_be_made_is_said(journal: Journal, path: Path) -> None:
+    lock = path.parent / "lock"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(OperationFailed, match="Is a directory") as caught, journal.locked():
+        pytest.fail("held without a lock")
+    assert caught.value.code == "journal_unwritable"
+    assert str(lock) in caught.value.message
+
+
+def test_without_the_lock_nobody_is_changing_anything(journal: Journal, path: Path) -> None:
+    """As after somebody has cleared up: what died in the middle is told all the same."""
+    (path.parent / "lock").unlink()
+    assert journal.running() is False
+    assert journal.left() is not None
+
+
+def test_each_word_of_the_journal_and_its_end_are_on_the_disk(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash of the machine would bring an entry back that is done, or lose the step that was begun."""
+    durable: list[str] = []
+    real = mig_journal.replace_file
+
+    def replaced(path: Path, text: str, *, durable: bool) -> None:
+        assert durable
+        real(path, text, durable=durable)
+
+    monkeypatch.setattr(mig_journal, "replace_file", replaced)
+    monkeypatch.setattr(mig_journal, "sync_directory", lambda path: durable.append(path.name))
+    with journal.locked():
+        journal.begin("apply", [BEFORE], [AFTER])
+        journal.note("first")
+        journal.end()
+    assert durable == ["mig"]

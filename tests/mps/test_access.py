@@ -1,0 +1,77 @@
+"""Who may enter the pipe directory of a daemon: by mode, and by a POSIX access control list."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpushare.errors import NotFound, NotSupported
+from gpushare.host.host import make_private_directory
+from gpushare.mps.home import let_in, pipe_users
+
+
+@pytest.fixture
+def pipe(sim_dir: Path) -> Path:
+    """Return a pipe directory as a daemon's home has it."""
+    directory = sim_dir / "pipe"
+    make_private_directory(directory)
+    return directory
+
+
+def mode(directory: Path) -> int:
+    return stat.S_IMODE(directory.stat().st_mode)
+
+
+def test_everybody_by_default(pipe: Path) -> None:
+    assert pipe_users(pipe) == ()
+    assert mode(pipe) == 0o755
+
+
+def test_named_users_and_back_to_everybody(pipe: Path) -> None:
+    let_in(pipe, ["nobody", str(pwd.getpwnam("daemon").pw_uid)])
+    assert pipe_users(pipe) == ("daemon", "nobody")
+    # The bits of the group are the mask of the list; others have none.
+    assert mode(pipe) & 0o007 == 0
+    # A daemon's home is still one: nobody else may write.
+    make_private_directory(pipe)
+    let_in(pipe, ["nobody"])
+    assert pipe_users(pipe) == ("nobody",)
+    let_in(pipe, [])
+    assert pipe_users(pipe) == ()
+    assert mode(pipe) == 0o755
+    assert "system.posix_acl_access" not in os.listxattr(pipe)
+
+
+def test_a_directory_closed_by_hand_is_its_owners(pipe: Path) -> None:
+    pipe.chmod(0o700)
+    assert pipe_users(pipe) == (pwd.getpwuid(os.geteuid()).pw_name,)
+
+
+def test_an_unknown_user_changes_nothing(pipe: Path) -> None:
+    with pytest.raises(NotFound) as raised:
+        let_in(pipe, ["no-such-user"])
+    assert raised.value.code == "no_user"
+    assert pipe_users(pipe) == ()
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    assert pipe_users(tmp_path / "none") is None
+    with pytest.raises(NotFound) as raised:
+        let_in(tmp_path / "none", ["nobody"])
+    assert raised.value.code == "no_daemon"
+
+
+def test_a_file_system_without_lists_stays_closed(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "setxattr", refuse)
+    with pytest.raises(NotSupported) as raised:
+        let_in(pipe, ["nobody"])
+    assert raised.value.code == "no_acl"
+    assert mode(pipe) == 0o700

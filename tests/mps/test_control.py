@@ -1,0 +1,390 @@
+"""The conversation with nvidia-cuda-mps-control: daemons that lie, hang, refuse or vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.host.program import Completed, timed_out
+from gpushare.model import Priority
+from gpushare.mps import control as mps_control
+from gpushare.mps.control import MpsControl, Overview, ServerRow
+from gpushare.sim import admin
+from gpushare.units import GIB, MIB
+from tests.mps.fake_daemon import CLOSING, Daemon, control
+from tests.sim import mps
+
+
+def test_commands_go_through_stdin_to_the_daemon_of_the_directory() -> None:
+    daemon = Daemon({"get_server_list": "628\n629\n"})
+    assert control(daemon).servers() == [628, 629]
+    assert daemon.env == {"CUDA_MPS_PIPE_DIRECTORY": "/run/p"}
+
+
+SETTERS: list[tuple[str, Callable[[MpsControl], None], str, str, str]] = [
+    (
+        "default threads",
+        lambda c: c.set_default_threads(25.0),
+        "set_default_active_thread_percentage 25.0",
+        "get_default_active_thread_percentage",
+        "25.0\n",
+    ),
+    (
+        "default memory",
+        lambda c: c.set_default_memory(512 * MIB),
+        "set_default_device_pinned_mem_limit 0 512M",
+        "get_default_device_pinned_mem_limit 0",
+        "512M\n",
+    ),
+    (
+        "no default memory",
+        lambda c: c.clear_default_memory(),
+        "set_default_device_pinned_mem_limit 0 0G",
+        "get_default_device_pinned_mem_limit 0",
+        "",
+    ),
+    (
+        "default priority",
+        lambda c: c.set_default_priority(Priority.LOW),
+        "set_default_client_priority 1",
+        "get_default_client_priority",
+        "1\n",
+    ),
+    (
+        "server threads",
+        lambda c: c.set_server_threads(7, 25.0),
+        "set_active_thread_percentage 7 25.0",
+        "get_active_thread_percentage 7",
+        "25.0\n",
+    ),
+    (
+        "server memory",
+        lambda c: c.set_server_memory(7, 512 * MIB),
+        "set_device_pinned_mem_limit 7 0 512M",
+        "get_device_pinned_mem_limit 7 0",
+        "512M\n",
+    ),
+]
+BY_NAME = pytest.mark.parametrize(
+    ("call", "sent", "asked", "good"), [one[1:] for one in SETTERS], ids=[one[0] for one in SETTERS]
+)
+
+
+@BY_NAME
+def test_a_setter_sends_and_reads_back(call: Callable[[MpsControl], None], sent: str, asked: str, good: str) -> None:
+    daemon = Daemon({asked: good})
+    call(control(daemon))
+    assert daemon.asked == [sent, asked]
+
+
+LIES = [
+    pytest.param(call, sent, asked, held, id=f"{name}-{held.strip()}")
+    for name, call, sent, asked, good in SETTERS
+    for held in ("100.0\n", "1M\n", "0\n", "Server 7 not found\n", "", "garbage\n")
+    # A percentage is always answered: silence there is a dropped conversation.
+    if held != good and (held or "percentage" not in asked)
+]
+
+
+@pytest.mark.parametrize(("call", "sent", "asked", "held"), LIES)
+def test_a_setter_refuses_what_the_daemon_does_not_hold(
+    call: Callable[[MpsControl], None], sent: str, asked: str, held: str
+) -> None:
+    with pytest.raises(OperationFailed, match="did not take the") as caught:
+        call(control(Daemon({asked: held, sent: "25.0\n"})))
+    assert caught.value.code == "limit_not_held"
+
+
+@pytest.mark.parametrize("held", ["1G\n", "1500M\n"])
+def test_a_limit_floored_to_whole_g_is_held_and_so_is_an_exact_one(held: str) -> None:
+    control(Daemon({"get_default_device_pinned_mem_limit 0": held})).set_default_memory(1500 * MIB)
+    control(Daemon({"get_device_pinned_mem_limit 7 0": held})).set_server_memory(7, 1500 * MIB)
+
+
+def test_a_percentage_is_compared_as_the_daemon_keeps_it() -> None:
+    daemon = Daemon({"get_default_active_thread_percentage": "33.3\n"})
+    control(daemon).set_default_threads(100 / 3)
+    assert daemon.asked[0] == "set_default_active_thread_percentage 33.3"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "code"),
+    [
+        ("Cannot find MPS control daemon process\n", NotFound, "no_daemon"),
+        ("Insufficient privileges for UID 65534. Control deamon settings ...\n", NoPermission, "not_your_daemon"),
+        ("Not enough privilege to execute quit command\n", NoPermission, "not_your_daemon"),
+        ("Cannot authenticate or connect to MPS control daemon process\n", NoPermission, "not_your_daemon"),
+        ("", OperationFailed, "mps_control"),
+    ],
+)
+def test_a_refusal_is_an_error_of_its_own(text: str, error: type[GpushareError], code: str) -> None:
+    for stdout, stderr in ((text, ""), ("", text)):
+        daemon = Daemon({"set_default_client_priority 1": stdout}, code=1, stderr=stderr)
+        with pytest.raises(error) as caught:
+            control(daemon).set_default_priority(Priority.LOW)
+        assert caught.value.code == code
+
+
+def test_a_refusal_with_exit_0_is_an_error_too() -> None:
+    daemon = Daemon({"quit": "Not enough privilege to execute quit command\n"})
+    with pytest.raises(NoPermission):
+        control(daemon).quit()
+
+
+def test_a_hanging_daemon_is_a_time_out_that_names_command_and_directory() -> None:
+    daemon = Daemon()
+    daemon.error = timed_out(["nvidia-cuda-mps-control"], 5.0)
+    for call in (control(daemon).answers, control(daemon).overview, control(daemon).quit):
+        with pytest.raises(TimedOut, match="/run/p") as caught:
+            call()
+        assert caught.value.code == "daemon_hangs"
+
+
+@pytest.mark.parametrize(("code", "stderr"), [(0, ""), (1, "Cannot send command to MPS control daemon process\n")])
+def test_a_dropped_conversation_is_held_again(code: int, stderr: str) -> None:
+    class Busy(Daemon):
+        def run(self, argv: Sequence[str], **given: object) -> Completed:  # type: ignore[override]
+            self.code = code if self.drops else 0
+            return super().run(argv, **given)  # type: ignore[arg-type]
+
+    daemon = Busy({"get_server_list": "628\n"}, stderr=stderr, drops=3)
+    assert control(daemon).servers() == [628]
+    assert daemon.asked == ["get_server_list"]
+    with pytest.raises(OperationFailed) as caught:
+        control(Busy(stderr=stderr, drops=10**6)).ask("get_server_list", timeout=0.03)
+    assert caught.value.code == "mps_control"
+
+
+def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
+    silent = Daemon({"terminate_client 7 11": "0\n"}, drops=1)
+    assert not control(silent).terminate_client(7, 11)
+    refused = Daemon({"terminate_client 7 11": "0\n"}, drops=2, stderr="Cannot send command to ...\n")
+    assert control(refused).terminate_client(7, 11)
+    assert refused.asked == ["terminate_client 7 11"]
+
+
+def test_whether_a_daemon_answers() -> None:
+    assert control(Daemon({"get_default_active_thread_percentage": "100.0\n"})).answers()
+    assert not control(Daemon(code=1, stderr="Cannot find MPS control daemon process\n")).answers()
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("ACTIVE\n", "ACTIVE"),
+        ("FAULT\n", "FAULT"),
+        ("Server 7 not found\n", None),
+        ("", None),
+        ('Unknown command "get_server_status"\n', None),
+    ],
+)
+def test_the_status_of_a_server_is_a_word_of_the_daemon_or_unknown(said: str, status: str | None) -> None:
+    assert control(Daemon({"get_server_status 7": said})).server_status(7) == status
+
+
+def overview(**replies: str) -> tuple[Overview, Daemon]:
+    daemon = Daemon(
+        {
+            CLOSING: "50.0\n",
+            "get_default_client_priority": "1\n",
+            "get_default_device_pinned_mem_limit 0": replies.get("memory", ""),
+            "get_server_list": replies.get("servers", ""),
+            "get_server_status 7": replies.get("status", "ACTIVE\n"),
+            "get_active_thread_percentage 7": replies.get("threads", "50.0\n"),
+            "get_device_pinned_mem_limit 7 0": replies.get("limit", ""),
+            "get_server_status 8": "FAULT\n",
+            "get_active_thread_percentage 8": "20.0\n",
+            "get_device_pinned_mem_limit 8 0": "2G\n",
+            "ps": replies.get("ps", "Server not found\n"),
+            "get_client_list 7": "11\n12\n",
+            "get_client_list 8": "13\n",
+        }
+    )
+    return control(daemon).overview(), daemon
+
+
+def test_the_state_of_a_fresh_daemon_in_one_conversation() -> None:
+    found, daemon = overview()
+    assert found == Overview(50.0, Priority.LOW, None, (), ())
+    assert len(daemon.asked) == 4
+    assert overview(memory="4G\n")[0].memory_limit_bytes == 4 * GIB
+
+
+def test_several_servers_each_with_its_own_limits() -> None:
+    found, _ = overview(memory="1G\n", servers="7\n8\n")
+    assert found.memory_limit_bytes == GIB
+    assert found.servers == (ServerRow(7, "ACTIVE", 50.0, None), ServerRow(8, "FAULT", 20.0, 2 * GIB))
+
+
+def test_a_server_that_went_away_in_between_is_left_out() -> None:
+    gone = "Server 7 not found\n"
+    found, _ = overview(servers="7\n8\n", status=gone, threads=gone, limit=gone)
+    assert [server.pid for server in found.servers] == [8]
+
+
+def test_driver_535_tells_no_status_and_that_is_unknown() -> None:
+    found, _ = overview(servers="7\n", status='Unknown command "get_server_status"\n', limit="1G\n")
+    assert found.servers == (ServerRow(7, None, 50.0, GIB),)
+
+
+def test_a_daemon_without_ps_lists_the_clients_of_each_server() -> None:
+    found, _ = overview(servers="7\n8\n", ps='Unknown command "ps"\n')
+    assert [(client.pid, client.server_pid) for client in found.clients] == [(11, 7), (12, 7), (13, 8)]
+
+
+def test_garbage_is_unknown() -> None:
+    daemon = Daemon(dict.fromkeys([CLOSING, "get_server_list"], "?\n"))
+    assert control(daemon).overview() == Overview(None, None, None, (), ())
+
+
+@pytest.mark.parametrize(
+    ("said", "done"), [("0\n", True), ("1\n", False), ("text\n0\n", True), ("Server 7 not found\n", False), ("", False)]
+)
+def test_terminating_a_client_is_what_the_daemon_says(said: str, done: bool) -> None:
+    assert control(Daemon({"terminate_client 7 11": said})).terminate_client(7, 11) is done
+
+
+@pytest.mark.parametrize(("seconds", "sent"), [(None, "quit"), (0.2, "quit -t 1"), (5.0, "quit -t 5")])
+def test_quitting(seconds: float | None, sent: str) -> None:
+    daemon = Daemon()
+    control(daemon).quit(seconds)
+    assert daemon.asked == [sent]
+
+
+@pytest.mark.parametrize("driver", ["535.261.03", "550.163.01", "580.159.04", "595.99.02"])
+def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir: Path) -> None:
+    host = mps.new(sim_dir, driver=driver)
+    host.start()
+    client = host.client(name="a b")
+    talk = MpsControl(connect(host.host.spec).programs, str(host.pipe))
+    talk.set_default_threads(30.0)
+    talk.set_default_memory(2500 * MIB)
+    talk.set_default_priority(Priority.LOW)
+    assert client.mps_server is not None
+    talk.set_server_threads(client.mps_server, 20.0)
+    talk.set_server_memory(client.mps_server, 700 * MIB)
+    found = talk.overview()
+    status = None if driver < "55" else "ACTIVE"
+    assert found.servers == (ServerRow(client.mps_server, status, 20.0, 700 * MIB),)
+    assert (found.threads_percent, found.priority, found.memory_limit_bytes) == (30.0, Priority.LOW, 2 * GIB)
+    assert [(row.pid, row.server_pid, row.command) for row in found.clients] == [(client.pid, client.mps_server, "a b")]
+    talk.clear_default_memory()
+    assert talk.default_memory() is None
+    assert mps_control.PROGRAM == "nvidia-cuda-mps-control"
+    admin.end_process(host.host.spec, client.pid)
+    assert talk.overview().clients == ()
+
+
+def test_half_an_answer_is_asked_again() -> None:
+    """The first of two percentages alone looks like the answer to the closing question."""
+    daemon = HalfOnce({"get_default_active_thread_percentage": "30.0\n"})
+    assert control(daemon).default_threads() == 30.0
+    assert daemon.halves == 0
+
+
+class HalfOnce(Daemon):
+    """A daemon that drops its first conversation in the middle."""
+
+    halves = 1
+
+    def run(self, argv: Sequence[str], **named: Any) -> Completed:
+        done = super().run(argv, **named)
+        if self.halves:
+            self.halves -= 1
+            return replace(done, stdout=done.stdout.splitlines(keepends=True)[0])
+        return done
+
+
+def test_a_server_without_a_limit_holds_none() -> None:
+    daemon = Daemon({"get_device_pinned_mem_limit 7 0": ""})
+    control(daemon).clear_server_memory(7)
+    assert daemon.asked == ["set_device_pinned_mem_limit 7 0 0G", "get_device_pinned_mem_limit 7 0"]
+    for held in ("512M\n", "2G\n"):
+        with pytest.raises(OperationFailed, match="did not take the pinned memory limit None") as caught:
+            control(Daemon({"get_device_pinned_mem_limit 7 0": held})).clear_server_memory(7)
+        assert caught.value.code == "limit_not_held"
+
+
+def test_each_kind_of_command_has_its_own_patience() -> None:
+    """Ending takes longer than asking: servers wait for what their clients have in flight."""
+    waited: list[tuple[str, float]] = []
+
+    class Watched(Daemon):
+        def run(self, argv: Sequence[str], *, timeout: float = 10.0, stdin: str = "", **more: Any) -> Completed:
+            waited.append((stdin.splitlines()[0], timeout))
+            return super().run(argv, timeout=timeout, stdin=stdin, **more)
+
+    watched = control(Watched())
+    watched.ask("get_server_list")
+    watched.ask("get_server_list", timeout=0.5)
+    watched.tell("start_server")
+    watched.terminate_client(7, 8)
+    watched.quit()
+    watched.quit(20.0)
+    watched.quit(0.2)
+    MpsControl(Watched(), "/run/p", seconds=0.7).ask("get_server_list")
+    assert waited == [
+        ("get_server_list", 5.0),
+        ("get_server_list", 0.5),
+        ("start_server", 5.0),
+        ("terminate_client 7 8", 10.0),
+        ("quit", 10.0),
+        ("quit -t 20", 35.0),
+        # Less than a second it cannot be told.
+        ("quit -t 1", 16.0),
+        ("get_server_list", 0.7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "reply", "answered"),
+    [
+        ("100.0\n", 0, "", True),
+        ("628\n629\n50.0\n", 0, "628\n629\n", True),
+        ("", 0, "", False),
+        # A PID, and a word, are no percentage.
+        ("100\n", 0, "100\n", False),
+        ("628\n", 0, "628\n", False),
+        ("Server 1.0 not found\n", 0, "Server 1.0 not found\n", False),
+        ("a.b\n", 0, "a.b\n", False),
+        # The answer to the question itself is not the closing one.
+        ("50.0\n", 1, "50.0\n", False),
+        ("50.0\n100.0\n", 1, "50.0\n", True),
+    ],
+)
+def test_the_closing_answer_is_told_from_the_reply(said: str, least: int, reply: str, answered: bool) -> None:
+    assert mps_control.without_sentinel(said, least) == (reply, answered)
+
+
+def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    for at in range(0, 18_000_000, 1000):
+        told = SimpleNamespace(sleep=waited.append, monotonic_ns=lambda at=at: at)
+        monkeypatch.setattr(mps_control, "time", told)
+        mps_control._step_aside()
+    assert len(set(waited)) == 18
+    assert (min(waited), max(waited)) == (pytest.approx(0.002), pytest.approx(0.019))
+
+
+def test_a_command_that_must_not_come_twice_waits_before_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside: list[int] = []
+    monkeypatch.setattr(mps_control, "_step_aside", lambda: aside.append(1))
+    daemon = Daemon({"terminate_client 7 8": "0\n"}, stderr="Cannot send command to MPS control daemon\n", drops=3)
+    control(daemon).terminate_client(7, 8)
+    assert aside == [1, 1, 1]
+
+
+def test_what_fails_without_a_word_is_told_by_its_exit_code() -> None:
+    daemon = Daemon({"quit": ""}, code=3)
+    with pytest.raises(OperationFailed, match="'quit' failed at the MPS daemon: exit code 3"):
+        control(daemon).quit()
+    daemon = Daemon({"quit": "Bus error\n"}, code=3)
+    with pytest.raises(OperationFailed, match=r"failed at the MPS daemon: Bus error$"):
+        control(daemon).quit()

@@ -1,0 +1,368 @@
+"""Where one MPS daemon lives: directories and their owners, the record, the lock, the leases."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.host import records
+from gpushare.model import device_key, old_device_key
+from gpushare.mps import home as mps_home
+from gpushare.mps.home import DaemonHome, DaemonRecord, forget_aside, home_of, homes_in, record_of, set_aside
+
+UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
+RECORD = DaemonRecord(device_uuid=UUID, pid=7, started_at=1.5, uid=0, threads_percent=25.0, memory_limit_bytes=2**30)
+
+
+@pytest.fixture
+def home(sim_dir: Path) -> DaemonHome:
+    made = home_of(sim_dir / "run", UUID)
+    made.create()
+    return made
+
+
+@contextlib.contextmanager
+def elsewhere(home: DaemonHome, code: str) -> Iterator[subprocess.Popen[str]]:
+    """Run code in another process with ``home``; it has printed a line when the block begins."""
+    start = f"import os, time; from pathlib import Path; from gpushare.mps.home import DaemonHome; home = DaemonHome(Path({str(home.directory)!r}))\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", start + code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.first = child.stdout.readline().strip()  # type: ignore[attr-defined]
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(86, True), (87, True), (88, False), (89, False)])
+def test_a_pipe_directory_has_87_bytes_at_most(sim_dir: Path, length: int, fits: bool) -> None:
+    rest = length - len(str(sim_dir)) - len(f"//mps/{device_key(UUID)}/pipe")
+    home = home_of(sim_dir / ("ü" * (rest // 2) + "x" * (rest % 2)), UUID)
+    assert len(os.fsencode(home.pipe)) == length
+    if fits:
+        home.create()
+        assert home.pipe.is_dir()
+    else:
+        with pytest.raises(BadUsage, match=f"has {length} bytes; 87 is the limit") as caught:
+            home.create()
+        assert caught.value.code == "path_too_long"
+        assert not home.pipe.exists()
+
+
+def test_directories_are_closed_to_others_whatever_the_umask(sim_dir: Path) -> None:
+    before = os.umask(0)
+    try:
+        home = home_of(sim_dir / "a" / "run", UUID)
+        with home.locked():
+            home.create()
+    finally:
+        os.umask(before)
+    made = [home.pipe, home.log, home.leases, home.directory, home.directory.parent, home.directory.parent.parent]
+    assert [path.stat().st_mode & 0o022 for path in made] == [0] * 6
+
+
+def test_a_name_is_short_and_of_one_device() -> None:
+    assert device_key(UUID) == "gpu-0d54321e-7aaa804e"
+    assert device_key("MIG-8443519F-29f1") == "mig-8443519f-5a2ae53d"
+    assert home_of(Path("/run/gpushare"), UUID).pipe == Path("/run/gpushare/mps/gpu-0d54321e-7aaa804e/pipe")
+    # The default of a user, and of one without a session.
+    for short in ("/run/user/1000/gpushare", "/tmp/gpushare-4294967294"):
+        assert len(str(home_of(Path(short), UUID).pipe)) <= 87
+
+
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_devices_whose_first_digits_are_the_same_have_homes_of_their_own(kind: str) -> None:
+    """NVIDIA's mock and some virtual GPUs count in the last digits."""
+    names = {device_key(f"{kind}-00000000-0000-0000-0000-{number:012x}") for number in range(20_000)}
+    assert len(names) == 20_000
+
+
+def test_the_home_of_an_earlier_version_is_used_while_it_has_a_record_of_the_device(sim_dir: Path) -> None:
+    twin = UUID[:-1] + "f"
+    old = DaemonHome(sim_dir / "mps" / old_device_key(UUID))
+    assert home_of(sim_dir, UUID) != old
+    old.create()
+    assert home_of(sim_dir, UUID) != old
+    old.write(RECORD)
+    assert home_of(sim_dir, UUID) == old
+    assert home_of(sim_dir, twin) != old != home_of(sim_dir, UUID.replace("0d54321e", "1d54321e"))
+    # One that was set aside for a MIG change is found again, too.
+    set_aside(old, RECORD, None)
+    old.clear()
+    assert home_of(sim_dir, UUID) == old
+    forget_aside(old)
+    assert home_of(sim_dir, UUID).directory.name == device_key(UUID)
+
+
+def test_a_record_of_a_start_needs_no_pid() -> None:
+    raw = {"device_uuid": UUID, "pid": None, "started_at": None, "uid": 0, "state": "starting"}
+    for pid in (None, 0):
+        record = record_of({**raw, "pid": pid})
+        assert record is not None
+        assert (record.pid, record.interrupted) == (None, True)
+        assert record_of({**raw, "pid": pid, "state": "running"}) is None
+    old = record_of({"device_uuid": UUID, "pid": 7, "started_at": 1.5, "uid": 0})
+    assert old is not None
+    assert (old.pid, old.interrupted) == (7, False)
+    for wrong in ({"pid": -1}, {"pid": 2**40}, {"pid": True}, {"state": 3}, {"state": "x" * 100}):
+        assert record_of({**raw, "pid": 7, **wrong}) is None
+
+
+def test_a_record_is_written_and_read(home: DaemonHome) -> None:
+    assert home.read() is None
+    home.write(RECORD)
+    assert home.read() == RECORD
+    assert (home.directory / "daemon.json").stat().st_mode & 0o777 == 0o644
+    assert homes_in([home.directory.parent.parent, Path("/nonexistent")]) == [home]
+    home.clear()
+    assert home.read() is None
+    assert homes_in([home.directory.parent.parent]) == []
+    home.clear()
+
+
+def test_a_write_that_fails_leaves_the_old_record_and_no_rubbish(
+    home: DaemonHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write(RECORD)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.os, "replace", full)
+    with pytest.raises(OperationFailed, match="No space"):
+        home.write(DaemonRecord(device_uuid=UUID, pid=8, started_at=None, uid=0))
+    assert home.read() == RECORD
+    assert [path.name for path in home.directory.iterdir() if path.is_file()] == ["daemon.json"]
+
+
+GOOD = {"device_uuid": UUID, "pid": 7, "started_at": 1.0, "uid": 0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        "{}",
+        '{"pid": 7}',
+        "\xff",
+        json.dumps({**GOOD, "pid": "self"}),
+        json.dumps({**GOOD, "pid": 0}),
+        json.dumps({**GOOD, "pid": -1}),
+        json.dumps({**GOOD, "pid": True}),
+        json.dumps({**GOOD, "device_uuid": 5}),
+        json.dumps({**GOOD, "started_at": "yesterday"}),
+        json.dumps({**GOOD, "priority": 7}),
+        json.dumps({**GOOD, "memory_limit_bytes": "4G"}),
+        json.dumps({**GOOD, "threads_percent": "25"}),
+        json.dumps({**GOOD, "previous_compute_mode": "BANANA"}),
+        json.dumps({**GOOD, "transient": "no"}),
+        json.dumps(GOOD).replace("7", "9" * 5000),
+    ],
+)
+def test_a_corrupt_record_is_none(home: DaemonHome, text: str) -> None:
+    (home.directory / "daemon.json").write_bytes(text.encode("latin-1"))
+    assert home.read() is None
+
+
+def test_a_record_of_a_newer_gpushare_is_read(home: DaemonHome) -> None:
+    (home.directory / "daemon.json").write_text(json.dumps({**GOOD, "started_at": 1, "new": [1]}))
+    assert home.read() == DaemonRecord(device_uuid=UUID, pid=7, started_at=1.0, uid=0)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*GOOD, "priority", "transient", "schema"]),
+        st.one_of(st.none(), st.integers(), st.text(max_size=3)),
+    )
+)
+def test_any_record_is_read_or_none(fields: dict[str, object]) -> None:
+    found = mps_home.record_of({**GOOD, **fields})
+    assert found is None or (found.pid > 0 and found.priority in {None, 0, 1})
+
+
+def test_the_record_of_another_user_is_not_believed(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write(RECORD)
+    if os.geteuid() == 0:
+        os.chown(home.directory / "daemon.json", 4242, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 4343)
+    assert home.read() is None
+
+
+def test_clearing_leaves_the_logs(home: DaemonHome) -> None:
+    home.write(RECORD)
+    for path in (home.pipe / "control", home.pipe / "log", home.directory / "terminated-9", home.log / "control.log"):
+        path.write_text("")
+    assert [path.name for path in home.leftovers()] == ["control", "log"]
+    home.clear()
+    assert home.leftovers() == []
+    assert not (home.directory / "terminated-9").exists()
+    assert (home.log / "control.log").exists()
+
+
+def test_a_record_that_may_not_be_removed_is_an_error_of_ours(
+    home: DaemonHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write(RECORD)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(NoPermission):
+        home.clear()
+
+
+def test_two_processes_exclude_each_other(home: DaemonHome) -> None:
+    with elsewhere(home, "with home.locked():\n print('locked', flush=True); input()") as other:
+        with pytest.raises(OperationFailed) as caught, home.locked(seconds=0.05):
+            pass
+        assert caught.value.code == "locked"
+        assert "fuser" in caught.value.hint
+        other.kill()
+        other.wait()
+        with home.locked(seconds=5.0):
+            pass
+
+
+def test_the_lock_is_free_after_an_error(home: DaemonHome) -> None:
+    with pytest.raises(ZeroDivisionError), home.locked():
+        raise ZeroDivisionError
+    with home.locked(seconds=0.0):
+        pass
+
+
+def test_a_lease_lives_until_it_is_released(home: DaemonHome) -> None:
+    assert home.live_leases() == []
+    lease = home.take_lease()
+    assert home.live_leases() == [os.getpid()]
+    lease.release()
+    assert home.live_leases() == []
+    lease.release()
+    assert list(home.leases.iterdir()) == []
+
+
+def test_two_leases_of_one_process_are_two(home: DaemonHome) -> None:
+    first, second = home.take_lease(), home.take_lease()
+    assert home.live_leases() == [os.getpid(), os.getpid()]
+    first.release()
+    assert home.live_leases() == [os.getpid()]
+    second.release()
+    assert home.live_leases() == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_lease_ends_with_its_holder(home: DaemonHome, sent: int) -> None:
+    with elsewhere(home, "lease = home.take_lease(); print('taken', flush=True); input()") as other:
+        assert home.live_leases() == [other.pid]
+        other.send_signal(sent)
+        other.wait()
+        assert home.live_leases() == []
+        assert list(home.leases.iterdir()) == []
+
+
+def test_a_lease_is_inherited_by_a_forked_child_and_not_by_a_program(home: DaemonHome) -> None:
+    code = """
+import subprocess, sys
+lease = home.take_lease()
+program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+child = os.fork()
+if not child:
+    time.sleep(600)
+print(child, program.pid, flush=True)
+input()
+"""
+    with elsewhere(home, code) as other:
+        child, program = map(int, other.first.split())  # type: ignore[attr-defined]
+        other.kill()
+        other.wait()
+        assert home.live_leases() == [other.pid]
+        os.kill(child, signal.SIGKILL)
+        eventually(lambda: home.live_leases() == [])
+        os.kill(program, signal.SIGKILL)
+
+
+def test_a_lease_that_was_swept_while_it_was_taken_is_taken_again(
+    home: DaemonHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    real, swept = fcntl.flock, []
+
+    def meanwhile(descriptor: int, operation: int) -> None:
+        if not swept:
+            swept.append(1)
+            next(home.leases.glob("*.lease")).unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    lease = home.take_lease()
+    assert home.live_leases() == [os.getpid()]
+    lease.release()
+
+
+def test_files_that_are_no_leases_are_no_users(home: DaemonHome) -> None:
+    import fcntl
+
+    odd = home.leases / "odd.lease"
+    odd.write_text("")
+    with odd.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert home.live_leases() == []
+
+
+def test_a_lease_whose_file_cannot_be_removed_is_given_back(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard holds the same descriptor: closing ours alone would leave the daemon in use for ever."""
+    lease = home.take_lease()
+    guards = os.dup(lease.descriptor)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    lease.release()
+    assert lease.path.exists()
+    assert home.live_leases() == []
+    os.close(guards)
+
+
+@pytest.mark.parametrize("act", ["locked", "take_lease", "live_leases"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOLCK])
+def test_a_lock_that_the_system_refuses_is_said(
+    home: DaemonHome, monkeypatch: pytest.MonkeyPatch, act: str, number: int
+) -> None:
+    """Never a bug of gpushare, and never a lease that counts for nobody."""
+    home.take_lease()
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mps_home.fcntl, "flock", refuse)
+    with pytest.raises(OperationFailed, match=os.strerror(number)) as caught:
+        home.locked().__enter__() if act == "locked" else getattr(home, act)()
+    assert str(home.directory) in caught.value.message

@@ -1,0 +1,28 @@
+"""What tests of running and pausing programs share."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.host.host import Host
+from gpushare.selection import Device, select_one
+from tests.run.told_program import Told
+
+
+@pytest.fixture
+def host() -> Host:
+    """Return a simulated H200."""
+    return connect("sim:h200")
+
+
+@pytest.fixture
+def device(host: Host) -> Device:
+    """Return its GPU."""
+    return select_one(None, host.nvml.sweep())
+
+
+@pytest.fixture
+def told() -> Told:
+    """Return a program with a child; only the program itself is on the GPU."""
+    return Told()

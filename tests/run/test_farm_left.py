@@ -1,0 +1,236 @@
+"""What copies of a farm leave behind: processes that outlive their program, logs of an earlier farm, a full disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.errors import NoPermission
+from gpushare.host.host import Host
+from gpushare.run import end as left_behind
+from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm
+from gpushare.run.several import Several
+from gpushare.selection import Device
+from tests.cli.drive import alive, until
+from tests.run.farm_command import shell
+
+
+class Heard(FarmReporter):
+    """Remembers what a farm says of what was left behind, and of what was still alive when it went on."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[int, tuple[int, ...]]] = []
+        self.printed = 0
+        self.gone_at_start: list[bool] = []
+
+    def line(self, copy: int, text: str) -> None:
+        self.printed += 1
+
+    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
+        self.left.append((copy.number, tuple(pids)))
+
+    def started(self, copy: Copy) -> None:
+        if copy.tries > 1:
+            self.gone_at_start.append(bool(copy.left_behind) and not any(alive(pid) for pid in copy.left_behind))
+
+
+def pid_in(file: Path) -> int:
+    """Return the PID that a program has written."""
+    return int(file.read_text())
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+
+def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(
+    host: Host, device: Device, tmp_path: Path
+) -> None:
+    heard = Heard()
+    command = shell(f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
+    result = farm(host, device, command, FarmOptions(copies=2), heard)
+    left = [pid_in(tmp_path / str(number)) for number in range(2)]
+    assert not any(alive(pid) for pid in left)
+    assert [copy.left_behind for copy in result.copies] == [(left[0],), (left[1],)]
+    assert sorted(heard.left) == [(0, (left[0],)), (1, (left[1],))]
+    # It did what it should.
+    assert [(copy.state, copy.exit_code) for copy in result.copies] == [("done", 0)] * 2
+
+
+def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: Host, device: Device) -> None:
+    heard = Heard()
+    command = shell("sleep 600 & exit 7")
+    result = farm(host, device, command, FarmOptions(copies=1, restarts=1), heard)
+    assert result.copies[0].tries == 2
+    assert heard.gone_at_start == [True]
+    assert len(result.copies[0].left_behind) == 2
+    assert not any(alive(pid) for pid in result.copies[0].left_behind)
+    assert result.copies[0].failure == "exit code 7"
+
+
+def test_a_helper_that_ends_a_moment_later_was_not_left_behind(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_behind, "HELPER_SECONDS", 600.0)
+    result = farm(host, device, shell("sleep 0.2 & exit 0"), FarmOptions(copies=1), Heard())
+    assert result.copies[0].left_behind == ()
+
+
+def test_what_does_not_heed_its_signal_is_killed(host: Host, device: Device, tmp_path: Path) -> None:
+    deaf = f"(trap '' INT TERM; touch {tmp_path}/deaf; while :; do sleep 0.05; done) & echo $! > {tmp_path}/pid"
+    command = shell(f"{deaf}; while ! [ -e {tmp_path}/deaf ]; do sleep 0.02; done")
+    result = farm(host, device, command, FarmOptions(copies=1, grace_seconds=0.2), Heard())
+    assert result.copies[0].left_behind[0] == pid_in(tmp_path / "pid")
+    assert not alive(pid_in(tmp_path / "pid"))
+
+
+def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def may_not(*_words: Any, **_more: Any) -> None:
+        raise NoPermission("may not send SIGTERM to process 7: it belongs to another user", "ask its owner")
+
+    monkeypatch.setattr(left_behind, "end_programs", may_not)
+    command = shell("if [ {} = 0 ]; then sleep 600 & fi; echo good")
+    result = farm(host, device, command, FarmOptions(copies=2, restarts=3), Heard())
+    assert [(copy.state, copy.tries) for copy in result.copies] == [("failed", 1), ("done", 1)]
+    (pid,) = result.copies[0].left_behind
+    os.kill(pid, signal.SIGKILL)
+    assert result.copies[0].failure == (
+        f"left process {pid} behind: may not send SIGTERM to process 7: it belongs to another user"
+    )
+    assert result.copies[0].hint == "ask its owner"
+
+
+def test_the_guard_knows_what_is_being_ended(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were gpushare killed meanwhile, what it had stopped would stay so, and keep its memory."""
+    told: list[str] = []
+    tell, end = Several._tell, left_behind.end_programs
+
+    def noted(self: Several, word: str) -> None:
+        told.append(word)
+        tell(self, word)
+
+    def ends(*words: Any, **more: Any) -> Any:
+        told.append("now")
+        return end(*words, **more)
+
+    monkeypatch.setattr(Several, "_tell", noted)
+    monkeypatch.setattr(left_behind, "end_programs", ends)
+    (copy,) = farm(host, device, shell("sleep 600 & exit 0"), FarmOptions(copies=1), Heard()).copies
+    (pid,) = copy.left_behind
+    at = told.index("now")
+    assert told[at - 1].startswith(f"program {pid} ")
+    assert float(told[at - 1].split()[2]) > 0
+    assert told[at + 1] == f"ended {pid}"
+
+
+def test_a_hung_copy_takes_with_it_what_it_has_orphaned(host: Host, device: Device, tmp_path: Path) -> None:
+    # The subshell ends, so that the sleep is no descendant any more.
+    command = shell(f"(sleep 600 & echo $! > {tmp_path}/pid); exec sleep 600")
+
+    class Never(Heard):
+        def started(self, copy: Copy) -> None:
+            until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), "it has begun")
+
+    result = farm(host, device, command, FarmOptions(copies=1, stall_seconds=0.1), Never())
+    assert "printed nothing for 0.1 s" in (result.copies[0].failure or "")
+    # It went together with the copy: one drain for both.
+    assert result.copies[0].left_behind == ()
+    assert not alive(pid_in(tmp_path / "pid"))
+
+
+def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, device: Device, tmp_path: Path) -> None:
+    heard = Heard()
+
+    def interrupt() -> None:
+        until(lambda: heard.printed == 2, "the copies have begun")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    command = shell(f"(sleep 600 & echo $! > {tmp_path}/{{}}); echo on; exec sleep 600")
+    result = farm(host, device, command, FarmOptions(copies=2, grace_seconds=0.2), heard)
+    thread.join()
+    assert result.ended_by == signal.SIGTERM
+    assert not any(alive(pid_in(tmp_path / str(number))) for number in range(2))
+
+
+def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_ends_the_farm(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = Several.end_left_behind
+
+    def told_meanwhile(self: Several, *words: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        end(self, *words, **more)
+
+    monkeypatch.setattr(Several, "end_left_behind", told_meanwhile)
+    command = shell("(trap '' INT TERM; echo deaf; while :; do sleep 0.05; done) & sleep 0.2; exit {}")
+    # Were it not cut short, this would never end.
+    options = FarmOptions(copies=2, at_once=1, restarts=1, grace_seconds=1e6)
+    result = farm(host, device, command, options, Heard())
+    assert result.ended_by == signal.SIGTERM
+    assert [(copy.state, copy.tries) for copy in result.copies] == [("done", 1), ("never started", 0)]
+    assert not alive(result.copies[0].left_behind[0])
+
+
+# -- logs --------------------------------------------------------------------------------------------
+
+
+def test_logs_of_an_earlier_farms_restarts_do_not_stay_beside_new_ones(
+    host: Host, device: Device, tmp_path: Path
+) -> None:
+    options = FarmOptions(copies=2, restarts=2, logs=tmp_path)
+    farm(host, device, shell("exit {}"), options, Heard())
+    assert (tmp_path / "copy-1.2.log").exists()
+    others = ["copy-1.old.log", "copy-11.1.log", "copy-1.1.log.gz", "my-copy-1.1.log"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "copy-0.1.log").mkdir()
+    farm(host, device, shell("exit 0"), options, Heard())
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", *others])
+
+
+def test_a_refused_farm_removes_no_log(host: Host, device: Device, tmp_path: Path) -> None:
+    (tmp_path / "copy-0.1.log").write_text("kept")
+    with pytest.raises(Exception, match="no program"):
+        farm(host, device, ["no-such-program"], FarmOptions(copies=1, logs=tmp_path), Heard())
+    assert (tmp_path / "copy-0.1.log").read_text() == "kept"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_full_disk_is_named_as_the_reason(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
+) -> None:
+    looked: list[str] = []
+
+    def full(descriptor: int) -> bool:
+        looked.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return True
+
+    monkeypatch.setattr("gpushare.run.several.is_full", full)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    logs = tmp_path / "logs"
+    options = FarmOptions(copies=2, logs=logs if kept else None)
+    result = farm(host, device, shell("echo xxx; exit {}"), options, Heard())
+    # Of a copy that did well nobody asks.
+    assert result.copies[0].failure is None
+    assert result.copies[1].failure == "exit code 1, with no space left for what it prints"
+    where = logs if kept else tmp_path / "tmp"
+    assert result.copies[1].hint == f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
+    assert len(looked) == 1
+    assert looked[0].startswith(str(where))
+
+
+def test_with_space_left_a_failure_is_the_programs_own(host: Host, device: Device, tmp_path: Path) -> None:
+    options = FarmOptions(copies=1, logs=tmp_path)
+    result = farm(host, device, shell("echo bad luck; exit 1"), options, Heard())
+    assert (result.copies[0].failure, result.copies[0].hint) == ("exit code 1: bad luck", None)

@@ -1,0 +1,37 @@
+"""What programs leave running: who stays of it, and how it is ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from typing import Any
+
+import pytest
+
+from gpushare.host.host import Host
+from gpushare.run import end
+from gpushare.run.end import end_left_behind, still_there
+
+
+def test_only_who_stays_is_told_of_by_program(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end, "HELPER_SECONDS", 0.0)
+    with subprocess.Popen(["sleep", "600"]) as stays, subprocess.Popen(["true"]) as gone:
+        gone.wait()
+        assert still_there(host, {1: [stays.pid, gone.pid], 2: [gone.pid], 3: []}) == {1: (stays.pid,)}
+        stays.kill()
+
+
+def test_it_is_asked_by_the_signal_that_a_shells_background_job_does_not_ignore(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = type(host.processes).send_to
+
+    def noted(self: Any, pid: int, started_at: float, number: int) -> None:
+        sent.append(number)
+        send(self, pid, started_at, number)
+
+    monkeypatch.setattr(type(host.processes), "send_to", noted)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        end_left_behind(host, [process.pid], set, None, grace_seconds=60.0, hurry=lambda: False)
+    assert sent == [signal.SIGTERM]

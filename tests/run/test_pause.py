@@ -1,0 +1,347 @@
+"""Pausing a real process while another works, on a simulated host; the driver's lock is a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpushare.errors import NotSupported, TimedOut
+from gpushare.host.host import Host
+from gpushare.host.process import OpenFiles
+from gpushare.run import production as module
+from gpushare.run.pause import Pauser, Pauses, note_pauses, noted_pauses, resume_all
+from gpushare.run.production import Activity, ProductionJob
+from gpushare.run.roles import PausingShare, PausingWatch
+from gpushare.run.share import PlainShare
+from gpushare.selection import Device
+
+_IDLE = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def start(host: Host, device: Device) -> Iterator[Callable[[str], int]]:
+    """Return a function that starts a Python program on the GPU and returns its PID."""
+    children: list[Any] = []
+
+    def spawn(text: str) -> int:
+        environment = PlainShare(host, device).environment(os.environ)
+        children.append(host.processes.spawn([sys.executable, "-c", text], environment))
+        return int(children[-1].pid)
+
+    yield spawn
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+        assert until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
+
+
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class Lock:
+    """Stands in for the driver's lock."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[tuple[str, int]] = []
+        self.held: set[int] = set()
+
+    def lock(self, pid: int, seconds: float) -> None:
+        assert seconds > 0
+        self.calls.append(("lock", pid))
+        if self.error is not None:
+            raise self.error
+        self.held.add(pid)
+
+    def unlock(self, pid: int) -> None:
+        self.calls.append(("unlock", pid))
+        self.held.discard(pid)
+
+    def is_locked(self, pid: int) -> bool:
+        return pid in self.held
+
+
+def stopped(host: Host, pid: int) -> bool:
+    """Return whether a process is stopped."""
+    info = host.processes.describe(pid)
+    return info is not None and info.stopped
+
+
+def test_without_a_lock_a_program_is_stopped_and_goes_on(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    pid = start(_IDLE)
+    pauser = Pauser(host, device, pid, None)
+    pauser.pause()
+    assert until(lambda: stopped(host, pid))
+    assert (pauser.paused, pauser.by) == (True, "stop")
+    pauser.resume()
+    assert until(lambda: not stopped(host, pid))
+    assert not pauser.paused
+
+
+def test_outside_mps_the_driver_locks_it_and_it_is_never_stopped_too(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    pid, lock = start(_IDLE), Lock()
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    pauser.pause()
+    assert lock.calls == [("lock", pid)]
+    assert not stopped(host, pid)
+    pauser.resume()
+    assert lock.calls == [("lock", pid), ("unlock", pid)]
+
+
+def test_a_lock_that_the_driver_does_not_know_becomes_a_stop(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    pid, lock = start(_IDLE), Lock(NotSupported("no", "no"))
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    assert until(lambda: stopped(host, pid))
+    pauser.resume()
+    assert lock.calls == [("lock", pid)]
+
+
+def test_a_queue_that_does_not_drain_is_tried_again(host: Host, device: Device, start: Callable[[str], int]) -> None:
+    pid, lock = start(_IDLE), Lock(TimedOut("long", "wait"))
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    assert not pauser.paused
+    lock.error = None
+    pauser.pause()
+    assert pauser.paused
+    pauser.resume()
+
+
+def test_a_program_that_is_stopped_already_is_not_locked(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    pid, lock = start(_IDLE), Lock()
+    host.processes.send(pid, signal.SIGSTOP)
+    assert until(lambda: stopped(host, pid))
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    # The lock would hang on it for ever.
+    assert lock.calls == []
+    pauser.resume()
+    # Nor is it continued: it was not us who stopped it.
+    assert stopped(host, pid)
+
+
+def test_a_program_without_a_context_has_nothing_to_be_locked(host: Host, device: Device) -> None:
+    with subprocess.Popen([sys.executable, "-c", _IDLE]) as process:
+        lock = Lock()
+        pauser = Pauser(host, device, process.pid, lock)  # type: ignore[arg-type]
+        pauser.pause()
+        process.kill()
+    assert lock.calls == []
+    assert not pauser.paused
+
+
+def test_in_another_pid_namespace_the_process_is_found_by_its_open_node(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, lock = start(_IDLE), Lock()
+    monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
+    found = OpenFiles(by_pid={pid: ("/dev/nvidia-uvm",), 1: ("/dev/nvidia-uvm",)}, complete=True)
+    monkeypatch.setattr(host.processes, "open_files", lambda _prefix: found)
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    assert lock.calls == [("lock", pid)]
+    pauser.resume()
+
+
+def test_several_cuda_processes_are_stopped_and_not_locked_one_by_one(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, lock = start(_IDLE), Lock()
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    monkeypatch.setattr(pauser, "_cuda_processes", lambda: [pid, pid + 1])
+    pauser.pause()
+    assert lock.calls == []
+    assert until(lambda: stopped(host, pid))
+    pauser.resume()
+
+
+def test_a_busy_processor_is_the_first_sign_of_work(host: Host, device: Device, start: Callable[[str], int]) -> None:
+    busy = Activity(host, device, start("while True: pass"))
+    assert until(busy.active)
+
+
+def test_one_that_waits_without_the_processor_is_seen_by_its_gpu_use(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    waiting = Activity(host, device, start(_IDLE))
+    # A simulated context keeps its GPU busy as long as its process runs.
+    assert until(waiting.active)
+
+
+def test_a_stopped_or_ended_production_job_does_not_work(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NVML_SECONDS", 0.0)
+    pid = start(_IDLE)
+    activity = Activity(host, device, pid)
+    assert until(activity.active)
+    host.processes.send(pid, signal.SIGSTOP)
+    assert until(lambda: not activity.active())
+
+
+class Scripted:
+    """A production job that does as it is told."""
+
+    def __init__(self) -> None:
+        self.now, self.alive = False, True
+
+    def lives(self) -> bool:
+        return self.alive
+
+    def active(self) -> bool:
+        return self.now
+
+
+def test_it_stands_still_while_production_works_and_goes_on_when_that_has_ended(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    pid, activity = start(_IDLE), Scripted()
+    inner: Any = PlainShare(host, device).watch(pid)
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
+    watch.look()
+    assert not watch.pauser.paused
+    activity.now = True
+    watch.look()
+    assert watch.pauser.paused
+    # Production is gone: nobody is to be spared any more.
+    activity.now, activity.alive = False, False
+    watch.look()
+    assert not watch.pauser.paused
+    assert watch.pauses == 1
+
+
+def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start: Callable[[str], int]) -> None:
+    pid = start(_IDLE)
+    share: Any = PausingShare(PlainShare(host, device), host, ProductionJob(host, device, os.getpid(), None), None)
+    watch = share.watch(pid)
+    watch.production = Scripted()
+    for now, expected in ((False, (0, False)), (True, (1, True)), (True, (1, True))):
+        watch.production.now = now
+        watch.look()
+        (noted,) = noted_pauses(host)
+        assert (noted.pid, noted.gpu_uuid) == (pid, device.gpu.uuid)
+        assert (noted.pauses, noted.paused) == expected
+    watch.release()
+    watch.look()
+    assert not noted_pauses(host)[0].paused
+    watch.settle()
+    assert noted_pauses(host) == ()
+
+
+def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> None:
+    directory = host.run_directory / "opportunistic"
+    note_pauses(host, Pauses(pid=(1 << 22) + 99, started_at=None, gpu_uuid="GPU-x"))
+    for number, text in enumerate(("", "[]", '{"pid": "x"}', '{"pid": 1, "more": 2}')):
+        (directory / f"{number}.json").write_text(text, encoding="utf-8")
+    assert noted_pauses(host) == ()
+
+
+def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device, start: Callable[[str], int]) -> None:
+    pid, activity = start(_IDLE), Scripted()
+    inner: Any = PlainShare(host, device).watch(pid)
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
+    activity.now = True
+    watch.look()
+    watch.release()
+    watch.look()
+    assert not watch.pauser.paused
+    assert until(lambda: not stopped(host, pid))
+
+
+def test_what_a_dead_gpushare_held_still_is_let_go(host: Host, device: Device, start: Callable[[str], int]) -> None:
+    pid, lock = start(_IDLE), Lock()
+    Pauser(host, device, pid, None).pause()
+    lock.held.add(pid)
+    resume_all(host, [pid], mps=False, checkpoint=lock)
+    assert until(lambda: not stopped(host, pid))
+    assert not lock.held
+
+
+def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activity = Activity(host, device, start(_IDLE))
+    monkeypatch.setattr(module, "cpu_time", lambda _pid: None)
+    for working in (True, False):
+        monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda _at, working=working: working)
+        activity._nvml_due = 0.0
+        assert activity.active() is working
+
+
+def test_in_another_pid_namespace_nvmls_numbers_are_those_of_strangers(
+    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML names the PID, but of somebody else: what has no context here is not locked."""
+    pid, lock = start(_IDLE), Lock()
+    monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
+    monkeypatch.setattr(host.processes, "open_files", lambda _prefix: OpenFiles(by_pid={}, complete=True))
+    pauser = Pauser(host, device, pid, lock)  # type: ignore[arg-type]
+    pauser.pause()
+    assert lock.calls == []
+    pauser.resume()
+
+
+def test_a_pause_is_noted_with_the_start_of_its_program(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    """Else a PID that another program has got would count as paused."""
+    pid = start(_IDLE)
+    share: Any = PausingShare(PlainShare(host, device), host, ProductionJob(host, device, os.getpid(), None), None)
+    watch = share.watch(pid)
+    watch.production = Scripted()
+    watch.look()
+    (noted,) = noted_pauses(host)
+    info = host.processes.describe(pid)
+    assert info is not None
+    assert noted.started_at == info.started_at is not None
+    watch.settle()
+
+
+def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_it_has_ended(
+    host: Host, device: Device, start: Callable[[str], int]
+) -> None:
+    """The worker is in a session of its own: no kernel continues it when the program dies."""
+    pid = start("import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)")
+    assert until(lambda: len(host.processes.descendants(pid)) == 2)
+    (worker,) = set(host.processes.descendants(pid)) - {pid}
+    activity = Scripted()
+    inner: Any = PlainShare(host, device).watch(pid)
+    watch = PausingWatch(inner, Pauser(host, device, pid, None), activity)  # type: ignore[arg-type]
+    activity.now = True
+    try:
+        watch.look()
+        assert until(lambda: stopped(host, pid) and stopped(host, worker))
+        for number in (pid, worker):
+            host.processes.send(number, signal.SIGCONT)
+        assert until(lambda: (watch.look(), stopped(host, pid) and stopped(host, worker))[1])
+        host.processes.send(pid, signal.SIGKILL)
+        assert until(lambda: not host.processes.alive(pid))
+        watch.settle()
+        assert until(lambda: not stopped(host, worker))
+    finally:
+        host.processes.send(worker, signal.SIGKILL)

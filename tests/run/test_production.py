@@ -1,0 +1,127 @@
+"""Records of production jobs: whose word counts, what a damaged one tells, and what others may read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import NoPermission
+from gpushare.host.host import Host
+from gpushare.run.production import Production, find_production, lives, productions, write_production
+
+WEB = Production(name="web", pid=17, started_at=3.5, device_uuid="GPU-a", memory_peak_bytes=7)
+
+
+@pytest.fixture
+def host() -> Host:
+    """Return a simulated H200."""
+    return connect("sim:h200")
+
+
+def record_of(host: Host, name: str = "web") -> Path:
+    """Return the file of a production job."""
+    return host.run_directory / "production" / f"{name}.json"
+
+
+def test_a_record_is_read_as_it_was_written_and_by_all(host: Host) -> None:
+    before = os.umask(0o077)
+    try:
+        write_production(host, WEB)
+    finally:
+        os.umask(before)
+    assert find_production(host, "web") == WEB
+    path = record_of(host)
+    assert json.loads(path.read_text())["schema"] == 1
+    # Others spare the job, too; nobody but its owner writes.
+    assert [one.stat().st_mode & 0o777 for one in (path, path.parent, host.run_directory)] == [0o644, 0o755, 0o755]
+
+
+def test_each_name_has_its_own_record_and_the_last_word_counts(host: Host) -> None:
+    other = replace(WEB, name="db", pid=18, started_at=None, memory_peak_bytes=None)
+    write_production(host, other)
+    write_production(host, WEB)
+    write_production(host, replace(WEB, memory_peak_bytes=9))
+    assert productions(host) == [other, replace(WEB, memory_peak_bytes=9)]
+    assert find_production(host, "db") == other
+    assert find_production(host, "we") is None
+
+
+def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None:
+    shared = tmp_path / "root"
+    (shared / "production").mkdir(parents=True)
+    (shared / "production" / "db.json").write_text(json.dumps(asdict(replace(WEB, name="db"))))
+    # One that cannot be looked into hides no other.
+    host = replace(host, shared_run_directories=(tmp_path / "none", shared))
+    write_production(host, WEB)
+    assert [one.name for one in productions(host)] == ["web", "db"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pid": 0},
+        {"pid": -1},
+        {"pid": "17"},
+        {"pid": None},
+        {"pid": 1.5},
+        {"name": 3},
+        {"name": None},
+        {"device_uuid": None},
+        {"started_at": "noon"},
+        {"memory_peak_bytes": "much"},
+        {"memory_peak_bytes": 1.5},
+    ],
+)
+def test_a_record_that_tells_nonsense_tells_nothing(host: Host, wrong: dict[str, Any]) -> None:
+    write_production(host, WEB)
+    record_of(host).write_text(json.dumps({**asdict(WEB), **wrong}))
+    assert productions(host) == []
+
+
+def test_a_record_of_a_later_version_is_understood_as_far_as_it_goes(host: Host) -> None:
+    write_production(host, replace(WEB, pid=1))
+    text = asdict(replace(WEB, pid=1))
+    del text["memory_peak_bytes"]
+    record_of(host).write_text(json.dumps({**text, "colour": "red"}))
+    assert find_production(host, "web") == replace(WEB, pid=1, memory_peak_bytes=None)
+    record_of(host).write_text(json.dumps({key: value for key, value in text.items() if key != "started_at"}))
+    assert productions(host) == []
+
+
+def test_it_lives_as_the_process_that_it_was(host: Host) -> None:
+    info = host.processes.describe(os.getpid())
+    assert info is not None
+    assert info.started_at is not None
+    assert lives(host, replace(WEB, pid=os.getpid(), started_at=info.started_at))
+    assert lives(host, replace(WEB, pid=os.getpid(), started_at=None))
+    # The PID is another's now.
+    assert not lives(host, replace(WEB, pid=os.getpid(), started_at=info.started_at - 1000))
+
+
+def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, tmp_path: Path) -> None:
+    host = replace(host, run_directory=tmp_path / "run" / "gpushare")
+    before = os.umask(0o077)
+    try:
+        write_production(host, WEB)
+    finally:
+        os.umask(before)
+    path = record_of(host)
+    assert [one.stat().st_mode & 0o777 for one in (path.parent, host.run_directory)] == [0o755, 0o755]
+
+
+def test_where_others_may_write_no_record_is_kept(host: Host, tmp_path: Path) -> None:
+    """Who may write the directory above may put another record in its place."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    directory.chmod(0o777)
+    host = replace(host, run_directory=directory)
+    with pytest.raises(NoPermission) as refused:
+        write_production(host, WEB)
+    assert refused.value.code == "directory_open"
+    assert productions(host) == []

@@ -1,0 +1,107 @@
+"""The production job that is spared: by its PID and start, and by its name after it was started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpushare.host.host import Host
+from gpushare.run import production as module
+from gpushare.run.production import Production, ProductionJob, write_production
+from gpushare.selection import Device
+from tests.run.told_program import OTHER, Told
+
+
+@pytest.fixture
+def start(host: Host, device: Device) -> Iterator[Callable[[], Production]]:
+    """Return a function that starts a production job named web, and the record of it."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def spawn() -> Production:
+        children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        info = host.processes.describe(children[-1].pid)
+        assert info is not None
+        found = Production(
+            name="web", pid=info.pid, started_at=info.started_at, device_uuid=device.uuid, memory_peak_bytes=None
+        )
+        write_production(host, found)
+        return found
+
+    yield spawn
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def end(one: Production) -> None:
+    """End a job, and reap it."""
+    os.kill(one.pid, 9)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(one.pid, 0)
+
+
+def test_who_is_started_again_under_the_name_is_followed(
+    host: Host, device: Device, start: Callable[[], Production]
+) -> None:
+    first = start()
+    job = ProductionJob(host, device, first.pid, first.started_at, "web")
+    assert job.lives()
+    end(first)
+    assert not job.lives()
+    second = start()
+    assert job.lives()
+    assert job.pid == second.pid
+    end(second)
+    assert not job.lives()
+
+
+def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, start: Callable[[], Production]) -> None:
+    first = start()
+    job = ProductionJob(host, device, first.pid, first.started_at)
+    end(first)
+    start()
+    assert not job.lives()
+    assert job.pid == first.pid
+
+
+def test_a_successor_on_another_gpu_is_none(host: Host, device: Device, start: Callable[[], Production]) -> None:
+    first = start()
+    job = ProductionJob(host, device, first.pid, first.started_at, "web")
+    end(first)
+    write_production(host, replace(start(), device_uuid="GPU-elsewhere"))
+    assert not job.lives()
+
+
+def test_its_work_is_that_of_the_one_that_runs(
+    host: Host, device: Device, start: Callable[[], Production], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[int] = []
+
+    def activity(_host: Any, _device: Any, pid: int) -> Any:
+        return SimpleNamespace(active=lambda: watched.append(pid) or True)
+
+    monkeypatch.setattr(module, "Activity", activity)
+    first = start()
+    job = ProductionJob(host, device, first.pid, first.started_at, "web")
+    assert job.active()
+    end(first)
+    second = start()
+    assert job.lives()
+    assert job.active()
+    assert watched == [first.pid, second.pid]
+
+
+def test_production_is_asked_for_by_its_pid_and_its_start() -> None:
+    """A PID that was given to somebody else is not production."""
+    told, asked = Told(), []
+    told.host.processes.alive = lambda pid, started: asked.append((pid, started))
+    assert not ProductionJob(told.host, told.device, OTHER, 7.0).lives()
+    assert asked == [(OTHER, 7.0)]

@@ -1,0 +1,74 @@
+"""A program on a GPU and a driver's lock that do what a test says, and note in order what is done to whom."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+from gpushare.errors import GpushareError
+from gpushare.model import GpuProcess
+from gpushare.run.pause import LOCK_SECONDS, Pauser
+
+PID, CHILD, GRANDCHILD, OTHER = 10, 11, 12, 99
+
+
+class Told:
+    """A host and a driver's lock that do what a test says, and note in order what is done to whom."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.family = {PID: [PID, CHILD]}
+        self.on_gpu: list[GpuProcess] | GpushareError | None = [GpuProcess(pid=PID, compute=True)]
+        self.stopped: set[int] = set()
+        self.dead: set[int] = set()
+        self.locked: set[int] = set()
+        self.fails: dict[tuple[str, int], GpushareError] = {}
+        self.host: Any = SimpleNamespace(
+            processes=SimpleNamespace(
+                descendants=lambda pid: self.family.get(pid, []),
+                describe=self._describe,
+                alive=lambda pid: pid not in self.dead,
+                send=lambda pid, number: self._do(signal.Signals(number).name, pid),
+                namespace_is_host=lambda: True,
+            ),
+            nvml=SimpleNamespace(processes=self._processes),
+        )
+        self.device: Any = SimpleNamespace(gpu=SimpleNamespace(index=1, uuid="GPU-a"))
+
+    def _describe(self, pid: int) -> Any:
+        return None if pid in self.dead else SimpleNamespace(stopped=pid in self.stopped, started_at=5.0)
+
+    def _processes(self, index: int) -> list[GpuProcess] | None:
+        assert index == 1
+        if isinstance(self.on_gpu, GpushareError):
+            raise self.on_gpu
+        return self.on_gpu
+
+    def _do(self, what: str, pid: int) -> None:
+        self.done.append((what, pid))
+        if (what, pid) in self.fails:
+            raise self.fails[what, pid]
+
+    # -- the driver's lock -----------------------------------------------------------------------------
+
+    def lock(self, pid: int, seconds: float) -> None:
+        assert seconds == LOCK_SECONDS
+        self._do("lock", pid)
+        self.locked.add(pid)
+
+    def unlock(self, pid: int) -> None:
+        self._do("unlock", pid)
+        self.locked.discard(pid)
+
+    def is_locked(self, pid: int) -> bool:
+        return pid in self.locked
+
+    def pauser(self, *, lock: bool = True) -> Pauser:
+        """Return what pauses the program."""
+        return Pauser(self.host, self.device, PID, self if lock else None)  # type: ignore[arg-type]
+
+    def since(self) -> list[tuple[str, int]]:
+        """Return what was done since the last call."""
+        done, self.done = self.done, []
+        return done

@@ -1,0 +1,254 @@
+"""One look at a host: what could not be seen is a warning, not an error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.errors import DriverNotLoaded
+from gpushare.host.host import Host
+from gpushare.host.program import Completed, Pending, Programs
+from gpushare.host.smi import ComputePolicy
+from gpushare.model import Snapshot, TimeSlice
+from gpushare.mps.limits import MpsLimits
+from gpushare.mps.start import plan_start
+from gpushare.plan import carry_out
+from gpushare.selection import select_one
+from gpushare.sim import admin
+from gpushare.sim.processes import user_name
+from gpushare.snapshot import BLIND, Observer
+from tests.sim import mps
+
+
+def look(spec: str) -> Snapshot:
+    return Observer(connect(spec)).look()
+
+
+def test_a_quiet_host() -> None:
+    before = time.time()
+    shot = look("sim:h200,t4")
+    assert (shot.host, shot.driver_version, shot.warnings, shot.daemons) == ("sim:h200,t4", "580.159.04", (), ())
+    assert shot.taken_at is not None
+    assert before <= shot.taken_at <= time.time()
+    assert [gpu.time_slice for gpu in shot.gpus] == [TimeSlice.DEFAULT, TimeSlice.DEFAULT]
+
+
+def test_processes_have_owner_command_line_and_start() -> None:
+    pid = admin.add_process("sim:t4", name="train")
+    (process,) = look("sim:t4").gpus[0].processes or ()
+    assert (process.pid, process.name, process.user, process.command_line) == (pid, "train", user_name(0), ("train",))
+    assert process.started_at is not None
+    assert process.container is None
+
+
+def test_a_container_is_shown() -> None:
+    host = connect("sim:t4")
+    admin.add_process(host.spec)
+    from gpushare.sim.state import StateFile
+
+    with StateFile(host.spec).changed() as state:
+        state.processes[0].container = "0123456789ab"
+    (process,) = look(host.spec).gpus[0].processes or ()
+    assert process.container == "0123456789ab"
+
+
+def test_a_process_that_is_gone_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = admin.add_process("sim:t4")
+    host = connect("sim:t4")
+    monkeypatch.setattr(type(host.processes), "describe", lambda *_: None)
+    (process,) = Observer(host).look().gpus[0].processes or ()
+    assert (process.pid, process.user, process.name) == (pid, None, None)
+
+
+def test_the_level_of_each_gpu_is_its_own() -> None:
+    host = connect("sim:2xh200")
+    host.policy.set(host.nvml.sweep()[1].uuid or "", TimeSlice.SHORT)
+    assert [gpu.time_slice for gpu in look(host.spec).gpus] == [TimeSlice.DEFAULT, TimeSlice.SHORT]
+
+
+def short_policy(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ComputePolicy.start
+    monkeypatch.setattr(ComputePolicy, "start", lambda self: real(self, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("missing", "nvidia-smi is not installed"), ("hang", "did not answer within 0.05 s")],
+)
+def test_without_nvidia_smi_the_time_slice_is_unknown(fault: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = connect("sim:2xt4")
+    short_policy(host, monkeypatch)
+    admin.set_fault(host.spec, fault, value="nvidia-smi")
+    shot = Observer(host).look()
+    assert [gpu.time_slice for gpu in shot.gpus] == [None, None]
+    assert [gpu.error for gpu in shot.gpus] == [None, None]
+    (warning,) = shot.warnings
+    assert warning.startswith("the time-slice is unknown: ")
+    assert why in warning
+
+
+def test_an_nvidia_smi_that_fails_or_prints_something_else_is_a_warning(
+    sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpushare.host.program import LocalPrograms
+
+    program = sim_dir / "smi"
+    monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", str(program))
+    host = connect("sim:t4")
+    monkeypatch.setattr(
+        type(host.programs), "start", lambda _self, *given, **named: LocalPrograms().start(*given, **named)
+    )
+    for text in ("echo banana", "exit 255", "echo Unable to determine the device handle >&2; exit 15"):
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        shot = Observer(host).look()
+        assert (shot.gpus[0].time_slice, shot.gpus[0].error) == (None, None)
+        assert [warning.startswith("the time-slice is unknown: ") for warning in shot.warnings] == [True]
+
+
+def test_a_blind_pid_namespace_is_said() -> None:
+    admin.add_process("sim:t4")
+    admin.set_fault("sim:t4", "blind")
+    shot = look("sim:t4")
+    assert BLIND in shot.warnings
+    assert shot.gpus[0].processes is None
+
+
+@pytest.mark.parametrize("told", [True, None])
+def test_a_namespace_that_is_the_hosts_or_cannot_be_told_is_no_warning(
+    told: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = connect("sim:t4")
+    monkeypatch.setattr(type(host.processes), "namespace_is_host", lambda _: told)
+    assert Observer(host).look().warnings == ()
+
+
+def test_a_lost_gpu_is_a_row_and_the_host_is_shown() -> None:
+    admin.set_fault("sim:2xt4", "lost", gpu="0")
+    shot = look("sim:2xt4")
+    assert [gpu.error is None for gpu in shot.gpus] == [False, True]
+
+
+def test_a_host_that_does_not_answer_is_an_error() -> None:
+    host = connect("sim:t4")
+    admin.set_fault(host.spec, "no-driver")
+    with pytest.raises(DriverNotLoaded):
+        Observer(host).look()
+
+
+def test_daemons_have_version_and_room(sim_dir: Path) -> None:
+    host = mps.new(sim_dir)
+    host.start()
+    client = host.client()
+    observer = Observer(connect(host.host.spec))
+    for _ in range(2):
+        (daemon,) = observer.look().daemons
+        assert (daemon.version, daemon.max_clients, daemon.gpu_index) == ("13000", 48, 0)
+        assert [one.pid for one in daemon.clients] == [client.pid]
+
+
+def test_a_daemon_that_starts_during_a_watch_is_seen(sim_dir: Path) -> None:
+    host = mps.new(sim_dir)
+    observer = Observer(connect(host.host.spec))
+    assert observer.look().daemons == ()
+    host.start()
+    assert len(observer.look().daemons) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "profile", "room"),
+    [("sim:h200", "3g.71gb", 20), ("sim:h200", "1g.18gb", 6), ("sim:h200", "7g.141gb", 48), ("sim:a30", "1g.6gb", 12)],
+)
+def test_a_mig_instance_takes_its_share_of_the_clients(spec: str, profile: str, room: int, sim_dir: Path) -> None:
+    host = mps.new(sim_dir, spec)
+    admin.set_mig(spec, "0", [profile])
+    mig = connect(spec).nvml.sweep()[0].mig_instances[0]
+    observer = Observer(connect(spec))
+    daemon = mps_daemon(observer, host, mig.uuid)
+    assert daemon == (room, "13000")
+
+
+def mps_daemon(observer: Observer, host: mps.Mps, uuid: str) -> tuple[int | None, str | None]:
+    """Start a daemon of ours on a device and return what a look says of its room and version."""
+    from gpushare.mps.home import DaemonRecord, home_of
+
+    home = home_of(connect(host.host.spec).run_directory, uuid)
+    home.create()
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_MPS_LOG_DIRECTORY": str(home.log)}
+    pid = host.start(CUDA_VISIBLE_DEVICES=uuid, **env)
+    home.write(DaemonRecord(device_uuid=uuid, pid=pid, started_at=None, uid=0))
+    (daemon,) = observer.look().daemons
+    return daemon.max_clients, daemon.version
+
+
+def test_a_profile_that_does_not_tell_its_share_leaves_the_version(
+    sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = mps.new(sim_dir)
+    admin.set_mig(host.host.spec, "0", ["1g.18gb"])
+    mig = connect(host.host.spec).nvml.sweep()[0].mig_instances[0]
+    observer = Observer(connect(host.host.spec))
+    monkeypatch.setattr(Observer, "_share", lambda *_: None)
+    assert mps_daemon(observer, host, mig.uuid) == (None, "13000")
+
+
+def test_a_gpu_that_is_lost_between_two_questions_does_not_end_the_look(
+    sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpushare.errors import GpuLost
+    from gpushare.host.nvml import NvmlReader
+
+    host = mps.new(sim_dir)
+    host.start()
+
+    def lost(*_: object) -> None:
+        raise GpuLost("GPU 0: the GPU is lost", "hint")
+
+    monkeypatch.setattr(NvmlReader, "compute_capability", lost)
+    (daemon,) = look(host.host.spec).daemons
+    assert (daemon.max_clients, daemon.version) == (None, "13000")
+
+
+def test_looking_again_asks_neither_nvidia_smi_nor_an_mps_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    # However long the first look takes, the second comes soon after it.
+    monkeypatch.setattr("gpushare.snapshot._SLOW_SECONDS", 3600.0)
+    host = connect("sim:h200")
+    device = select_one("0", host.nvml.sweep())
+    carry_out(plan_start(host, device, MpsLimits(threads_percent=30.0)))
+    counted = CountedPrograms(host.programs)
+    observer = Observer(replace(host, programs=counted))
+    first = observer.look()
+    asked = counted.calls
+    assert asked > 0
+    again = observer.look()
+    assert counted.calls == asked
+    assert (again.daemons, again.gpus[0].time_slice) == (first.daemons, first.gpus[0].time_slice)
+    # A new process is a reason to ask the daemon, not nvidia-smi.
+    admin.add_process("sim:h200", "0")
+    observer.look()
+    assert counted.smi == 1
+    assert counted.calls > asked
+
+
+class CountedPrograms:
+    """Programs that count their starts."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs, self.calls, self.smi = programs, 0, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.programs, name)
+
+    def start(self, argv: Sequence[str], **named: Any) -> Pending:
+        self.calls += 1
+        self.smi += argv[0] == "nvidia-smi"
+        return self.programs.start(argv, **named)
+
+    def run(self, argv: Sequence[str], **named: Any) -> Completed:
+        return self.start(argv, **named).result()
