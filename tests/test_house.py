@@ -1,0 +1,160 @@
+"""The order of the house that import-linter and ruff do not state: no circles, late imports, one file per verb, names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpushare.cli import VERBS
+
+PACKAGE = Path(__file__).resolve().parent.parent / "gpushare"
+FILES = {
+    ".".join(("gpushare", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+HEAVY = {"rich", "tabulate", "yaml", "psutil", "pynvml", "pydantic", "asyncio"}
+# Rooms whose name is not that of the verb that they serve.
+DOMAIN_OF = {
+    "apply": "hostfile",
+    "diff": "hostfile",
+    "capture": "hostfile",
+    "explain": "doctor",
+    "savings": "advice",
+    "compare": "advice",
+    "advise": "advice",
+    "bench": "measure",
+    "tune": "measure",
+    "observe": "measure",
+    "metrics": "show",
+    "status": "snapshot",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: who, of whom, and whether it runs when the file is loaded."""
+
+    importer: str
+    module: str
+    line: int
+    at_load: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.module}"
+
+
+def imports_of(importer: str) -> Iterator[Import]:
+    """Yield every import of a file, in functions and for types too."""
+
+    def visit(node: ast.AST, *, at_load: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            typed = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            inner = at_load and not typed and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for module in named(child):
+                    yield Import(importer, module, child.lineno, at_load)
+            yield from visit(child, at_load=inner)
+
+    yield from visit(TREES[importer], at_load=True)
+
+
+def named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yield the modules that an import statement names: ``from gpushare.mps import control`` is the file of that name."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    for alias in node.names:
+        inner = f"{node.module}.{alias.name}"
+        yield inner if inner in FILES else node.module or ""
+
+
+IMPORTS = [found for module in FILES for found in imports_of(module)]
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of files that import each other, directly or round about (Tarjan's components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(one: str) -> None:
+        index[one] = low[one] = len(index)
+        stack.append(one)
+        for other in sorted(edges.get(one, ())):
+            if other not in index:
+                visit(other)
+                low[one] = min(low[one], low[other])
+            elif other in stack:
+                low[one] = min(low[one], index[other])
+        if low[one] == index[one]:
+            at = stack.index(one)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for one in sorted(edges):
+        if one not in index:
+            visit(one)
+    return found
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Not for types and not in a function either: what needs each other is one file, or a third one."""
+    edges: dict[str, set[str]] = {}
+    for found in IMPORTS:
+        if found.module in FILES and found.module != found.importer:
+            edges.setdefault(found.importer, set()).add(found.module)
+    assert len(edges) > 50
+    assert circles(edges) == []
+
+
+def test_every_verb_has_its_file_and_names_its_domain() -> None:
+    """The newcomer's rule: `gpushare VERB` is cli/VERB.py, whose first line names the room that does it."""
+    for verb in VERBS:
+        first = (ast.get_docstring(TREES[f"gpushare.cli.{verb}"]) or "").splitlines()[0]
+        domain = DOMAIN_OF.get(verb, verb)
+        assert f"`gpushare/{domain}" in first, (verb, first)
+        assert f"gpushare.{domain}" in FILES
+
+
+def test_the_simulation_is_loaded_only_when_asked_for() -> None:
+    """Neither a start of the program nor any look at the real machine pays for it."""
+    outside = [found for found in IMPORTS if found.module.startswith("gpushare.sim")]
+    assert any(found.importer == "gpushare.connect" for found in outside)
+    assert [str(found) for found in outside if found.at_load and not found.importer.startswith("gpushare.sim")] == []
+
+
+def test_a_heavy_module_is_never_imported_at_load() -> None:
+    loaded = [str(found) for found in IMPORTS if found.at_load and found.module.split(".")[0] in HEAVY]
+    assert loaded == []
+
+
+def test_names_say_what_a_thing_is() -> None:
+    """No Manager, Util or Helper: such a name takes anything in."""
+    endings = ("manager", "util", "utils", "helper", "helpers")
+    named_so = [
+        f"{module}: {name}"
+        for module, tree in TREES.items()
+        for name in (
+            module,
+            *(
+                node.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            ),
+        )
+        if name.lower().endswith(endings)
+    ]
+    assert named_so == []
+
+
+def test_every_file_says_at_its_top_what_it_is() -> None:
+    assert [module for module, tree in TREES.items() if tree.body and not ast.get_docstring(tree)] == []
