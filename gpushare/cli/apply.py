@@ -244,5 +244,6 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
         result,
         data={**result.data, "gpus": gpus, "kept": None},
         errors=tuple(errors),
+        all_failed=all(row.error is not None for row in rows),
         exit_code=errors[0].exit_code if errors else 0,
     )

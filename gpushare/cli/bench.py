@@ -238,7 +238,7 @@ def _result(
         failed_all = OperationFailed(
             f"every run failed: {failure}", "try the command by itself, and two copies of it by hand", code="all_failed"
         )
-        more = {"errors": (failed_all,), "exit_code": failed_all.exit_code}
+        more = {"errors": (failed_all,), "exit_code": failed_all.exit_code, "all_failed": True}
     comparison = None if before is None else compared(data, before)
     notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
     result = bench_result(data, notes, comparison=comparison, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -440,9 +441,12 @@ def stop(
     if not settings.dry_run:
         sweep(host)
     rows, errors = [], []
+    # One deadline for all: their clients end at the same time, not one daemon after another.
+    deadline = time.monotonic() + seconds
     for found, device in stopping(host, gpu, pipe_directory):
+        left = max(0.0, deadline - time.monotonic())
         try:
-            rows.append(stop_one(host, found, device, seconds=seconds, force=force or drain is not None))
+            rows.append(stop_one(host, found, device, seconds=left, force=force or drain is not None))
         except GpushareError as error:
             # One that is in use must not keep the others from being stopped, nor hide that they were.
             errors.append(error)
@@ -453,6 +457,7 @@ def stop(
         data={"dry_run": settings.dry_run, "stopped": rows},
         text="\n".join(map(sentence, rows)),
         errors=tuple(errors),
+        all_failed=not rows,
         exit_code=errors[0].exit_code if errors else 0,
     )
 

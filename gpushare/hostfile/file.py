@@ -15,7 +15,7 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
     - match: all
       exclusive: true
 
-Of several entries for one GPU the most exact holds: uuid, index, model, all. `hostfile_schema.json` says the same as
+Of several entries for one GPU the most exact holds: uuid, index, model, all. `schema.json` says the same as
 `hostfile_parse`, and a test holds them together.
 """
 

@@ -20,6 +20,7 @@ from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import FoundDaemon, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord
 from gpushare.selection import Device
+from gpushare.units import counted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -275,7 +276,7 @@ def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
         else f"--pipe-directory {shlex.quote(found.daemon.pipe_directory or '')} --yes"
     )
     return InUse(
-        f"the MPS daemon {found.daemon.pid} still has {len(left)} clients after {waited:.1f} s: {pids}",
+        f"the MPS daemon {found.daemon.pid} still has {counted(len(left), 'client')} after {waited:.1f} s: {pids}",
         f"wait longer and then force: gpushare mps stop {where} --drain 60; or force now: --force",
         gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
         code="clients_left",

@@ -98,13 +98,15 @@ class Result:
     notes: tuple[str, ...] = ()
     errors: tuple[GpushareError, ...] = ()
     exit_code: ExitCode | int = ExitCode.OK
+    # Nothing of what was asked for succeeded; the data says what was tried.
+    all_failed: bool = False
 
     @property
     def status(self) -> str:
-        """Return ``ok``, ``partial`` (errors beside data) or ``error``."""
+        """Return ``ok``, ``partial`` (some of it failed) or ``error`` (all of it failed)."""
         if not self.errors:
             return "ok"
-        return "error" if self.data is None else "partial"
+        return "error" if self.data is None or self.all_failed else "partial"
 
     def envelope(self) -> dict[str, Any]:
         """Return the JSON document."""

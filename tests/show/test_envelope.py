@@ -44,6 +44,7 @@ def test_the_keys_of_the_envelope_are_pinned(shown):
     [
         (Result(command="x", data={}), "ok"),
         (Result(command="x", data={}, errors=(BROKEN,)), "partial"),
+        (Result(command="x", data={"stopped": []}, errors=(BROKEN,), all_failed=True), "error"),
         (failure("x", BROKEN), "error"),
     ],
 )

@@ -184,8 +184,8 @@ def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyP
     (cell,) = answer.data["cells"]
     assert cell["throughput"] is None
     assert "ran outside MPS" in cell["failures"][0]
-    # Nothing was measured: that is no success.
-    assert (answer.code, answer.json["status"]) == (1, "partial")
+    # Nothing was measured: that is no success, not even in part.
+    assert (answer.code, answer.json["status"]) == (1, "error")
     assert [one["code"] for one in answer.json["errors"]] == ["all_failed"]
     assert "ran outside MPS" in answer.json["errors"][0]["message"]
 

@@ -213,6 +213,29 @@ def test_one_in_use_does_not_keep_the_other(cli: Cli) -> None:
     assert [daemon.visible for daemon in world.state.daemons] == [[world.state.gpus[0].uuid]]
 
 
+def test_all_in_use_is_an_error_after_one_wait(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(TWO)
+    cli("mps", "start", "-g", "all", host=TWO).ok()
+    for index in (0, 1):
+        world.client(index=index, daemon=index)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(stop, "time", clock)
+    monkeypatch.setattr("gpushare.cli.mps.time", clock)
+    answer = cli("mps", "stop", "-g", "all", host=TWO, output="json")
+    assert (answer.code, answer.json["status"]) == (19, "error")
+    assert answer.data["stopped"] == []
+    assert [one["gpu"] for one in answer.json["errors"]] == ["0", "1"]
+    assert all("still has 1 client after" in one["message"] for one in answer.json["errors"])
+    # Ten seconds for all of them, not for each.
+    assert 10.0 <= now[0] < 11.0
+    assert len(world.state.daemons) == 2
+
+
 def test_all_with_one_in_use_is_partial(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(TWO)
     cli("mps", "start", "-g", "all", host=TWO).ok()
