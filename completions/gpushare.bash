@@ -74,7 +74,7 @@ _gpushare_node() {
       valued='-g --gpu --threads --memory --priority --host -o --output'
       ;;
     'mps kill')
-      options='--drain --terminate -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--drain -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--drain --host -o --output'
       ;;
     'mps logs')

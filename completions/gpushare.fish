@@ -383,7 +383,6 @@ complete -c gpushare -n '__gpushare_at mps set' -s v -l verbose -d 'Say more of 
 complete -c gpushare -n '__gpushare_at mps set' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mps set' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mps kill' -l drain -x -d 'The longest wait for the GPU to drain its queue. [default: 5]'
-complete -c gpushare -n '__gpushare_at mps kill' -l terminate -d 'Only take an idle client\'s GPU work away (terminate_client); its process lives on.'
 complete -c gpushare -n '__gpushare_at mps kill' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at mps kill' -s y -l yes -d 'Do not ask.'
 complete -c gpushare -n '__gpushare_at mps kill' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]'

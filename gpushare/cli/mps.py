@@ -470,12 +470,6 @@ def kill(
         str | None,
         typer.Option("--drain", metavar="SECS", help="The longest wait for the GPU to drain its queue. [default: 5]"),
     ] = None,
-    terminate: Annotated[
-        bool,
-        typer.Option(
-            "--terminate", help="Only take an idle client's GPU work away (terminate_client); its process lives on."
-        ),
-    ] = False,
 ) -> Any:
     """End one MPS client without breaking its neighbours: SIGSTOP, wait until the GPU has drained, SIGKILL.
 
@@ -493,12 +487,9 @@ def kill(
     gpus = gpus_of(host)
     client = mps_kill.find_client(host, gpus, pid)
     if settings.dry_run:
-        planned = mps_kill.plan_terminate(client) if terminate else mps_kill.plan_kill(client)
-        return plan_result("mps kill", planned.steps, dry_run=True)
+        return plan_result("mps kill", mps_kill.plan_kill(client).steps, dry_run=True)
     confirm_other_user(host.uid, client.client.user, pid)
-    done = (
-        mps_kill.terminate(host, client, gpus) if terminate else mps_kill.kill(host, client, gpus, bound_seconds=bound)
-    )
+    done = mps_kill.kill(host, client, gpus, bound_seconds=bound)
     return Result(command="mps kill", data=done, text=killed_sentence(done))
 
 
@@ -516,8 +507,6 @@ def confirm_other_user(uid: int, user: str | None, pid: int) -> None:
 
 def killed_sentence(done: Any) -> str:
     """Return what became of a client, in one line."""
-    if done.drain is None:
-        return f"client {done.pid} is terminated on the GPU; its process lives on and should be ended soon"
     how = {
         "idle": "the GPU was seen idle",
         "fall": "the GPU's activity was seen to fall",

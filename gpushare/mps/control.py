@@ -447,15 +447,6 @@ class MpsControl:
     def _client_list(self, server_pid: int) -> list[int]:
         return parse_pids(self.ask(f"get_client_list {server_pid}"))
 
-    def terminate_client(self, server_pid: int, client_pid: int) -> bool:
-        """Terminate the GPU work of a client; return whether the daemon says that it did (prints 0).
-
-        Only for an idle client: with work in flight, the end of its process then breaks the others on
-        the server. A second call on one client, or one on a stopped client, hangs the server.
-        """
-        said = self.tell(f"terminate_client {server_pid} {client_pid}", timeout=10.0).split()
-        return said[-1:] == ["0"]
-
     def quit(self, seconds: float | None = None) -> None:
         """Tell the daemon to end; with ``seconds`` it forces its servers down after that time.
 

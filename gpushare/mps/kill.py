@@ -10,17 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.host import make_private_directory
 from gpushare.host.process import known, signal_known, wait_gone
-from gpushare.host.records import writing
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gpushare.host.activity import Activity
     from gpushare.host.host import Host
     from gpushare.model import Gpu, MpsClient, MpsDaemon
@@ -203,7 +199,7 @@ class Killed:
     pid: int
     server_pid: int | None
     method: str
-    drain: Drain | None
+    drain: Drain
     server_status: str | None
 
 
@@ -285,18 +281,6 @@ def plan_kill(client: Client) -> Plan:
     return Plan(title=f"end MPS client {pid}", steps=steps)
 
 
-def plan_terminate(client: Client) -> Plan:
-    """Return the one step of `terminate`, for `--dry-run`."""
-    pid, server = client.client.pid, client.client.server_pid
-    step = Step(
-        what=f"take the GPU work of client {pid} away; its process lives on",
-        command=f"echo terminate_client {server} {pid} | "
-        f"CUDA_MPS_PIPE_DIRECTORY={shlex.quote(client.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
-        do=_nothing,
-    )
-    return Plan(title=f"terminate MPS client {pid}", steps=(step,))
-
-
 def kill(host: Host, client: Client, gpus: Sequence[Gpu], *, bound_seconds: float) -> Killed:
     """End a client by SIGSTOP, drain, SIGKILL, and read its server's state.
 
@@ -317,51 +301,6 @@ def kill(host: Host, client: Client, gpus: Sequence[Gpu], *, bound_seconds: floa
     )
 
 
-def terminate(host: Host, client: Client, gpus: Sequence[Gpu]) -> Killed:
-    """Terminate the GPU work of an idle client by ``terminate_client``; the process itself lives on.
-
-    Refused where it is known to do harm: on a client that may be busy (the end of its process then
-    breaks its neighbours), on a stopped one (it hangs and freezes the others), and twice.
-
-    Raises:
-        InUse: the GPU is busy, or the client is stopped.
-        OperationFailed: the daemon refused, or it was done before.
-    """
-    pid, server = client.client.pid, client.client.server_pid
-    info = host.processes.describe(pid)
-    if info is not None and info.stopped:
-        raise InUse(
-            f"process {pid} is stopped: terminate_client would hang and freeze its neighbours",
-            f"let it go on first: kill -CONT {pid}; or end it: gpushare mps kill {pid}",
-            code="client_stopped",
-        )
-    mark = _terminated_mark(host, client, None if info is None else info.started_at)
-    if mark.exists():
-        raise OperationFailed(
-            f"process {pid} was terminated before: a second terminate_client hangs the server",
-            f"end its process: gpushare mps kill {pid}",
-            code="terminated_before",
-        )
-    _need_idle(host, client, gpus)
-    if server is None:
-        raise OperationFailed(
-            f"the MPS server of process {pid} is unknown", f"end it: gpushare mps kill {pid}", code="server_unknown"
-        )
-    # Before the call: if it hangs, the second try must not come.
-    make_private_directory(mark.parent)
-    with writing(mark, "the mark of a client that is terminated"):
-        mark.touch()
-    if not client.found.control(host).terminate_client(server, pid):
-        raise OperationFailed(
-            f"the MPS daemon did not terminate client {pid}",
-            f"end its process: gpushare mps kill {pid}",
-            code="not_terminated",
-        )
-    return Killed(
-        pid=pid, server_pid=server, method="terminate-client", drain=None, server_status=_status_after(host, client)
-    )
-
-
 def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
     """Return the meter of the device that a client's daemon serves."""
     daemon = client.daemon
@@ -370,29 +309,6 @@ def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
         (mig.gpu_instance_id for gpu in gpus for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None
     )
     return ActivityMeter(host.nvml, index, instance)
-
-
-def _need_idle(host: Host, client: Client, gpus: Sequence[Gpu]) -> None:
-    meter = meter_of(host, client, gpus)
-    for _ in range(3):
-        activity = meter.read()
-        if activity is None or activity.percent > 1.0:
-            seen = "its activity is unknown" if activity is None else f"the GPU is {activity.percent:.0f} % busy"
-            raise InUse(
-                f"client {client.client.pid} may have work in flight ({seen}): after terminate_client its end would break its neighbours",
-                f"end it the safe way: gpushare mps kill {client.client.pid}",
-                code="client_busy",
-            )
-
-
-def _terminated_mark(host: Host, client: Client, started_at: float | None) -> Path:
-    """Return the file that remembers a terminated client; its start time tells it from a later one of its PID.
-
-    In the daemon's home, or, of a daemon that is not ours, in the run directory.
-    """
-    home = client.found.home
-    directory = host.run_directory / "terminated" if home is None else home.directory
-    return directory / f"terminated-{client.client.pid}-{int(started_at or 0)}"
 
 
 def _status_after(host: Host, client: Client) -> str | None:

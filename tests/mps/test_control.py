@@ -163,11 +163,11 @@ def test_a_dropped_conversation_is_held_again(code: int, stderr: str) -> None:
 
 
 def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
-    silent = Daemon({"terminate_client 7 11": "0\n"}, drops=1)
-    assert not control(silent).terminate_client(7, 11)
-    refused = Daemon({"terminate_client 7 11": "0\n"}, drops=2, stderr="Cannot send command to ...\n")
-    assert control(refused).terminate_client(7, 11)
-    assert refused.asked == ["terminate_client 7 11"]
+    silent = Daemon({"start_server": "0\n"}, drops=1)
+    assert control(silent).tell("start_server") == ""
+    refused = Daemon({"start_server": "0\n"}, drops=2, stderr="Cannot send command to ...\n")
+    assert control(refused).tell("start_server") == "0\n"
+    assert refused.asked == ["start_server"]
 
 
 def test_whether_a_daemon_answers() -> None:
@@ -244,13 +244,6 @@ def test_garbage_is_unknown() -> None:
     assert control(daemon).overview() == Overview(None, None, None, (), ())
 
 
-@pytest.mark.parametrize(
-    ("said", "done"), [("0\n", True), ("1\n", False), ("text\n0\n", True), ("Server 7 not found\n", False), ("", False)]
-)
-def test_terminating_a_client_is_what_the_daemon_says(said: str, done: bool) -> None:
-    assert control(Daemon({"terminate_client 7 11": said})).terminate_client(7, 11) is done
-
-
 @pytest.mark.parametrize(("seconds", "sent"), [(None, "quit"), (0.2, "quit -t 1"), (5.0, "quit -t 5")])
 def test_quitting(seconds: float | None, sent: str) -> None:
     daemon = Daemon()
@@ -325,7 +318,7 @@ def test_each_kind_of_command_has_its_own_patience() -> None:
     watched.ask("get_server_list")
     watched.ask("get_server_list", timeout=0.5)
     watched.tell("start_server")
-    watched.terminate_client(7, 8)
+    watched.tell("start_server", timeout=10.0)
     watched.quit()
     watched.quit(20.0)
     watched.quit(0.2)
@@ -334,7 +327,7 @@ def test_each_kind_of_command_has_its_own_patience() -> None:
         ("get_server_list", 5.0),
         ("get_server_list", 0.5),
         ("start_server", 5.0),
-        ("terminate_client 7 8", 10.0),
+        ("start_server", 10.0),
         ("quit", 10.0),
         ("quit -t 20", 35.0),
         # Less than a second it cannot be told.
@@ -376,8 +369,8 @@ def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.Monk
 def test_a_command_that_must_not_come_twice_waits_before_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     aside: list[int] = []
     monkeypatch.setattr(mps_control, "_step_aside", lambda: aside.append(1))
-    daemon = Daemon({"terminate_client 7 8": "0\n"}, stderr="Cannot send command to MPS control daemon\n", drops=3)
-    control(daemon).terminate_client(7, 8)
+    daemon = Daemon({"start_server": "0\n"}, stderr="Cannot send command to MPS control daemon\n", drops=3)
+    control(daemon).tell("start_server")
     assert aside == [1, 1, 1]
 
 

@@ -88,7 +88,6 @@ def test_a_pipe_directory_is_one_word_in_every_hint(cli: Cli, world: World, sim_
         ("run", "--", "true"),
         ("doctor",),
         ("mps", "kill", str(client), "--dry-run"),
-        ("mps", "kill", str(client), "--dry-run", "--terminate"),
     ):
         answer = cli("-o", "json", *words)
         met += check(answer.json, pipe)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.mps.control import MpsControl
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, environment, until
 
@@ -90,16 +89,11 @@ def test_no_process(refused: Callable[..., str], pid: str) -> None:
     refused("mps", "kill", pid, code="no_process", exit_code=6)
 
 
-@pytest.mark.parametrize("terminate", [(), ("--terminate",)])
-def test_dry_run(cli: Cli, world: World, idle: int, terminate: tuple[str, ...]) -> None:
-    data = cli("mps", "kill", str(idle), "-n", *terminate, output="json").ok().data
+def test_dry_run(cli: Cli, world: World, idle: int) -> None:
+    data = cli("mps", "kill", str(idle), "-n", output="json").ok().data
     commands = [step["command"] for step in data["steps"]]
-    if terminate:
-        assert len(commands) == 1
-        assert "terminate_client" in commands[0]
-    else:
-        assert commands[0] == f"kill -STOP {idle}"
-        assert commands[2] == f"kill -KILL {idle}"
+    assert commands[0] == f"kill -STOP {idle}"
+    assert commands[2] == f"kill -KILL {idle}"
     assert world.process(idle).stopped_at is None
 
 
@@ -109,59 +103,6 @@ def test_a_stopped_client_is_ended(cli: Cli, world: World) -> None:
     world.send(pid, signal.SIGSTOP)
     cli("mps", "kill", str(pid)).ok()
     assert world.pids() == []
-
-
-def test_terminate_an_idle_client(cli: Cli, world: World, idle: int) -> None:
-    answer = cli("mps", "kill", str(idle), "--terminate").ok()
-    assert "its process lives on" in answer.out
-    assert world.process(idle).terminated_at is not None
-
-
-@pytest.mark.usefixtures("daemon")
-def test_terminate_is_refused_of_a_busy_client(refused: Callable[..., str], world: World) -> None:
-    pid = world.client(sm_percent=40)
-    said = refused("mps", "kill", str(pid), "--terminate", code="client_busy", exit_code=19)
-    assert f"gpushare mps kill {pid}" in said
-
-
-@pytest.mark.usefixtures("daemon")
-def test_terminate_is_refused_where_the_activity_is_unknown(
-    refused: Callable[..., str], world: World, idle: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert world
-    monkeypatch.setattr("gpushare.host.activity.ActivityMeter.read", lambda _: None)
-    said = refused("mps", "kill", str(idle), "--terminate", code="client_busy", exit_code=19)
-    assert "activity is unknown" in said
-
-
-def test_terminate_is_refused_of_a_stopped_client(refused: Callable[..., str], world: World, idle: int) -> None:
-    world.send(idle, signal.SIGSTOP)
-    refused("mps", "kill", str(idle), "--terminate", code="client_stopped", exit_code=19)
-    assert world.state.daemons[0].hangs_on is None
-
-
-def test_terminate_never_twice(refused: Callable[..., str], cli: Cli, world: World, idle: int) -> None:
-    cli("mps", "kill", str(idle), "--terminate").ok()
-    refused("mps", "kill", str(idle), "--terminate", code="terminated_before", exit_code=1)
-    assert world.state.daemons[0].hangs_on is None
-    # It can still be ended.
-    cli("mps", "kill", str(idle)).ok()
-
-
-def test_terminate_never_twice_at_a_foreign_daemon(
-    refused: Callable[..., str], cli: Cli, world: World, sim_dir: Path
-) -> None:
-    world.foreign_daemon(sim_dir)
-    pid = world.client(sm_percent=0)
-    cli("mps", "kill", str(pid), "--terminate").ok()
-    refused("mps", "kill", str(pid), "--terminate", code="terminated_before", exit_code=1)
-    assert world.state.daemons[0].hangs_on is None
-
-
-def test_terminate_that_the_daemon_refuses(cli: Cli, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MpsControl, "terminate_client", lambda *_: False)
-    answer = cli("mps", "kill", str(idle), "--terminate", output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (1, "not_terminated")
 
 
 def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> None:
