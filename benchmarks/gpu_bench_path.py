@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 GPUSHARE = [sys.executable, "-m", "gpushare"]
-TRAINING = [sys.executable, str(Path(__file__).with_name("training.py"))]
+TRAINING = [sys.executable, str(Path(__file__).with_name("gpu_training.py"))]
 STEPS = "^steps_per_second=([0-9.]+)$"
 BUDGET_SECONDS = 290.0
 

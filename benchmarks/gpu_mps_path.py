@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CLIENT = [sys.executable, str(Path(__file__).with_name("client.py"))]
+CLIENT = [sys.executable, str(Path(__file__).with_name("gpu_client.py"))]
 GPUSHARE = [sys.executable, "-m", "gpushare"]
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,14 +42,14 @@ def host() -> MigHost:
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Note which signals are sent to whom, and let nobody end before the second one."""
     sent: list[tuple[int, int]] = []
-    real = SimulatedProcesses.send
+    real = SimulatedProcesses._send
 
-    def send(self: SimulatedProcesses, pid: int, number: int) -> None:
+    def send(self: SimulatedProcesses, pid: int, number: int, to_real: Callable[[int], None]) -> None:
         sent.append((pid, number))
         if number != signal.SIGTERM:
-            real(self, pid, number)
+            real(self, pid, number, to_real)
 
-    monkeypatch.setattr(SimulatedProcesses, "send", send)
+    monkeypatch.setattr(SimulatedProcesses, "_send", send)
     monkeypatch.setattr(change, "GRACE_SECONDS", 0.0)
     return sent
 
@@ -97,13 +98,13 @@ def test_who_ends_when_asked_is_not_killed(host: MigHost, monkeypatch: pytest.Mo
     (_, uuid), _ = host.devices()
     host.add(uuid)
     sent: list[int] = []
-    real = SimulatedProcesses.send
+    real = SimulatedProcesses.send_to
 
-    def send(self: SimulatedProcesses, pid: int, number: int) -> None:
+    def send_to(self: SimulatedProcesses, pid: int, started_at: float, number: int) -> None:
         sent.append(number)
-        real(self, pid, number)
+        real(self, pid, started_at, number)
 
-    monkeypatch.setattr(SimulatedProcesses, "send", send)
+    monkeypatch.setattr(SimulatedProcesses, "send_to", send_to)
     name = instance_of(host, uuid)
     assert host.run("mig", "destroy", name, "--evict", name).code == 0
     assert sent == [signal.SIGTERM]
@@ -114,7 +115,7 @@ def test_who_cannot_be_killed_keeps_the_instance(host: MigHost, monkeypatch: pyt
     (_, uuid), _ = host.devices()
     pid = host.add(uuid)
     before, name = host.look(), instance_of(host, uuid)
-    monkeypatch.setattr(SimulatedProcesses, "send", lambda *_: None)
+    monkeypatch.setattr(SimulatedProcesses, "send_to", lambda *_: None)
     monkeypatch.setattr(change, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(change, "_KILL_SECONDS", 0.0)
     said = host.run("mig", "destroy", name, "--evict", name)

@@ -169,6 +169,7 @@ class Step:
             FarmReporter(),
             self.several,
             Path("/p"),  # type: ignore[arg-type]
+            None,
         )
 
     def _clients(self, _control: Any) -> set[int] | None:
