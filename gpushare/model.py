@@ -58,7 +58,7 @@ class Priority(IntEnum):
 
 
 class _Value:
-    """What the classes below have in common. `dataclass` would generate it anew for each, at every start of a command."""
+    """What the classes below have in common. `dataclass` would generate it again for each, at every start of a command."""
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if type(self) is type(other) else NotImplemented

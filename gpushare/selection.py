@@ -78,11 +78,13 @@ def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
         GpuLost: the GPU does not answer.
     """
     if text is None and len(gpus) > 1:
-        raise BadUsage(f"this host has {len(gpus)} GPUs; this takes one", "name one: -g 0", code="gpu_not_named")
+        raise BadUsage(
+            f"this host has {len(gpus)} GPUs; this command needs one", "name one: -g 0", code="gpu_not_named"
+        )
     devices = select_for_change(text, gpus)
     if len(devices) > 1:
         raise BadUsage(
-            f"{quoted(text or '')} names {len(devices)} GPUs; this takes one", "give one: -g 0", code="one_gpu"
+            f"{quoted(text or '')} names {len(devices)} GPUs; this command needs one", "give one: -g 0", code="one_gpu"
         )
     return devices[0]
 

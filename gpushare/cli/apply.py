@@ -148,7 +148,7 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
 
 
 def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row], Matched, tuple[str, ...]]:
-    """Carry all of it out under the lock, planned anew; a GPU that fails is as before, and the next one follows."""
+    """Carry it all out under the lock, planned again; a GPU that fails is as before, and the next one follows."""
     from gpushare.mig.recover import recover
 
     with journal.locked():

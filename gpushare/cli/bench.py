@@ -144,7 +144,7 @@ def _check(
     if command and given:
         raise BadUsage(
             f"{', '.join(given)} is of the built-in workload, and a command is given too",
-            "leave one of them away: gpushare bench --size 256, or gpushare bench -- CMD",
+            "drop one of them: gpushare bench --size 256, or gpushare bench -- CMD",
             code="bad_combination",
         )
     if not command and (metric is not None or latency is not None):
@@ -156,7 +156,7 @@ def _check(
     if command and window is not None and metric is None:
         raise BadUsage(
             "--for ends the command before it finishes: finished runs cannot be counted then",
-            "say what it prints: --metric 'rate=([0-9.]+)'; or leave --for away",
+            "say what it prints: --metric 'rate=([0-9.]+)'; or drop --for",
             code="bad_combination",
         )
     if not 1 <= repeat <= _MOST_REPEATS:

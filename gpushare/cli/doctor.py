@@ -44,7 +44,7 @@ def doctor(
         Column(key="verdict", title="", style=lambda value: COLOURS.get(getattr(value, "value", value))),
         Column(key="id", title="check", whole=True),
         Column(key="seen", title="seen"),
-        Column(key="remedy", title="mend"),
+        Column(key="remedy", title="remedy"),
     )
     rows = tuple(
         {

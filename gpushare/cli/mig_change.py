@@ -347,7 +347,7 @@ Evict = Annotated[
     list[str] | None,
     typer.Option("--evict", metavar="INSTANCE", help="This busy instance may go: its programs are ended."),
 ]
-Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Write the CDI specification of containers anew.")]
+Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Rewrite the CDI specification of containers.")]
 
 
 def add_changes(group: typer.Typer) -> None:
@@ -736,7 +736,7 @@ def grant(
     """Let a user, and nobody else but root, use a MIG instance. Needs root.
 
     Without a grant every local user may use every instance: MIG isolates memory and SMs, not users. A second grant
-    adds a user. The grant is kept with the name, and gpushare applies it again when it makes the instance anew.
+    adds a user. The grant is kept with the name, and gpushare applies it again when it recreates the instance.
     """
     from gpushare.mig.grant import plan_grant
 
@@ -756,7 +756,7 @@ def revoke(
 
 
 def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
-    """Carry it out under the lock of all MIG changes, planned anew: another may just have granted the same instance."""
+    """Carry it out under the lock of all MIG changes, planned again: another may just have granted the same instance."""
     from gpushare.cli.options import carried_out
     from gpushare.mig.journal import Journal
 

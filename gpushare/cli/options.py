@@ -475,7 +475,7 @@ def carried_out(
     """Carry a plan out, or with --dry-run only show it, and return its result with the undo.
 
     The locks of ``homes`` are held meanwhile: another gpushare does not start or stop their daemons.
-    ``again`` makes the plan anew under the locks: what the first one saw may have changed before they were held.
+    ``again`` plans again under the locks: what the first one saw may have changed before they were held.
     """
     if not settings.dry_run:
         from gpushare.host.leftovers import sweep

@@ -37,7 +37,9 @@ def tune(
     ],
     opportunistic: Annotated[
         str,
-        typer.Option("--opportunistic", metavar="CMD", help="The job that takes what is left; started anew per trial."),
+        typer.Option(
+            "--opportunistic", metavar="CMD", help="The job that takes what is left; restarted for each trial."
+        ),
     ],
     keep: Annotated[
         str, typer.Option("--keep", metavar="PCT", help="Share of its rate alone that production keeps.")
@@ -64,7 +66,7 @@ def tune(
         typer.Option(
             "--production-caps",
             metavar="LIST",
-            help="Caps on production to try too, the other gets the rest: 70,60,50; none: leave it uncapped. [default: where memory bounds it, 99 to 80; it starts anew for each]",
+            help="Caps on production to try too, the other gets the rest: 70,60,50; none: leave it uncapped. [default: where memory bounds it, 99 to 80; it restarts for each]",
         ),
     ] = None,
     caps: Annotated[

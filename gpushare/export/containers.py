@@ -220,11 +220,11 @@ def _lost(share: Share) -> list[str]:
     if share.mps is not None:
         lost.append("the limits are per process: two processes of one container have twice as much")
     elif share.gpu.sharing is Sharing.TIMESLICE:
-        lost.append("time-slicing has no share: the container may take all of the GPU and its memory")
+        lost.append("not enforced: under time-slicing the container may use the whole GPU and its memory")
     if share.gpu.time_slice not in {None, TimeSlice.DEFAULT} and share.mig is None:
         lost.append("the slice length is the host's, for all containers alike")
     if share.mig is not None:
-        lost.append("a MIG UUID can come back with another size after MIG was cut anew: compare with gpushare status")
+        lost.append("a MIG UUID can come back with another size after a new MIG layout: compare with gpushare status")
     return lost
 
 
@@ -290,7 +290,7 @@ def export(host: HostDescription, *, name: str) -> Export:
         ),
         needs=(
             "nobody on the GPUs while it is applied; gpushare mig apply -f does it safely with this file",
-            "at boot: nvidia-mig-manager.service with MIG_PARTED_CONFIG_FILE; its own config.yaml is written anew each time",
+            "at boot: nvidia-mig-manager.service with MIG_PARTED_CONFIG_FILE; its own config.yaml is rewritten each time",
         ),
         lost=tuple(lost),
     )

@@ -510,7 +510,7 @@ def _config_map(sharing: NodeSharing, namespace: str) -> Document:
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
-    # Nodes of another layout read the same map: a name that two layouts had would cut theirs anew.
+    # Nodes of another layout read the same map: a name that two layouts shared would change theirs.
     config = containers.config_of(host, containers.layout_name(host))
     # The mig-manager falls back to it, and a node is taken out of MIG by it.
     config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}

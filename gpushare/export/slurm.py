@@ -247,7 +247,7 @@ exit $status
 _TASK_PROLOG: Final = """\
 #!/bin/sh
 # Written by gpushare: TaskProlog of slurmd. Tells each task of an MPS job where its daemon listens.
-# The daemon numbers its one GPU anew, so the task names it by UUID too.
+# The daemon renumbers its one GPU, so the task names it by UUID too.
 [ -r "@STATE@/job-${SLURM_JOB_ID:-}" ] || exit 0
 uuid=$(cat "@STATE@/job-$SLURM_JOB_ID")
 echo "export CUDA_MPS_PIPE_DIRECTORY=@STATE@/$uuid/pipe"
@@ -448,7 +448,7 @@ def _needs(host: HostDescription, *, by_nvml: bool) -> list[str]:
         needs += ["MIG is cut before slurmd starts; gpushare export systemd orders it so"]
         if by_nvml and _named_by_memory(host):
             needs.append("--gres by slurmd's own names: it calls MIG devices by their memory, not by their profile")
-        needs += [] if by_nvml else ["gres.conf anew after every change of MIG: the capability numbers change"]
+        needs += [] if by_nvml else ["a new gres.conf after every change of MIG: the capability numbers change"]
     if any(gpu.sharing is Sharing.MPS for gpu in host.gpus):
         needs += [
             "no MPS daemon of its own on these GPUs: gpushare mps stop -g all; Slurm starts one for its jobs",

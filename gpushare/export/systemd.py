@@ -246,6 +246,6 @@ def _lost(daemons: list[tuple[GpuDescription, MigDescription | None, MpsDescript
     lost = []
     if any(mig is not None for _, mig, _ in daemons):
         lost.append(
-            "a MIG UUID can mean another size after MIG was cut anew: write the units again then (gpushare export systemd)"
+            "a MIG UUID can mean another size after a new MIG layout: write the units again then (gpushare export systemd)"
         )
     return lost

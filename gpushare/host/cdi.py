@@ -204,7 +204,7 @@ def _moved(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
 
 
 def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
-    """Return the command that writes a specification anew at its path, with names of the same kinds.
+    """Return the command that rewrites a specification at its path, with names of the same kinds.
 
     nvidia-ctk names by index and UUID (before 1.16 by index alone) unless ``--device-name-strategy`` says otherwise.
     """
@@ -220,7 +220,7 @@ def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
 
 
 def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
-    """Write a specification anew and read back that it names what exists.
+    """Rewrite a specification and read back that it names what exists.
 
     While every GPU is in MIG mode without an instance there is no device to name: nvidia-ctk refuses ("empty device
     edits"), and the file stays as it is.

@@ -225,7 +225,7 @@ class NvmlReader:
         bindings._nvmlGetFunctionPointer_cache.clear()
 
     def restart(self) -> None:
-        """Let go of NVML and of every handle; the next question starts it anew.
+        """Let go of NVML and of every handle; the next question starts it again.
 
         Around a change of MIG: handles on MIG devices keep their instances in use (go-nvml issue 146), the list of
         MIG devices is stale until then, and a mode change may reset the GPU (nvml.h, nvmlDeviceSetMigMode).

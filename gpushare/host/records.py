@@ -1,4 +1,4 @@
-"""The small files that gpushare keeps: whose word counts in them, how they are replaced as a whole, and locked."""
+"""Small state files: owner check, atomic replace, lock."""
 
 from __future__ import annotations
 

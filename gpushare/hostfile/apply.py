@@ -161,7 +161,7 @@ class _GpuWork:
         return {uuid: wish for uuid, wish in found.items() if wish is not None}
 
     def _unwanted(self) -> set[str]:
-        """Return the devices whose daemon goes, or must start anew: it is exclusive or not from its start on."""
+        """Return the devices whose daemon goes, or must restart: it is exclusive or not from its start on."""
         wishes, gone = self._wishes(), set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)

@@ -381,7 +381,7 @@ class Pair:
         """Start the production job; one with another cap is ended first."""
         if self._production is not None:
             self.several.end([self._production])
-        # Also where it does not start: then it has to be started anew.
+        # Also where it does not start: then it has to be restarted.
         self.production_cap = cap
         self._seen = Progress(self._options.metric)
         self._production = self.several.start(

@@ -453,7 +453,7 @@ def _rest(search: Search) -> dict[float, Setting]:
 def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
     """Return the settings in which production is capped too and the other keeps its best cap, by what is left to it.
 
-    None where two of them gave the other no more than it has anyway: production starts anew for each.
+    None where two of them gave the other no more than it has anyway: production restarts for each.
     """
     best = _best_on_the_grid(search, judged)
     line = {
@@ -470,7 +470,7 @@ def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequenc
     """Return the next setting of a line in which production is capped too; None: the knee is found."""
     if not line:
         return None
-    # It is confirmed where it turns out to be the best of all: production starts anew for each.
+    # It is confirmed where it turns out to be the best of all: production restarts for each.
     if all(one.setting not in line.values() for one in judged):
         return list(line.values())[(len(line) - 1) // 2]
     return _on_a_line(search, line, judged, confirm=False)

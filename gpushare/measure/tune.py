@@ -1,6 +1,6 @@
 """`gpushare tune`: run a production job all the time, an opportunistic one beside it under one setting after the other.
 
-A cap is fixed when a context is made, so the opportunistic job starts anew for every trial, and production for every
+A cap is fixed when a context is made, so the opportunistic job restarts for every trial, and production for every
 trial with a cap on it. Within one trial the former is paused (SIGSTOP) and continued, so that windows alone and together
 alternate beside one and the same production process: processes of one program differ by up to 15 percent, windows of one
 process do not.

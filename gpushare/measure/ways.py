@@ -50,7 +50,7 @@ STREAMS: Final = "streams"
 # One copy that has the device for itself.
 ALONE: Final = "alone"
 DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
-# The simplest first: where nothing differs, the first one is enough. For streams the program must be written anew.
+# The simplest first: where nothing differs, the first one is enough. For streams the program must be rewritten.
 _SIMPLEST: Final = (QUEUE, TIMESLICE, MPS, MIG, STREAMS)
 _WAY: Final = re.compile(r"(queue|timeslice|mig|streams|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
 _MOST_COPIES: Final = 512

@@ -26,17 +26,15 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
     for one in cdi.stale(host, gpus):
         wrong = f"containers: the CDI specification {one.path} {cdi.describe(one)}"
         if not any(gpu.mig_instances or not gpu.mig_enabled for gpu in gpus):
-            notes.append(
-                f"{wrong}; there is no device to name: write it anew after the next mig create (--refresh-cdi)"
-            )
+            notes.append(f"{wrong}; there is no device to name: rewrite it after the next mig create (--refresh-cdi)")
             continue
         command = " ".join(cdi.refresh_command(specs.get(one.path)))
-        notes.append(f"{wrong}; write it anew: sudo {command} (next time: --refresh-cdi)")
+        notes.append(f"{wrong}; rewrite it: sudo {command} (next time: --refresh-cdi)")
     return tuple(notes)
 
 
 def refresh_steps(host: Host) -> tuple[Step, ...]:
-    """Return the steps of --refresh-cdi: write each CDI specification of this host anew; undone, its old bytes are back.
+    """Return the steps of --refresh-cdi: rewrite each CDI specification of this host; undone, its old bytes are back.
 
     Raises:
         NotFound: the host has no specification of nvidia.com/gpu.
@@ -73,9 +71,7 @@ def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
             _put_back(file, content)
 
     command = " ".join(cdi.refresh_command(spec))
-    return Step(
-        what=f"write the CDI specification {spec.path} anew", command=command, undo=command, do=act, revert=back
-    )
+    return Step(what=f"rewrite the CDI specification {spec.path}", command=command, undo=command, do=act, revert=back)
 
 
 def _put_back(file: Path, content: bytes) -> None:

@@ -69,7 +69,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
             else f"GPU {gpu.index}: MIG stays on over a reboot, its instances do not"
         )
     if not resetless:
-        notes.append(f"GPU {gpu.index}: the driver resets the GPU for it")
+        notes.append(f"switching MIG mode resets GPU {gpu.index}")
     if host.nvml.persistence(gpu.index) is False:
         notes.append(
             f"GPU {gpu.index}: persistence mode is off; without a program the driver may let go of the GPU: "

@@ -313,7 +313,7 @@ def _not_held(path: str, wanted: str) -> GpushareError:
 def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:
     """Return the names of what plans create: ``name`` for one instance, ``name-1`` ... for several.
 
-    A name whose instance does not exist any more may be given anew.
+    A name whose instance no longer exists may be given again.
 
     Raises:
         BadUsage: no name, or one that is given already.

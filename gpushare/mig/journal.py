@@ -193,7 +193,7 @@ class Journal:
         return None if not there or self.running() else self.begun()
 
     def begun(self) -> JournalEntry | None:
-        """Return the entry that stands there; for who holds the lock.
+        """Return the current entry. The caller holds the lock.
 
         Raises:
             OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).
@@ -310,7 +310,7 @@ class Journal:
             self._write(replace(entry, tried=True))
 
     def set_aside(self) -> Path:
-        """Put a journal that cannot be read out of the way, and return where; for who holds the lock.
+        """Put a journal that cannot be read out of the way, and return where. The caller holds the lock.
 
         Raises:
             NoPermission, OperationFailed: it cannot be moved.
@@ -318,7 +318,7 @@ class Journal:
         return self._rename("set-aside")
 
     def drop(self, path: Path) -> None:
-        """Remove an entry that is over; for who holds the lock.
+        """Remove a finished entry. The caller holds the lock.
 
         Raises:
             NoPermission, OperationFailed: it cannot be removed.

@@ -210,7 +210,7 @@ def _gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
     if any(device.mig is not None for device in devices):
         raise BadUsage(
             "both an instance (-g) and a kind of instance (--mig) are named",
-            "give -g a GPU, or leave --mig away",
+            "give -g a GPU, or drop --mig",
             code="two_names",
         )
     return [device.gpu for device in devices]
@@ -254,7 +254,7 @@ def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotF
     if named:
         names = ", ".join(sorted({place.name or "" for place in named}))
         return NotFound(
-            f"every {request.one} of {where} has a name, and is kept for who names it: {names}",
+            f"every {request.one} of {where} has a name, and is kept for runs that name it: {names}",
             f"run in it: --mig {min(place.name or '' for place in named)}; or make another: {make}",
             code="no_instance",
         )

@@ -235,14 +235,14 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
             most_there = f"at most {number} of {request.one}" if number else f"not even one {request.one}"
             return NoPlan(
                 why=Why.NEVER,
-                message=f"{words} never fits on {where}: {most_there}, also when nothing else is there",
+                message=f"{words} does not fit on {where}, even empty: {most_there}",
                 hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
                 most=number if len(wish) == 1 else None,
             )
     reason = _reason(layouts[0], wish) if len(layouts) == 1 else ""
     return NoPlan(
         why=Why.NEVER,
-        message=f"{words} never fits together on {where}, also when nothing else is there{reason}",
+        message=f"{words} do not fit on {where}, even empty{reason}",
         hint="ask for fewer or smaller instances; see what fits together: gpushare mig profiles",
     )
 

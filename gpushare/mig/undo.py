@@ -84,7 +84,7 @@ def made_by(host: Host, begun: Begun, index: int, number: int) -> Made:
 
 
 def look(host: Host, index: int) -> GpuShape:
-    """Return what a GPU looks like now, asked anew.
+    """Return what a GPU looks like now.
 
     Raises:
         GpushareError: NVML does not answer.

@@ -109,7 +109,7 @@ def log_of(directory: Path, number: int, restarts: int) -> Path:
 
 
 def remove_earlier_logs(directory: int, copies: int) -> None:
-    """Remove the logs of restarts that an earlier farm has left of these copies; the first one's is written anew anyway."""
+    """Remove the logs of restarts that an earlier farm has left of these copies; the first one's is overwritten anyway."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             match = _OF_A_RESTART.fullmatch(name)

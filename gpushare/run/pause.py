@@ -266,7 +266,7 @@ class Share:
     Where MPS serves, a cap gives more for nothing. Where it does not, a loss of 3 percent buys about .05 of the other
     job's rate, and the whole tail is lost with the first slice. It would also need production's own rate, read from
     what it prints: a reader between a production job and its output, whose death ends it. The control itself is kept
-    as it was tested against a simulated pair of jobs: for who measures a GPU of which the figures say otherwise.
+    as it was tested against a simulated pair of jobs: for a GPU whose figures say otherwise.
     """
 
     budget: float = 0.03

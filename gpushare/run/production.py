@@ -110,7 +110,7 @@ class Activity:
         return exact and self._busy_lightly(at)
 
     def _busy_lightly(self, at: float) -> bool:
-        """Return whether there was a little work again and again; told anew each half a second."""
+        """Return whether there was a little work again and again; updated every half second."""
         since, before = self._light or (at, self._used_seconds)
         if at - since < _LIGHT_SECONDS:
             self._light = since, before

@@ -409,7 +409,7 @@ def spare(host: Host, device: Device, given: MpsLimits, beside: str | None) -> S
 def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
     if tuned is None:
         return [
-            f"nothing was tuned: the safe default, cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
+            f"no tuning result found; using the default: cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
         ]
     notes = []
     if tuned.gpu_name != device.gpu.name:

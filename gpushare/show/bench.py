@@ -267,7 +267,7 @@ def check_plot(text: str) -> None:
     if find_spec("matplotlib") is None:
         raise NotSupported(
             "drawing needs matplotlib, and it is not installed",
-            "install it: pip install 'gpushare[plot]'; or leave --plot away",
+            "install it: pip install 'gpushare[plot]'; or drop --plot",
             code="no_matplotlib",
         )
 

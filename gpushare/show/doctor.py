@@ -1,4 +1,4 @@
-"""``gpushare doctor`` on a terminal: one line per check; what warns or fails also says why, and what mends it."""
+"""``gpushare doctor`` on a terminal: one line per check; what warns or fails also says why, and its remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST: Final = 30
 
 
 def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    """Return the checks as lines that fit a width (columns); a command that mends is never broken."""
+    """Return the checks as lines that fit a width (columns); a remedy is never broken."""
     from rich.text import Text
 
     names = max((len(row["id"]) for row in rows), default=0)
@@ -28,7 +28,7 @@ def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
         lines += [Text(line, style=colour) for line in _wrapped(row["seen"], first, margin, width)]
         if row["verdict"] in {"warn", "fail"}:
             lines += [Text(line) for line in _wrapped(row["why"] or "", margin, margin, width)]
-            lines += [Text(f"{margin}mend: {visible(row['remedy'])}")] if row["remedy"] else []
+            lines += [Text(f"{margin}remedy: {visible(row['remedy'])}")] if row["remedy"] else []
     return lines
 
 

@@ -96,7 +96,7 @@ def reset(spec: str) -> ResetResult:
         ended = tuple(process.pid for process in state.processes if not process.real)
         ended += tuple(daemon.pid for daemon in state.daemons)
         left = tuple(process.pid for process in state.processes if process.real)
-        # The lock file goes last, with the directory: a writer that waits for it then starts anew.
+        # The lock file goes last, with the directory: a writer that waits for it then starts again.
         state_file.path.unlink()
         state.processes, state.daemons = [], []
         shutil.rmtree(state_file.directory / "run", ignore_errors=True)

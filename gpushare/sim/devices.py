@@ -116,7 +116,7 @@ def use(device: Device, uid: int) -> bool:
 
 
 def forget_gone(gpu: SimulatedGpu) -> None:
-    """Drop what was set at the nodes of instances that are gone: a new one at their place starts anew."""
+    """Drop what was set at the nodes of instances that are gone: a new one at their place starts fresh."""
     if gpu.nodes:
         there = {place_key(place) for place in places_of(gpu)}
         gpu.nodes = {key: node for key, node in gpu.nodes.items() if key in there}

@@ -518,7 +518,7 @@ class SimulatedLibrary:
 
     @property
     def state(self) -> SimulatedHostState:
-        """Return the host's state: read anew when the file changed, and what time did to it settled."""
+        """Return the host's state: read again when the file changed, and what time did to it settled."""
         stamp = self._file_stamp()
         at = time.monotonic()
         if self._state is None or stamp != self._stamp:
@@ -542,7 +542,7 @@ class SimulatedLibrary:
                 clients.settle(self._state)
 
     def forget(self) -> None:
-        """Read the state anew at the next call."""
+        """Read the state again at the next call."""
         self._state = None
 
     @contextmanager

@@ -188,7 +188,7 @@ class SimulatedHostState:
     driver_loaded: bool = True
     nvml_installed: bool = True
     permission_denied: bool = False
-    # The library was updated and the kernel module was not loaded anew.
+    # The library was updated and the kernel module was not reloaded.
     library_mismatch: bool = False
     # "Binary version" of the MPS programs, where it is not the driver's own.
     mps_binary: int | None = None
@@ -203,7 +203,7 @@ class SimulatedHostState:
     toolkit_installed: bool = False
     # So many of the next conversations with an MPS daemon meet another one, and are dropped.
     collisions: int = 0
-    # The so-manieth changing call of NVML from now on fails, or ends its process once it took effect; 0: none.
+    # Make the Nth modifying NVML call from now on fail, or kill its process once it took effect; 0: none.
     fail_step: int = 0
     crash_step: int = 0
 
@@ -283,7 +283,7 @@ class StateFile:
     def _broken(self, why: str | None) -> OperationFailed:
         return OperationFailed(
             f"cannot read the state of the simulated host, {self.path}: {why}",
-            f"begin anew: rm -r {shlex.quote(str(self.directory))}",
+            f"start over: rm -r {shlex.quote(str(self.directory))}",
             code="bad_sim_state",
         )
 

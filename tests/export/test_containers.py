@@ -149,7 +149,7 @@ def test_a_typing_error_in_compose_is_found() -> None:
 
 
 def test_what_is_lost() -> None:
-    assert any("no share" in one for one in docker(Share(gpu=gpu(0))).lost)
+    assert any("whole GPU" in one for one in docker(Share(gpu=gpu(0))).lost)
     assert any("slice length" in one for one in docker(Share(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost)
     assert any("another size" in one for one in docker(MIG).lost)
 

@@ -379,7 +379,7 @@ def beside(cap: float) -> Setting:
 
 @pytest.mark.parametrize("need", CAPS_ON_PRODUCTION)
 def test_of_the_caps_on_production_the_smallest_that_it_can_bear_is_found(need: float) -> None:
-    """The other job gets most then; and no more runs are made than it takes, since production starts anew for each."""
+    """The other job gets most then; and no more runs are made than it takes, since production restarts for each."""
 
     def pair(setting: Setting) -> Trial:
         cap = setting.production_threads

@@ -308,7 +308,7 @@ def test_never_together(model: str, wish: str, reason: str) -> None:
     never = plan_exact([layout(model)], {0: parse_wish(wish)})
     assert isinstance(never, NoPlan)
     assert never.why is Why.NEVER
-    assert f"never fits together on GPU 0, also when nothing else is there: {reason}" in never.message
+    assert f"do not fit on GPU 0, even empty: {reason}" in never.message
     assert never.instead is None
 
 

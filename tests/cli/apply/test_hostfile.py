@@ -226,7 +226,7 @@ def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None
 @pytest.mark.parametrize(
     ("way", "said"),
     [
-        ("mig: [3g.40gb*3]", "3g.40gb*3 never fits on GPU 0"),
+        ("mig: [3g.40gb*3]", "3g.40gb*3 does not fit on GPU 0, even empty"),
         ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
         ("mps: {memory: 900G}", "the memory limit 900.0 GiB is above the 79.6 GiB of GPU 0"),
     ],
@@ -375,7 +375,7 @@ def test_no_file(refused: Callable[..., str], command: str, tmp_path: Path) -> N
     ("text", "said"),
     [
         (one("mig: [9g.80gb]", index=1), ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'"),
-        (one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n", ":5:3: GPU 1: 7g.80gb*2 never fits"),
+        (one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n", ":5:3: GPU 1: 7g.80gb*2 does not fit"),
     ],
 )
 def test_what_can_never_hold_is_said_with_its_place(cli: Cli, write: Write, text: str, said: str) -> None:

@@ -88,8 +88,8 @@ def test_on_a_terminal(cli: Cli, world: World, width: int) -> None:
         [row["verdict"], row["id"]] for row in rows
     ]
     # Only a command may be longer than the terminal is wide.
-    assert all(len(line) <= width or "mend: " in line for line in lines)
-    assert any(line.endswith("mend: sudo systemctl enable --now nvidia-persistenced") for line in lines)
+    assert all(len(line) <= width or "remedy: " in line for line in lines)
+    assert any(line.endswith("remedy: sudo systemctl enable --now nvidia-persistenced") for line in lines)
 
 
 @pytest.mark.parametrize(

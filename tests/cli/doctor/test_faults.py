@@ -29,7 +29,7 @@ Arrange = Callable[[Cli, World, Path], object]
 
 
 def findings(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
-    """Return what warns or fails, by id; each says why it matters and what mends it."""
+    """Return what warns or fails, by id; each says why it matters and its remedy."""
     answer = cli("doctor", host=host, output="json")
     assert answer.lines("error") == []
     found = {one["id"]: one for one in answer.data["checks"] if one["verdict"] in {"warn", "fail"}}

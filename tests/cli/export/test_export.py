@@ -339,7 +339,7 @@ def test_a_file_that_is_refused(
 @pytest.mark.parametrize(
     ("way", "code", "exit_code", "said"),
     [
-        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 never fits on GPU 1"),
+        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 does not fit on GPU 1, even empty"),
         ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
         ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
         ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),

@@ -114,7 +114,7 @@ def test_nothing_is_taken_from_the_tuning_of_another_job(cli: Cli) -> None:
             planned = cli("run", "--opportunistic", "--for", str(other), *more, "-n", "--", "true").ok()
             assert "paused" not in planned.out
             assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
-            assert "nothing was tuned" in planned.err
+            assert "no tuning result found" in planned.err
 
 
 def test_for_all_of_the_time_beside_a_job_outside_mps_is_said_to_protect_nothing(cli: Cli) -> None:

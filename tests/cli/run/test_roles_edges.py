@@ -65,7 +65,7 @@ def test_more_memory_than_they_leave_is_told(cli: Cli, memory: str, told: bool) 
 @pytest.mark.parametrize(("words", "told"), [((), True), (("--threads", "90"), False)])
 def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, ...], told: bool) -> None:
     planned = cli("run", "--opportunistic", "-n", *words, "--", "true").ok()
-    assert ("the safe default, cap 60 %" in planned.err) is told
+    assert ("using the default: cap 60 %" in planned.err) is told
 
 
 def test_nobody_to_spare_is_said(refused: Callable[..., str]) -> None:
