@@ -43,6 +43,53 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 GOLDENS = Path(__file__).parent / "goldens"
+# What starts real processes, waits for them, or tries everything: not for the daily loop (pytest -m "not slow").
+SLOW = (
+    "advice/test_measured.py",
+    "advice/test_properties.py",
+    "cli/advise/",
+    "cli/apply/",
+    "cli/bench/",
+    "cli/metrics/",
+    "cli/mig/test_left.py",
+    "cli/mps/test_crash.py",
+    "cli/mps/test_found_again.py",
+    "cli/mps/test_start_again.py",
+    "cli/observe/",
+    "cli/run/",
+    "cli/test_disk_faults.py",
+    "cli/test_ignored_signals.py",
+    "cli/tune/",
+    "crash/",
+    "export/test_slurm",
+    "gpu/",
+    "measure/test_controller.py",
+    "measure/test_copies.py",
+    "measure/test_progress.py",
+    "measure/test_tune.py",
+    "mig/test_daemons.py",
+    "mig/test_interrupt.py",
+    "mig/test_planner_exact.py",
+    "mig/test_restore.py",
+    "mig/test_steps.py",
+    "mig/test_taken.py",
+    "mig/test_transaction.py",
+    "mps/test_strangers.py",
+    "real_daemon/",
+    "run/",
+    "security/",
+    "sim/test_mig_changes_walk.py",
+    "test_hostile_input.py",
+    "test_imports.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow by where it stands."""
+    here = str(Path(__file__).parent)
+    for item in items:
+        if str(item.path).removeprefix(f"{here}/").startswith(SLOW):
+            item.add_marker("slow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
