@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import time
@@ -313,6 +312,9 @@ def listener(pipe_directory: str) -> Listener | None:
 
     A daemon that is stopped or hangs is told too: it need not answer.
     """
+    # Not at the top: only a stop of another user's daemon asks.
+    import socket
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.settimeout(_SECONDS)
         try:
