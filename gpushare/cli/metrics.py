@@ -7,6 +7,7 @@ import io
 import queue
 import resource
 import selectors
+import shlex
 import socket
 import threading
 import time
@@ -211,7 +212,7 @@ def _packaged(name: str) -> str:
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
     from gpushare.host.records import replace_file
-    from gpushare.host.written_file import check_links
+    from gpushare.host.written_file import directory_of
 
     if path.suffix != ".prom":
         raise BadUsage(
@@ -219,8 +220,9 @@ def _write(path: Path, text: str) -> None:
         )
 
     def write() -> None:
-        check_links(path.parent)
-        replace_file(path, text, durable=True)
+        with directory_of(path.parent, make=False) as descriptor:
+            # In the directory that was looked at, whatever has its name by now.
+            replace_file(Path(f"/proc/self/fd/{descriptor}") / path.name, text, durable=True)
 
     _guarded(path, write)
 
@@ -231,7 +233,11 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
     except OSError as error:
         from gpushare.cli.exported import unwritten
 
-        raise unwritten(path, error, "give a file in a directory that you may write") from None
+        raise unwritten(
+            path,
+            error,
+            f"give a directory of your own, or run this as its owner: ls -ld {shlex.quote(str(path.parent))}",
+        ) from None
 
 
 _REQUEST_SECONDS: Final = 5.0

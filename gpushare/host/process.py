@@ -171,6 +171,9 @@ class Processes(Protocol):
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all that descend from it."""
 
+    def parent(self, pid: int) -> int | None:
+        """Return the PID of its parent, or None when there is none, or it cannot be told."""
+
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether the process has its own handler for a signal; None when it cannot be told."""
 
@@ -281,6 +284,11 @@ class LocalProcesses:
             return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
         except psutil.NoSuchProcess:
             return []
+
+    def parent(self, pid: int) -> int | None:
+        """Return the PID of its parent (field 4 of ``/proc/PID/stat``), or None."""
+        stat = _read(f"/proc/{pid}/stat")
+        return None if stat is None else int(stat.rpartition(")")[2].split()[1]) or None
 
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether the process handles a signal itself (SigCgt of ``/proc/PID/status``)."""

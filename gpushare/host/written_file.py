@@ -22,14 +22,14 @@ _MOST_LINKS: Final = 40
 
 
 @contextlib.contextmanager
-def directory_of(path: Path) -> Iterator[int]:
-    """Yield the descriptor of a directory, so that all files go into the same one; it is made if there is none.
+def directory_of(path: Path, *, make: bool = True) -> Iterator[int]:
+    """Yield the descriptor of a directory, so that all files go into the same one; ``make`` it if there is none.
 
     Raises:
         OSError: it cannot be made or opened, or another user may choose what lies there, or where it is.
     """
     check_links(path)
-    above = _walked(path)
+    above = _walked(path, make=make)
     try:
         _check_directory(path, above, last=True)
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
@@ -41,8 +41,8 @@ def directory_of(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _walked(path: Path) -> int:
-    """Return the descriptor of a directory, opened and made one by one from the root, each looked at before the next."""
+def _walked(path: Path, *, make: bool) -> int:
+    """Return the descriptor of a directory, opened (or made) one by one from the root, each looked at before the next."""
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
     here = os.open("/", _STEP)
@@ -54,6 +54,8 @@ def _walked(path: Path) -> int:
             try:
                 below = os.open(part, _STEP, dir_fd=here)
             except FileNotFoundError:
+                if not make:
+                    raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=here)
                 below = os.open(part, _STEP, dir_fd=here)
@@ -93,7 +95,10 @@ def _trusted() -> set[int]:
 
 
 def _check_directory(path: Path, descriptor: int, *, last: bool = False) -> None:
-    """Raise where another user may replace what lies in an open directory: in ``path``, or above it."""
+    """Raise where another user may replace what lies in an open directory: in ``path``, or above it.
+
+    A group may write there: its owner chose who is in it, as for /var/log on some systems.
+    """
     found = os.fstat(descriptor)
     where = "" if last else "below "
     if os.geteuid() == 0 and found.st_uid not in _trusted():

@@ -323,9 +323,9 @@ def _running(host: Host) -> list[_Process]:
             candidates.setdefault((one.pipe, info.uid), []).append(one)
     running = []
     for same in candidates.values():
-        # Who descends from whom costs a look at every process: only where two share a directory.
-        below = {child for one in same for child in host.processes.descendants(one.pid)[1:]} if len(same) > 1 else set()
-        running += [one for one in same if one.pid not in below]
+        # A parent is one file to read. Who descends from a process is a look at all: others would set how many.
+        there = {one.pid for one in same} if len(same) > 1 else set()
+        running += [one for one in same if not there or host.processes.parent(one.pid) not in there]
     return sorted(running, key=lambda one: one.pid)
 
 

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.process import known, signal_known
 from gpushare.host.records import read_trusted, replace_file
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Pauser:
         self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
         self._on_gpu: list[int] = []
         self._locked: list[int] = []
-        self._stopped: list[int] = []
+        # With their start times: whoever has got such a PID since is not meant.
+        self._stopped: dict[int, float] = {}
         self._due = 0.0
         self._told: set[tuple[int, float | None]] = set()
         # Who must know whom a pause holds, before it does: PID and start time, each once.
@@ -107,10 +109,10 @@ class Pauser:
                 if self._host.processes.alive(pid):
                     self._unlock(pid)
                 self._locked.remove(pid)
-        for pid in list(self._stopped):
-            self._stopped.remove(pid)
-            with contextlib.suppress(NotFound, NoPermission):
-                self._host.processes.send(pid, signal.SIGCONT)
+        for pid, started in list(self._stopped.items()):
+            del self._stopped[pid]
+            with contextlib.suppress(NoPermission):
+                signal_known(self._host.processes, pid, started, signal.SIGCONT)
 
     def _unlock(self, pid: int) -> None:
         if self._checkpoint is None:
@@ -152,13 +154,12 @@ class Pauser:
 
     def _stop_one(self, pid: int) -> bool:
         info = self._host.processes.describe(pid)
-        if info is None or info.stopped:
+        if info is None or info.stopped or info.started_at is None:
             return False
         self._tell_once(pid, info.started_at)
-        if pid not in self._stopped:
-            self._stopped.append(pid)
-        with contextlib.suppress(NotFound, NoPermission):
-            self._host.processes.send(pid, signal.SIGSTOP)
+        self._stopped[pid] = info.started_at
+        with contextlib.suppress(NoPermission):
+            signal_known(self._host.processes, pid, info.started_at, signal.SIGSTOP)
         return True
 
     def _tell_once(self, pid: int, started: float | None) -> None:
@@ -189,9 +190,9 @@ def resume_all(host: Host, pids: Sequence[int], *, mps: bool, checkpoint: Any = 
     """Let programs of a gpushare that died go on, so that they can end: unlocked, and no longer stopped."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
     # First out of the stop: a stopped process hangs the driver's calls, and the driver may not be there any more.
-    for member in members:
-        with contextlib.suppress(NotFound, NoPermission):
-            host.processes.send(member, signal.SIGCONT)
+    for member, started in known(host.processes, members).items():
+        with contextlib.suppress(NoPermission):
+            signal_known(host.processes, member, started, signal.SIGCONT)
     lock = None
     with contextlib.suppress(GpushareError):
         lock = None if mps else checkpoint or checkpoint_of(host)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import Streams
+from gpushare.host.process import Streams, known, signal_known
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.environment import client_environment, without_own_limits
@@ -340,9 +340,11 @@ class Several:
         self._signal(program, signal.SIGCONT)
 
     def _signal(self, program: Program, number: int) -> None:
-        for pid in self._host.processes.descendants(program.pid):
-            with contextlib.suppress(NotFound, NoPermission):
-                self._host.processes.send(pid, number)
+        # Once it has ended, its PID may be another's.
+        tree = self._host.processes.descendants(program.pid) if program.runs else ()
+        for pid, started in known(self._host.processes, tree).items():
+            with contextlib.suppress(NoPermission):
+                signal_known(self._host.processes, pid, started, number)
 
     def end(self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False) -> Drain | None:
         """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill.

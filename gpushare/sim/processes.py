@@ -121,6 +121,13 @@ class SimulatedProcesses:
             return [pid, *(one.pid for one in daemon.servers)]
         return [pid] if process is not None or server is not None else []
 
+    def parent(self, pid: int) -> int | None:
+        """Return the PID of its parent: of a server its daemon."""
+        if pid < FIRST_SIMULATED_PID:
+            return self._local.parent(pid)
+        daemon, server, _ = _find(current(self._state_file), pid)
+        return daemon.pid if daemon is not None and server is not None else None
+
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether the process has its own handler for a signal."""
         if pid < FIRST_SIMULATED_PID:

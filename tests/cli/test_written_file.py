@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,6 +183,75 @@ def test_root_puts_nothing_where_another_may_change_it(
     assert (answer.code, whose in answer.err) == (4, True)
     assert list(theirs.iterdir()) == []
     assert world.state.daemons == []
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "mode"), [(STRANGER, 0o755), (STRANGER, 0o777), (0, 0o777)])
+def test_root_writes_no_metrics_where_another_may_change_them(cli: Cli, tmp_path: Path, owner: int, mode: int) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, owner, -1)
+    theirs.chmod(mode)
+    answer = cli("export", "prometheus", "--textfile", str(theirs / "gpushare.prom"))
+    whose = f"of user {STRANGER}" if owner else "that everybody may change"
+    assert (answer.code, f"it is a directory {whose}" in answer.err, len(answer.lines("hint"))) == (4, True, 1)
+    assert list(theirs.iterdir()) == []
+
+
+@needs_root
+def test_metrics_follow_no_link_that_is_turned_after_the_look(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's directory in a sticky one, which becomes a link to one of root's."""
+    public, elsewhere = tmp_path / "public", tmp_path / "elsewhere"
+    public.mkdir()
+    public.chmod(0o1777)
+    elsewhere.mkdir()
+
+    def turned(_path: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            (public / "dir").symlink_to(elsewhere)
+            os.lchown(public / "dir", STRANGER, STRANGER)
+
+    monkeypatch.setattr("gpushare.host.written_file.check_links", turned)
+    answer = cli("export", "prometheus", "--textfile", str(public / "dir" / "gpushare.prom"))
+    assert (public / "dir").is_symlink()
+    assert (answer.code, f"link of user {STRANGER}" in answer.err) == (4, True)
+    assert os.listdir(elsewhere) == []
+
+
+def test_metrics_go_into_the_directory_that_was_looked_at(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpushare.host import records
+
+    there, moved, elsewhere = tmp_path / "there", tmp_path / "moved", tmp_path / "elsewhere"
+    there.mkdir()
+    elsewhere.mkdir()
+    replace_file = records.replace_file
+
+    def turned(path: Path, text: str, **more: Any) -> None:
+        there.rename(moved)
+        there.symlink_to(elsewhere)
+        replace_file(path, text, **more)
+
+    monkeypatch.setattr(records, "replace_file", turned)
+    cli("export", "prometheus", "--textfile", str(there / "gpushare.prom")).ok()
+    assert os.listdir(elsewhere) == []
+    assert os.listdir(moved) == ["gpushare.prom"]
+
+
+def test_metrics_make_no_directory(cli: Cli, tmp_path: Path) -> None:
+    answer = cli("export", "prometheus", "--textfile", str(tmp_path / "none" / "gpushare.prom"))
+    assert (answer.code, "No such file" in answer.err) == (4, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_may_share_a_directory(tmp_path: Path) -> None:
+    """As /var/log is on some systems: root's own groups may write there."""
+    tmp_path.chmod(0o775)
+    with directory_of(tmp_path):
+        pass
 
 
 def test_below_a_sticky_directory_an_own_one_is_safe(cli: Cli, tmp_path: Path) -> None:

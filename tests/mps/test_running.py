@@ -39,8 +39,8 @@ class Table(LocalProcesses):
         pipe = self.rows[pid][2]
         return None if pipe is None else {} if pipe == "unset" else {"CUDA_MPS_PIPE_DIRECTORY": pipe}
 
-    def descendants(self, pid: int) -> list[int]:
-        return [pid, *(row[0] for row in self.rows.values() if row[3] == pid)]
+    def parent(self, pid: int) -> int | None:
+        return self.rows[pid][3] if pid in self.rows else None
 
 
 def daemons(host: Host, *rows: tuple[int, str, str | None, int]) -> list[int | None]:
@@ -83,6 +83,7 @@ def test_a_daemon_and_what_it_forks_before_it_becomes_a_server_are_one(host: Hos
     assert daemons(host, (10, line, "/p", 1), (11, line, "/p", 10), (12, line, "/q", 1)) == [10, 12]
     assert daemons(host, (5, PROGRAM, "/p", 1), (10, line, "/p", 1)) == [10]
     assert daemons(host, (10, line, None, 1), (11, line, None, 1)) == [10, 11]
+    assert daemons(host, (12, line, "/p", 11), (11, line, "/p", 10), (10, line, "/p", 1)) == [10]
 
 
 @pytest.mark.parametrize(("pipe", "directory"), [("unset", "/tmp/nvidia-mps"), ("", "/"), ("/p", "/p")])

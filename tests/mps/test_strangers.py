@@ -60,6 +60,9 @@ class Table(LocalProcesses):
         below = [row[0] for row in self.rows.values() if row[4] == pid]
         return [pid, *(one for child in below for one in self.descendants(child))]
 
+    def parent(self, pid: int) -> int | None:
+        return self.rows[pid][4] if pid in self.rows else None
+
     def send_to(self, pid: int, started_at: float, signal: int) -> None:
         if started_at != self.starts.get(pid, 5.0):
             raise NotFound("gone", "look")

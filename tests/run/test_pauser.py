@@ -44,6 +44,30 @@ def test_one_that_cannot_be_signalled_does_not_keep_the_others(told: Told, error
     assert told.since() == [("SIGSTOP", PID), ("SIGSTOP", CHILD), ("SIGCONT", PID), ("SIGCONT", CHILD)]
 
 
+def test_whoever_has_got_a_pid_since_gets_no_signal(told: Told) -> None:
+    pauser = told.pauser(lock=False)
+    pauser.pause()
+    told.since()
+    told.starts[CHILD] = 6.0
+    pauser.resume()
+    assert told.since() == [("SIGCONT", PID)]
+    assert not pauser.paused
+
+
+def test_whoever_gets_a_pid_after_the_look_gets_no_signal(told: Told) -> None:
+    describe = told.host.processes.describe
+
+    def taken(pid: int) -> Any:
+        found = describe(pid)
+        told.starts[pid] = found.started_at + 1
+        return found
+
+    told.host.processes.describe = taken
+    told.pauser(lock=False).pause()
+    resume_all(told.host, [PID], mps=True)
+    assert told.since() == []
+
+
 def test_only_who_has_a_cuda_context_is_locked(told: Told) -> None:
     told.on_gpu = [
         GpuProcess(pid=OTHER, compute=True),

@@ -6,7 +6,7 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, NotFound
 from gpushare.model import GpuProcess
 from gpushare.run.pause import LOCK_SECONDS, Pauser
 
@@ -23,13 +23,15 @@ class Told:
         self.stopped: set[int] = set()
         self.dead: set[int] = set()
         self.locked: set[int] = set()
+        # Of those that did not start at 5.0.
+        self.starts: dict[int, float] = {}
         self.fails: dict[tuple[str, int], GpushareError] = {}
         self.host: Any = SimpleNamespace(
             processes=SimpleNamespace(
                 descendants=lambda pid: self.family.get(pid, []),
                 describe=self._describe,
                 alive=lambda pid: pid not in self.dead,
-                send=lambda pid, number: self._do(signal.Signals(number).name, pid),
+                send_to=self._send_to,
                 namespace_is_host=lambda: True,
             ),
             nvml=SimpleNamespace(processes=self._processes),
@@ -37,7 +39,13 @@ class Told:
         self.device: Any = SimpleNamespace(gpu=SimpleNamespace(index=1, uuid="GPU-a"))
 
     def _describe(self, pid: int) -> Any:
-        return None if pid in self.dead else SimpleNamespace(stopped=pid in self.stopped, started_at=5.0)
+        started = self.starts.get(pid, 5.0)
+        return None if pid in self.dead else SimpleNamespace(stopped=pid in self.stopped, started_at=started)
+
+    def _send_to(self, pid: int, started_at: float, number: int) -> None:
+        if started_at != self.starts.get(pid, 5.0):
+            raise NotFound("gone", "look")
+        self._do(signal.Signals(number).name, pid)
 
     def _processes(self, index: int) -> list[GpuProcess] | None:
         assert index == 1

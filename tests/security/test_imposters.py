@@ -115,6 +115,26 @@ def test_hanging_daemons_of_others_are_asked_at_once(mallory: Stranger, imposter
         assert time.monotonic() - began < 15.0
 
 
+def test_many_in_one_directory_cost_no_look_at_all_processes_each(
+    mallory: Stranger, imposter: Path, control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    says(control, ":")
+    looks: list[int] = []
+    every = psutil._ppid_map
+
+    def counted() -> dict[int, int]:
+        looks.append(1)
+        return every()
+
+    monkeypatch.setattr(psutil, "_ppid_map", counted)
+    with imposters(mallory, imposter, *[mallory.home / "p"] * 12) as pids:
+        answer = gpushare("mps", "status", output="json")
+    assert looks == []
+    assert [pid for pid in pids if f'"pid": {pid},' not in answer.out] == []
+
+
 def test_a_flood_of_text_is_cut(mallory: Stranger, imposter: Path, control: Path) -> None:
     says(control, "exec yes 100.0")
     with imposters(mallory, imposter, mallory.home / "p0"):
