@@ -22,16 +22,19 @@ _MOST_LINKS: Final = 40
 
 
 @contextlib.contextmanager
-def directory_of(path: Path, *, make: bool = True) -> Iterator[int]:
+def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> Iterator[int]:
     """Yield the descriptor of a directory, so that all files go into the same one; ``make`` it if there is none.
+
+    ``strangers``: for root too it may belong to another user, who may change what is written there; none of his links
+    is followed.
 
     Raises:
         OSError: it cannot be made or opened, or another user may choose what lies there, or where it is.
     """
     check_links(path)
-    above = _walked(path, make=make)
+    above = _walked(path, make=make, strangers=strangers)
     try:
-        _check_directory(path, above, last=True)
+        _check_directory(path, above, last=True, strangers=strangers)
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
     finally:
         os.close(above)
@@ -41,7 +44,7 @@ def directory_of(path: Path, *, make: bool = True) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _walked(path: Path, *, make: bool) -> int:
+def _walked(path: Path, *, make: bool, strangers: bool) -> int:
     """Return the descriptor of a directory, opened (or made) one by one from the root, each looked at before the next."""
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
@@ -50,7 +53,7 @@ def _walked(path: Path, *, make: bool) -> int:
     try:
         while parts:
             part = parts.pop()
-            _check_directory(path, here)
+            _check_directory(path, here, strangers=strangers)
             try:
                 below = os.open(part, _STEP, dir_fd=here)
             except FileNotFoundError:
@@ -60,7 +63,7 @@ def _walked(path: Path, *, make: bool) -> int:
                     os.mkdir(part, 0o755, dir_fd=here)
                 below = os.open(part, _STEP, dir_fd=here)
             except NotADirectoryError:
-                target = _target(at / part, part, here)
+                target = _target(at / part, part, here, strangers=strangers)
                 links += 1
                 if links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
@@ -75,12 +78,12 @@ def _walked(path: Path, *, make: bool) -> int:
     return here
 
 
-def _target(at: Path, name: str, directory: int) -> str:
+def _target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
     """Return where a link leads that this user may follow."""
     found, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
     if not stat.S_ISLNK(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
-    if found.st_uid not in _trusted() and above.st_mode & stat.S_IWOTH:
+    if found.st_uid not in _trusted() and (strangers or above.st_mode & stat.S_IWOTH):
         raise _in_the_way(at, f"a symbolic link of user {found.st_uid}")
     return os.readlink(name, dir_fd=directory)
 
@@ -94,14 +97,14 @@ def _trusted() -> set[int]:
     return own
 
 
-def _check_directory(path: Path, descriptor: int, *, last: bool = False) -> None:
+def _check_directory(path: Path, descriptor: int, *, last: bool = False, strangers: bool = False) -> None:
     """Raise where another user may replace what lies in an open directory: in ``path``, or above it.
 
     A group may write there: its owner chose who is in it, as for /var/log on some systems.
     """
     found = os.fstat(descriptor)
     where = "" if last else "below "
-    if os.geteuid() == 0 and found.st_uid not in _trusted():
+    if os.geteuid() == 0 and not strangers and found.st_uid not in _trusted():
         raise _in_the_way(path, f"{where}a directory of user {found.st_uid}")
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise _in_the_way(path, f"{where}a directory that everybody may change")

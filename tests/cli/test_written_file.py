@@ -186,14 +186,31 @@ def test_root_puts_nothing_where_another_may_change_it(
 
 
 @needs_root
-@pytest.mark.parametrize(("owner", "mode"), [(STRANGER, 0o755), (STRANGER, 0o777), (0, 0o777)])
-def test_root_writes_no_metrics_where_another_may_change_them(cli: Cli, tmp_path: Path, owner: int, mode: int) -> None:
+def test_metrics_go_into_the_directory_of_node_exporters_user_but_through_no_link_of_his(
+    cli: Cli, tmp_path: Path
+) -> None:
+    theirs, roots = tmp_path / "theirs", tmp_path / "roots"
+    theirs.mkdir()
+    roots.mkdir()
+    os.chown(theirs, STRANGER, -1)
+    cli("export", "prometheus", "--textfile", str(theirs / "gpushare.prom")).ok()
+    assert (theirs / "gpushare.prom").read_text().startswith("# HELP")
+    (theirs / "below").symlink_to(roots)
+    os.chown(theirs / "below", STRANGER, -1, follow_symlinks=False)
+    answer = cli("export", "prometheus", "--textfile", str(theirs / "below" / "gpushare.prom"))
+    assert (answer.code, len(answer.lines("error")), len(answer.lines("hint"))) == (4, 1, 1)
+    assert list(roots.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("owner", [STRANGER, 0])
+def test_root_writes_no_metrics_where_everybody_may_change_them(cli: Cli, tmp_path: Path, owner: int) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, owner, -1)
-    theirs.chmod(mode)
+    theirs.chmod(0o777)
     answer = cli("export", "prometheus", "--textfile", str(theirs / "gpushare.prom"))
-    whose = f"of user {STRANGER}" if owner else "that everybody may change"
+    whose = "that everybody may change"
     assert (answer.code, f"it is a directory {whose}" in answer.err, len(answer.lines("hint"))) == (4, True, 1)
     assert list(theirs.iterdir()) == []
 
