@@ -115,6 +115,8 @@ function __gpushare_valued
             return 0
         case --role
             return 0
+        case --needs
+            return 0
         case --command
             return 0
         case --from
@@ -596,9 +598,6 @@ complete -c gpushare -n '__gpushare_at advise' -l users -x -d 'same or different
 complete -c gpushare -n '__gpushare_at advise' -l trusted -l untrusted -d 'They trust each other.'
 complete -c gpushare -n '__gpushare_at advise' -l isolation -x -d 'none, quota, fault, full; or several: quota,fault.'
 complete -c gpushare -n '__gpushare_at advise' -l groups -x -d 'Parties among the processes to be kept apart.'
-complete -c gpushare -n '__gpushare_at advise' -l bandwidth-qos -l no-bandwidth-qos -d 'Memory bandwidth must be guaranteed.'
-complete -c gpushare -n '__gpushare_at advise' -l weights -l no-weights -d 'Unequal shares are wanted.'
-complete -c gpushare -n '__gpushare_at advise' -l containment -l no-containment -d 'Each must stay in its share, also when others idle.'
 complete -c gpushare -n '__gpushare_at advise' -l latency -x -d 'Latency target of a request: 20ms; yes, none.'
 complete -c gpushare -n '__gpushare_at advise' -l pattern -x -d 'interactive, bursty or steady.'
 complete -c gpushare -n '__gpushare_at advise' -l production -x -d 'So many production processes.'
@@ -608,19 +607,10 @@ complete -c gpushare -n '__gpushare_at advise' -l one-application -l many-applic
 complete -c gpushare -n '__gpushare_at advise' -l cooperating -l no-cooperating -d 'They work together (MPI ranks).'
 complete -c gpushare -n '__gpushare_at advise' -l code -l no-code -d 'The program can be changed.'
 complete -c gpushare -n '__gpushare_at advise' -l running -l no-running -d 'They run already, and must not be started anew.'
-complete -c gpushare -n '__gpushare_at advise' -l cuda-graphs -l no-cuda-graphs -d 'They launch CUDA graphs (LLM engines).'
 complete -c gpushare -n '__gpushare_at advise' -l bandwidth-bound -l no-bandwidth-bound -d 'It fills the memory bandwidth.'
 complete -c gpushare -n '__gpushare_at advise' -l io-bound -l no-io-bound -d 'The GPU waits for input.'
-complete -c gpushare -n '__gpushare_at advise' -l vms -l no-vms -d 'They are virtual machines.'
-complete -c gpushare -n '__gpushare_at advise' -l nccl -l no-nccl -d 'They need NCCL.'
-complete -c gpushare -n '__gpushare_at advise' -l p2p -l no-p2p -d 'They need peer-to-peer between GPUs.'
-complete -c gpushare -n '__gpushare_at advise' -l ipc -l no-ipc -d 'They share GPU memory (CUDA IPC).'
-complete -c gpushare -n '__gpushare_at advise' -l graphics -l no-graphics -d 'They draw (OpenGL, Vulkan).'
-complete -c gpushare -n '__gpushare_at advise' -l profiler -l no-profiler -d 'A profiler or debugger is needed.'
-complete -c gpushare -n '__gpushare_at advise' -l dynamic-parallelism -l no-dynamic-parallelism -d 'Kernels launch kernels.'
-complete -c gpushare -n '__gpushare_at advise' -l containers -l no-containers -d 'They run in containers.'
-complete -c gpushare -n '__gpushare_at advise' -l kubernetes -l no-kubernetes -d 'Kubernetes starts them.'
 complete -c gpushare -n '__gpushare_at advise' -l root -l no-root -d 'Root (sudo) is to be had.'
+complete -c gpushare -n '__gpushare_at advise' -l needs -x -d 'What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, containers, kubernetes. no-NAME: they do not. [for example: nccl,no-graphics]'
 complete -c gpushare -n '__gpushare_at advise' -l command -x -d 'The program, for the lines: \'python train.py\'.'
 complete -c gpushare -n '__gpushare_at advise' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'The GPU to share. [default: the first]'
 complete -c gpushare -n '__gpushare_at advise' -s f -l file -x -d 'Workloads from a YAML file; - is stdin.'

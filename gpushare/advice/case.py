@@ -206,11 +206,19 @@ _CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
 _COUNTS: Final = ("processes", "sms", "groups")
 _TEXTS: Final = ("name", "command", "user")
 _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+# Properties that are said as a list: needs: [nccl, no-p2p]; each may be a property of its own as well.
+NEEDS: Final = (
+    *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
+    *("bandwidth_qos", "weights", "containment", "vms", "containers", "kubernetes"),
+)
 # What a file and the command line call a workload's properties.
-KEYS: Final = tuple(
-    "users" if field.name == "same_user" else field.name
-    for field in fields(Workload)
-    if field.name != "latency_seconds"
+KEYS: Final = (
+    *(
+        "users" if field.name == "same_user" else field.name
+        for field in fields(Workload)
+        if field.name != "latency_seconds"
+    ),
+    "needs",
 )
 _MOST_PROCESSES: Final = 100_000
 
@@ -224,7 +232,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     values: dict[str, Any] = {}
     for key, value in words.items():
         if key not in KEYS:
-            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key), code="unknown_key")
+            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key, KEYS), code="unknown_key")
         if value is not None:
             values.update(_value(key, value))
     found = Workload(**values)
@@ -237,11 +245,12 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     return found
 
 
-def _close(key: str) -> str:
+def _close(word: str, known: Iterable[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(key, KEYS, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"its properties: {', '.join(KEYS)}"
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 
 def _value(key: str, value: Any) -> dict[str, Any]:
@@ -259,6 +268,8 @@ def _value(key: str, value: Any) -> dict[str, Any]:
         return {"isolation": _isolation(value)}
     if key == "latency":
         return _latency(value)
+    if key == "needs":
+        return dict(_need(word) for word in _listed(value))
     return {key: yes_or_no(key, value)}
 
 
@@ -306,9 +317,24 @@ def yes_or_no(key: str, value: Any) -> bool:
     return known
 
 
-def _isolation(value: Any) -> frozenset[Isolation]:
+def _listed(value: Any) -> list[str]:
+    """Return the words of a list, or of text with commas."""
     words = value if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
-    texts = [str(word).strip().lower() for word in words]
+    return [str(word).strip().lower() for word in words]
+
+
+def _need(text: str) -> tuple[str, bool]:
+    word = text.replace("_", "-")
+    names = {name.replace("_", "-"): name for name in NEEDS}
+    needed = not word.startswith("no-")
+    name = word if needed else word.removeprefix("no-")
+    if name not in names:
+        raise BadUsage(f"unknown need {quoted(text)}", _close(name, names), code="bad_value")
+    return names[name], needed
+
+
+def _isolation(value: Any) -> frozenset[Isolation]:
+    texts = _listed(value)
     if texts == ["none"]:
         return frozenset()
     known = ["none", *(one.value for one in Isolation)]

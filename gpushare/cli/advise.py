@@ -41,11 +41,25 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
+class _AdviseCommand(ChangingCommand):
+    """Takes a hidden flag for each word of ``--needs``: gpushare had ``--nccl`` and ``--no-nccl`` before the list."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        from gpushare.advice.case import NEEDS
+
+        parser = super().make_parser(ctx)
+        needs: Any = next(one for one in self.params if one.name == "needs")
+        for name in (name.replace("_", "-") for name in NEEDS):
+            for word in (name, f"no-{name}"):
+                parser.add_option(needs, [f"--{word}"], "needs", action="append_const", const=word)
+        return parser
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "advise",
-        cls=ChangingCommand,
+        cls=_AdviseCommand,
         short_help="Say which way of sharing fits, and what to type.",
         # Options end at the command's name: its own are its own, also without "--".
         context_settings={**CONTEXT, "allow_interspersed_args": False},
@@ -78,11 +92,6 @@ def advise(
     groups: Annotated[
         str | None, typer.Option("--groups", metavar="N", help="Parties among the processes to be kept apart.")
     ] = None,
-    bandwidth_qos: Annotated[bool | None, _yes_no("bandwidth-qos", "Memory bandwidth must be guaranteed.")] = None,
-    weights: Annotated[bool | None, _yes_no("weights", "Unequal shares are wanted.")] = None,
-    containment: Annotated[
-        bool | None, _yes_no("containment", "Each must stay in its share, also when others idle.")
-    ] = None,
     latency: Annotated[
         str | None, typer.Option("--latency", metavar="TIME", help="Latency target of a request: 20ms; yes, none.")
     ] = None,
@@ -105,19 +114,20 @@ def advise(
     cooperating: Annotated[bool | None, _yes_no("cooperating", "They work together (MPI ranks).")] = None,
     code: Annotated[bool | None, _yes_no("code", "The program can be changed.")] = None,
     running: Annotated[bool | None, _yes_no("running", "They run already, and must not be started anew.")] = None,
-    cuda_graphs: Annotated[bool | None, _yes_no("cuda-graphs", "They launch CUDA graphs (LLM engines).")] = None,
     bandwidth_bound: Annotated[bool | None, _yes_no("bandwidth-bound", "It fills the memory bandwidth.")] = None,
     io_bound: Annotated[bool | None, _yes_no("io-bound", "The GPU waits for input.")] = None,
-    vms: Annotated[bool | None, _yes_no("vms", "They are virtual machines.")] = None,
-    nccl: Annotated[bool | None, _yes_no("nccl", "They need NCCL.")] = None,
-    p2p: Annotated[bool | None, _yes_no("p2p", "They need peer-to-peer between GPUs.")] = None,
-    ipc: Annotated[bool | None, _yes_no("ipc", "They share GPU memory (CUDA IPC).")] = None,
-    graphics: Annotated[bool | None, _yes_no("graphics", "They draw (OpenGL, Vulkan).")] = None,
-    profiler: Annotated[bool | None, _yes_no("profiler", "A profiler or debugger is needed.")] = None,
-    dynamic_parallelism: Annotated[bool | None, _yes_no("dynamic-parallelism", "Kernels launch kernels.")] = None,
-    containers: Annotated[bool | None, _yes_no("containers", "They run in containers.")] = None,
-    kubernetes: Annotated[bool | None, _yes_no("kubernetes", "Kubernetes starts them.")] = None,
     root: Annotated[bool | None, _yes_no("root", "Root (sudo) is to be had.")] = None,
+    needs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--needs",
+            metavar="LIST",
+            help="What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
+            "cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, "
+            "containers, kubernetes. no-NAME: they do not. [for example: nccl,no-graphics]",
+            show_default=False,
+        ),
+    ] = None,
     command: Annotated[
         str | None, typer.Option("--command", metavar="CMD", help="The program, for the lines: 'python train.py'.")
     ] = None,
@@ -159,9 +169,28 @@ def advise(
 
     A file holds the same words: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
     """
-    words = {key: value for key, value in locals().items() if key not in _NOT_A_PROPERTY}
-    if program and command is None:
-        words["command"] = shlex.join(program)
+    # The properties of a workload, by the names that a file has for them.
+    words = {
+        "command": shlex.join(program) if program and command is None else command,
+        "processes": processes,
+        "memory": memory,
+        "sms": sms,
+        "saturating": saturating,
+        "users": users,
+        "trusted": trusted,
+        "isolation": isolation,
+        "groups": groups,
+        "latency": latency,
+        "pattern": pattern,
+        "role": role,
+        "one_application": one_application,
+        "cooperating": cooperating,
+        "code": code,
+        "running": running,
+        "bandwidth_bound": bandwidth_bound,
+        "io_bound": io_bound,
+        "needs": None if needs is None else ",".join(needs),
+    }
     from gpushare.advice.case import checked
     from gpushare.advice.ways import way_of
     from gpushare.cli.facts import gather
@@ -202,12 +231,6 @@ def advise(
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
-
-
-_MEASURING: Final = frozenset({"program", "measure", "copies", "metric", "lower", "window", "repeat", "timeout"})
-_NOT_A_PROPERTY: Final = _MEASURING | {
-    *("production", "opportunistic", "root", "gpu", "file", "live", "recording", "mechanism", "apply"),
-}
 
 
 def _wanted(

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -425,6 +426,8 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--memory", "6"), "bad_size", 2),
         (("--users", "some"), "bad_value", 2),
         (("--isolation", "quota,bad"), "bad_value", 2),
+        (("--needs", "nccl,gpu"), "bad_value", 2),
+        (("--needs", ""), "bad_value", 2),
         (("--pattern", "often"), "bad_value", 2),
         (("--latency", "fast"), "bad_duration", 2),
         (("--production", "x"), "bad_count", 2),
@@ -493,10 +496,41 @@ def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_help_names_every_property(cli: Any) -> None:
-    from gpushare.advice.case import KEYS
+    from gpushare.advice.case import KEYS, NEEDS
 
     out = cli("advise", "--help", host=None).out
-    assert [key for key in KEYS if key not in {"name", "user"} and f"--{key.replace('_', '-')}" not in out] == []
+    names = {key: key.replace("_", "-") for key in KEYS if key not in {"name", "user"}}
+    said = {key: name if key in NEEDS else f"--{name}" for key, name in names.items()}
+    assert [key for key, name in said.items() if name not in re.sub(r"-\s+", "-", out)] == []
+    assert "--nccl" not in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--needs", "nccl,no-p2p,cuda-graphs"),
+        ("--needs", "nccl", "--needs", "NO-P2P, cuda_graphs"),
+        # The flags of before, which the help does not show any more.
+        ("--nccl", "--no-p2p", "--cuda-graphs"),
+        ("--no-nccl", "--needs", "cuda-graphs,no-p2p", "--nccl"),
+    ],
+)
+def test_needs_are_a_list_and_the_last_word_counts(cli: Any, words: tuple[str, ...]) -> None:
+    data = cli("advise", "--processes", "2", *words, host="sim:t4", output="json").ok().data
+    (one,) = data["case"]["workloads"]
+    assert (one["nccl"], one["p2p"], one["cuda_graphs"], one["ipc"]) == (True, False, True, None)
+
+
+def test_a_file_lists_needs_too(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("workloads: [{processes: 2, needs: [nccl, no-p2p]}, {processes: 1, needs: 'ipc'}]\n")
+    first, second = cli("advise", "-f", str(file), "--needs", "vms", output="json").ok().data["case"]["workloads"]
+    assert (first["nccl"], first["p2p"], first["vms"]) == (True, False, True)
+    assert (second["nccl"], second["ipc"], second["vms"]) == (None, True, True)
+
+
+def test_what_belongs_to_the_measured_command_is_no_need(refused: Any) -> None:
+    refused("advise", "--processes", "2", "true", "--nccl", code="bad_combination", exit_code=2)
 
 
 def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:
