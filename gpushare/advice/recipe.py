@@ -25,10 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """What to do, and the line to type; None: it is not done on this command line."""
+    """What to do, and the line to type; None: it is not done on this command line.
+
+    ``words`` are the arguments of gpushare in a line that changes the host: `advise --apply` runs those of a recipe.
+    """
 
     what: str
     command: str | None
+    words: tuple[str, ...] = ()
+
+
+def change(what: str, *words: str, root: str = "") -> Line:
+    """Return a line of gpushare that changes the host; ``root`` is `sudo`."""
+    return Line(what, f"{root}gpushare {shlex.join(words)}", words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class Recipe:
     lines: tuple[Line, ...]
     undo: tuple[Line, ...] = ()
     measure: tuple[str, ...] = ()
+    # The lines belong into several shells: one command cannot carry them out.
+    several_shells: bool = False
 
 
 def sudo(situation: Situation) -> str:
@@ -89,43 +100,49 @@ def mig_lines(situation: Situation, way: Way) -> Recipe:
 
 def mig_as_it_was(situation: Situation) -> Line:
     """Return the line that brings MIG back as it is now: on, with its instances in their places."""
-    command = f"{sudo(situation)}gpushare mig"
-    layout = situation.gpu.layout
+    gpu, root, layout = str(situation.gpu.index), sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
-        return Line("turn MIG on again", f"{command} enable -g {situation.gpu.index}")
-    before = shlex.join([str(request) for request in wish_of(layout.instances)])
-    return Line("back to the instances of now", f"{command} apply -g {situation.gpu.index} {before}")
+        return change("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
+    before = map(str, wish_of(layout.instances))
+    return change("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)
 
 
 def off_first(situation: Situation) -> list[Line]:
     """Return the line that turns MIG off, where it is on."""
     if not situation.gpu.mig_enabled:
         return []
-    return [Line("turn MIG off", f"{sudo(situation)}gpushare mig disable -g {situation.gpu.index} --destroy")]
+    return [_mig_off(situation, "turn MIG off")]
+
+
+def _mig_off(situation: Situation, what: str) -> Line:
+    return change(what, "mig", "disable", "-g", str(situation.gpu.index), "--destroy", root=sudo(situation))
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
     """Return the lines that make the instances, those that take them back, and the profile of each share."""
-    gpu, root = f"-g {situation.gpu.index}", sudo(situation)
+    gpu, root = ("-g", str(situation.gpu.index)), sudo(situation)
     slices = situation.slices(way)
     on, layout = situation.gpu.mig_enabled, situation.gpu.layout
-    off = Line("turn MIG off again", f"{root}gpushare mig disable {gpu} --destroy")
+    off = _mig_off(situation, "turn MIG off again")
     if slices is None or not slices.profiles:
-        lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
-        lines.append(Line("see what the driver offers, and choose", f"gpushare mig profiles {gpu}"))
+        # Not for --apply: which profiles there are is known only afterwards.
+        lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {' '.join(gpu)}")]
+        lines.append(
+            Line("list the profiles that the driver offers, and choose", f"gpushare mig profiles {' '.join(gpu)}")
+        )
         return lines, () if on else (off,), []
-    words, names = shlex.join(slices.words), [one.name for one in slices.profiles]
+    words, names = slices.words, [one.name for one in slices.profiles]
     if not on:
-        return [Line("turn MIG on, and make the instances", f"{root}gpushare mig apply {gpu} {words}")], (off,), names
+        return [change("turn MIG on and create the instances", "mig", "apply", *gpu, *words, root=root)], (off,), names
     if layout is None or not layout.instances:
-        undo = Line("take the instances away again", f"{root}gpushare mig destroy {gpu} all")
-        return [Line("make the instances", f"{root}gpushare mig apply {gpu} {words}")], (undo,), names
-    undo = mig_as_it_was(situation)
+        undo = change("destroy the instances again", "mig", "destroy", *gpu, "all", root=root)
+        return [change("create the instances", "mig", "apply", *gpu, *words, root=root)], (undo,), names
     if addable(layout, slices.wish):
-        line = Line("make the instances beside those that exist", f"{root}gpushare mig create {gpu} {words}")
+        line = change("create the instances next to the existing ones", "mig", "create", *gpu, *words, root=root)
     else:
-        line = Line("make the instances; idle ones that are not wished go", f"{root}gpushare mig apply {gpu} {words}")
-    return [line], (undo,), names
+        what = "create the instances; idle ones that are not in the list are destroyed"
+        line = change(what, "mig", "apply", *gpu, *words, root=root)
+    return [line], (mig_as_it_was(situation),), names
 
 
 def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
@@ -159,8 +176,8 @@ def mig_shared_lines(
     layout = situation.gpu.layout
     room: list[Line] = []
     if layout is not None and layout.instances and not addable(layout, slices.wish):
-        idle = " ".join(f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy)
-        room = [Line("make room: instances that idle go", f"{root}gpushare mig destroy {idle}")]
+        idle = [f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy]
+        room = [change("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
     lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
         lines.append(Line(f"in the shell of {name}", f'eval "$(gpushare mig env {name})"'))
@@ -171,20 +188,25 @@ def mig_shared_lines(
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
         lines.append(Line(again(inside, who(one)), run))
     if on:
-        undo = Line("take all of it back, when the programs have ended", f"{root}gpushare mig disable {gpu} --destroy")
+        undo = _mig_off(situation, "undo all of it, after the programs have ended")
     else:
-        undo = Line("take the instances away, with their MPS", f"{root}gpushare mig destroy {' '.join(names)}")
-    return Recipe(lines=tuple(lines), undo=(undo, mig_as_it_was(situation)) if room else (undo,), measure=_MEASURE)
+        undo = change("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
+    return Recipe(
+        lines=tuple(lines),
+        undo=(undo, mig_as_it_was(situation)) if room else (undo,),
+        measure=_MEASURE,
+        several_shells=True,
+    )
 
 
 def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:
     """Return the lines that make a named instance for each party; equal ones are made at once, and numbered."""
-    create = f"{sudo(situation)}gpushare mig create -g {situation.gpu.index}"
+    create, root = ("mig", "create", "-g", str(situation.gpu.index)), sudo(situation)
     if len(situation.case.workloads) == 1 and len(parties) > 1:
-        words = shlex.quote(f"{profiles[0]}*{len(parties)}")
-        return [Line("make an instance for each group", f"{create} {words} --name group")]
+        words = (f"{profiles[0]}*{len(parties)}", "--name", "group")
+        return [change("create an instance for each group", *create, *words, root=root)]
     return [
-        Line(f"make the instance of {name}", f"{create} {profile} --name {name}")
+        change(f"create the instance of {name}", *create, profile, "--name", name, root=root)
         for (name, _, _), profile in zip(parties, profiles, strict=True)
     ]
 
@@ -291,39 +313,37 @@ def start_words(now: MpsFacts) -> list[str]:
     """Return the options with which a daemon has the limits of another."""
     return [
         *Limits(now.threads_percent, now.memory_limit_bytes).words,
-        *(["--priority low"] if now.low_priority else []),
+        *(["--priority", "low"] if now.low_priority else []),
     ]
 
 
-def set_limits(situation: Situation, threads: float | None, memory: int | None) -> str:
+def _set_limits(situation: Situation, what: str, threads: float | None, memory: int | None) -> Line:
     """Return the line that gives the daemon of the GPU these limits; None is none."""
     limit = "none" if memory is None else size(memory)
     share = percent(min(threads or 100.0, 100.0))
-    return f"gpushare mps set -g {situation.gpu.index} --threads {share} --memory {limit}"
+    return change(what, "mps", "set", "-g", str(situation.gpu.index), "--threads", share, "--memory", limit)
 
 
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
-    """Return the line that starts the daemon, or that sets the limits of the one that is there."""
-    gpu, limits = f"-g {situation.gpu.index}", limits or Limits()
+    """Return the line that starts the daemon, or that sets the limits of the running one."""
+    limits = limits or Limits()
     if not situation.mps_serves:
-        return Line(what, " ".join([f"gpushare mps start {gpu}", *limits.words]))
-    return Line(
-        "set the limits of the MPS daemon that is there already", set_limits(situation, limits.threads, limits.memory)
-    )
+        return change(what, "mps", "start", "-g", str(situation.gpu.index), *limits.words)
+    return _set_limits(situation, "set the limits of the running MPS daemon", limits.threads, limits.memory)
 
 
 def limits_back(situation: Situation) -> Line:
-    """Return the line that gives the daemon of now its limits again."""
+    """Return the line that restores the current limits of the daemon."""
     now = situation.gpu.mps
     if now is None:
-        return Line("set the limits back: `gpushare mps set` has printed the line", None)
-    return Line("set the limits back", set_limits(situation, now.threads_percent, now.memory_limit_bytes))
+        return Line("restore the limits with the line that `gpushare mps set` printed", None)
+    return _set_limits(situation, "restore the limits", now.threads_percent, now.memory_limit_bytes)
 
 
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
         return (limits_back(situation),)
-    return (Line("stop MPS, which waits for its programs", f"gpushare mps stop -g {situation.gpu.index}"),)
+    return (change("stop MPS; waits for its programs", "mps", "stop", "-g", str(situation.gpu.index)),)
 
 
 def mps_lines(situation: Situation) -> Recipe:
@@ -438,13 +458,13 @@ def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
     """Return a recipe that first stops the MPS daemon of the GPU where it is in the way, and at last starts it again."""
     if not in_the_way_of(situation, way):
         return found
-    gpu, now = f"-g {situation.gpu.index}", situation.gpu.mps
+    gpu, now = ("-g", str(situation.gpu.index)), situation.gpu.mps
     if now is None:
         stop = Line("stop the MPS daemon of the GPU, as it was started: see gpushare mps status", None)
         start = Line("start the MPS daemon again, as it was", None)
     else:
-        stop = Line("stop the MPS daemon of now, which waits for its programs", f"gpushare mps stop {gpu}")
-        start = Line("start MPS again, as it is now", " ".join([f"gpushare mps start {gpu}", *start_words(now)]))
+        stop = change("stop the running MPS daemon; waits for its programs", "mps", "stop", *gpu)
+        start = change("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
 
 
@@ -562,8 +582,8 @@ def _timeslice(situation: Situation) -> Recipe:
     lines = off_first(situation)
     undo: tuple[Line, ...] = ()
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
-        command = f"{sudo(situation)}gpushare timeslice set {level or 'default'} -g {index}"
-        lines.append(Line(_LEVELS.get(level or "", "let several programs in"), command))
+        what, words = _LEVELS.get(level or "", "let several programs in"), ("timeslice", "set", level or "default")
+        lines.append(change(what, *words, "-g", str(index), root=sudo(situation)))
         undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
         lines.append(Line("what runs shares the GPU as it does now; look", f"gpushare status -g {index}"))
@@ -584,12 +604,12 @@ def _timeslice(situation: Situation) -> Recipe:
 
 def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
     """Return the way back to the level, and to the compute mode where that was in the way."""
-    index, root = situation.gpu.index, sudo(situation)
+    index, root = str(situation.gpu.index), sudo(situation)
     level = situation.gpu.time_slice
     level = None if level is TimeSlice.DEFAULT else level
     if level is not None and not blocked:
-        return (Line("go back", f"{root}gpushare timeslice set {level.title} -g {index}"),)
-    back = [Line("go back", f"{root}gpushare timeslice reset -g {index}")]
+        return (change("restore the level", "timeslice", "set", level.title, "-g", index, root=root),)
+    back = [change("restore the default", "timeslice", "reset", "-g", index, root=root)]
     if level is not None:
         what = "and to the level, which gpushare sets only where several programs may in"
         back.append(Line(what, f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))

@@ -26,6 +26,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadUsage, GpuLost, GpushareError, Interrupted, NotFound, NotSupported, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.advice.measured import MeasuredAdvice
+    from gpushare.advice.recipe import Recipe
     from gpushare.advice.situation import Situation
     from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement, Prepared
@@ -245,7 +247,7 @@ def _wanted(
     if measure and explained:
         raise BadUsage("--mechanism explains, --measure measures", "leave one of them away", code="bad_combination")
     if measure:
-        return wanted_of(program or shlex.split(command or ""), asked)
+        return wanted_of(program or _argv(command or ""), asked)
     if program or given:
         said = "a command" if program else ", ".join(given)
         raise BadUsage(
@@ -254,6 +256,17 @@ def _wanted(
             code="bad_combination",
         )
     return None
+
+
+def _argv(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise BadUsage(
+            f"--command {quoted(command)}: {str(error).lower()}",
+            "close the quotes, or give it last: -- CMD",
+            code="bad_command",
+        ) from None
 
 
 def _number(option: str, text: str | None) -> int | None:
@@ -551,16 +564,6 @@ def asked(situation: Situation) -> Situation:
     return situation
 
 
-# The commands that set something up; those that run a program are left to the user.
-_SET_UP: Final = frozenset(
-    {
-        *(("mps", verb) for verb in ("start", "set", "stop")),
-        *(("mig", verb) for verb in ("apply", "create", "destroy", "disable")),
-        ("timeslice", "set"),
-    }
-)
-
-
 def applied(advice: Advice, notes: Sequence[str]) -> Any:
     """Carry the set-up of the winner out, or with --dry-run only show it.
 
@@ -570,26 +573,24 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
     """
     from gpushare.show.plan import plan_result
 
-    lines = _set_up(advice)
+    recipe = _set_up(advice)
+    lines = [line.words for line in recipe.lines if line.words]
     steps: list[Any] = []
     said = list(notes)
     # Where the way back is known only when it is done, the line itself says it.
-    keeps_undo = advice.recipe is not None and any(line.command is None for line in advice.recipe.undo)
+    keeps_undo = any(line.command is None for line in recipe.undo)
     for number, words in enumerate(lines):
         try:
             result = _run(words)
         except GpushareError as error:
             if number and not settings.dry_run:
-                raise _half_done(error, advice) from error
+                raise _half_done(error, recipe) from error
             raise
         steps += [_Step(**step) for step in (result.data or {}).get("steps", ())]
         said += [note for note in result.notes if keeps_undo or not note.startswith("undo: ")]
-    recipe = advice.recipe
-    if recipe is not None:
-        runs = [line for line in recipe.lines if line.command and _words(line.command)[:2] not in _SET_UP]
-        said += [f"then, {line.what}: {line.command}" for line in runs]
-        if not settings.dry_run and lines:
-            said += [f"undo: {line.command}" for line in recipe.undo if line.command]
+    said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and not line.words]
+    if not settings.dry_run and lines:
+        said += [f"undo: {line.command}" for line in recipe.undo if line.command]
     return plan_result("advise", steps, dry_run=settings.dry_run, notes=said)
 
 
@@ -600,27 +601,18 @@ class _Step:
         self.what, self.command, self.undo = what, command, undo
 
 
-def _set_up(advice: Advice) -> list[tuple[str, ...]]:
+def _set_up(advice: Advice) -> Recipe:
     if advice.best is None or advice.recipe is None:
         raise NotSupported(
-            "nothing fits, so there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
+            "nothing fits: there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
         )
-    commands = [line.command for line in advice.recipe.lines if line.command is not None]
-    if any("$CUDA_VISIBLE_DEVICES" in one or one.startswith("eval ") for one in commands):
+    if advice.recipe.several_shells:
         raise NotSupported(
-            f"{advice.best.way.label} is set up in a shell per group",
+            f"{advice.best.way.label} needs one shell per group, so --apply cannot set it up",
             "type the lines that `gpushare advise` prints",
             code="several_shells",
         )
-    return [words for words in map(_words, commands) if words[:2] in _SET_UP]
-
-
-def _words(command: str) -> tuple[str, ...]:
-    """Return the words of a gpushare line behind the program's name; none of another program's line."""
-    words = shlex.split(command)
-    if words[:1] == ["sudo"]:
-        words = words[1:]
-    return tuple(words[1:]) if words[:1] == ["gpushare"] else ()
+    return advice.recipe
 
 
 def _run(words: tuple[str, ...]) -> Any:
@@ -630,11 +622,11 @@ def _run(words: tuple[str, ...]) -> Any:
     return root()(args=list(words), prog_name="gpushare", standalone_mode=False)
 
 
-def _half_done(error: GpushareError, advice: Advice) -> GpushareError:
-    commands = [line.command for line in (advice.recipe.undo if advice.recipe else ()) if line.command]
+def _half_done(error: GpushareError, recipe: Recipe) -> GpushareError:
+    commands = [line.command for line in recipe.undo if line.command]
     return error.restated(
-        message=f"{error.message}; what came before it was done",
-        hint=f"take it back: {'; '.join(commands)}" if commands else None,
+        message=f"{error.message}; the steps before it were done",
+        hint=f"undo them: {'; '.join(commands)}" if commands else None,
         kind=OperationFailed,
     )
 

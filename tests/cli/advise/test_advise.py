@@ -314,6 +314,24 @@ def test_apply_does_what_the_lines_do(cli: Any, words: tuple[str, ...], spec: st
     assert shown(cli, spec) == before
 
 
+@pytest.mark.parametrize(
+    "command", ["echo it's", 'echo "$CUDA_VISIBLE_DEVICES"', "eval true", "gpushare mps stop -g 0"]
+)
+def test_apply_does_not_read_the_command_of_the_user(cli: Any, command: str) -> None:
+    words = ("advise", *USERS, "--command", command, "--apply")
+    spec = "sim:a100-80gb"
+    assert (
+        cli(*words, "-n", host=spec, output="json").ok().data
+        == cli("advise", *USERS, "--apply", "-n", host=spec, output="json").data
+    )
+    answer = cli(*words, "-y", host=spec).ok()
+    assert answer.err.count(f"-- {command}") == 1
+
+
+def test_measure_refuses_a_command_with_an_open_quote(refused: Any) -> None:
+    refused("advise", "--measure", "--command", "echo it's", code="bad_command", exit_code=2)
+
+
 def test_apply_that_fails_half_way_names_the_way_back(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpushare.cli import advise
     from gpushare.errors import OperationFailed
@@ -330,7 +348,7 @@ def test_apply_that_fails_half_way_names_the_way_back(cli: Any, monkeypatch: pyt
     monkeypatch.setattr(advise, "_run", failing)
     answer = cli("advise", *FARM, "--apply", host=spec)
     assert answer.code == 1
-    assert "the daemon did not start; what came before it was done" in answer.err
+    assert "the daemon did not start; the steps before it were done" in answer.err
     assert "gpushare mig apply -g 0 3g.40gb:" in answer.err
 
 
