@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.case import Case, Isolation, Pattern
+from gpushare.advice.case import Isolation, Pattern
 from gpushare.advice.engine import Verdict, verdicts, winner
 from gpushare.advice.recipe import Recipe, limits_sum, recipe
 from gpushare.advice.rule import Kind
@@ -127,19 +127,15 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
     """Return the situation with another answer to one question."""
     case = situation.case
     if field == "root":
-        return replace(situation, case=replace(case, root=value))
+        return situation.variant(case=replace(case, root=value))
     if field == "same_user":
         # Names that were given would say otherwise.
-        return replace(
-            situation,
-            case=Case(
-                workloads=tuple(replace(one, same_user=value, user=None) for one in case.workloads), root=case.root
-            ),
-        )
+        ones = tuple(replace(one, same_user=value, user=None) for one in case.workloads)
+        return situation.variant(case=replace(case, workloads=ones))
     if field == "bandwidth_bound" and not situation.pair:
         return situation
     ones = tuple(replace(one, **{field: value}) for one in case.workloads)
-    return replace(situation, case=replace(case, workloads=ones))
+    return situation.variant(case=replace(case, workloads=ones))
 
 
 def answer_of(situation: Situation, field: str) -> Any:
@@ -179,7 +175,7 @@ def _changes(situation: Situation, way: Way | None) -> list[Change]:
 
 def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Change, ...]) -> Advice:
     """Return the advice with another winner, and the thread cap of its MPS clients if it was measured (percent)."""
-    situation = replace(advice.situation, cap=cap)
+    situation = advice.situation.variant(cap=cap)
     return replace(
         advice,
         situation=situation,

@@ -79,7 +79,16 @@ _NOTHING_KNOWN: Final = Reason(
 
 def verdicts(situation: Situation) -> tuple[Verdict, ...]:
     """Return the verdict of every way, the best first, the refused last."""
-    found = [_verdict(situation, way) for way in Way]
+    return situation.once(("verdicts", situation.case), lambda: _verdicts(situation))
+
+
+def _verdicts(situation: Situation) -> tuple[Verdict, ...]:
+    reasons: dict[Way, list[Reason]] = {way: [] for way in Way}
+    rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS, *CONDITIONS, *PREFERENCES)
+    for rule in rules:
+        for way, reason in rule.reasons(situation):
+            reasons[way].append(reason)
+    found = [_verdict(way, reasons[way]) for way in Way]
     left = [one for one in found if not one.refused and one.way in SHARING and one.way is not Way.VGPU]
     if len(left) < _TO_COMPARE:
         found = [_with(one, _NOTHING_TO_COMPARE) if one.way is Way.MEASURE else one for one in found]
@@ -119,9 +128,7 @@ def _undecided(situation: Situation) -> bool:
     return not said and not other_users and case.any("saturating") is None and (case.groups or 0) < _TO_COMPARE
 
 
-def _verdict(situation: Situation, way: Way) -> Verdict:
-    rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS, *CONDITIONS, *PREFERENCES)
-    reasons = [reason for rule in rules for reason in rule.reasons(situation, way)]
+def _verdict(way: Way, reasons: list[Reason]) -> Verdict:
     reasons.sort(key=lambda one: _ORDER[one.kind])
     if any(one.kind is Kind.VETO for one in reasons):
         outcome = Outcome.REFUSED

@@ -5,28 +5,20 @@ A weight says how much; the reasons are shown, the numbers are not.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-from gpushare.advice.case import Isolation, Pattern, Role, any_of, negated
+from gpushare.advice.case import Isolation, Pattern, Role
 from gpushare.advice.recipe import in_the_way_of
-from gpushare.advice.rule import Kind, Rule, When
+from gpushare.advice.rule import Kind, Rule, denied, said
 from gpushare.advice.situation import Situation, limit_for
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, Way
 from gpushare.model import ComputeMode
 
-
-def _for(name: str, ways: dict[Way, int], text: str, source: str, when: When) -> list[Rule]:
-    return [
-        Rule(id=name, kind=Kind.FOR, ways=(way,), text=text, source=source, when=when, weight=weight)
-        for way, weight in ways.items()
-    ]
-
-
-def _against(name: str, ways: dict[Way, int], text: str, source: str, when: When) -> list[Rule]:
-    return [
-        Rule(id=name, kind=Kind.AGAINST, ways=(way,), text=text, source=source, when=when, weight=weight)
-        for way, weight in ways.items()
-    ]
+_MIG_GUIDE: Final = "NVIDIA MIG User Guide"
+_for = partial(Rule, kind=Kind.FOR)
+_against = partial(Rule, kind=Kind.AGAINST)
+_condition = partial(Rule, kind=Kind.CONDITION)
 
 
 def _one_process(s: Situation) -> bool:
@@ -83,266 +75,266 @@ def _production(s: Situation) -> bool:
 
 
 PREFERENCES: Final = (
-    *_for(
+    _for(
         "one-process",
         {Way.WHOLE: 40},
         "there is one process: nobody to share with",
         "NVIDIA table 2022",
         _one_process,
     ),
-    *_for(
+    _for(
         "one-process-own-code",
         {Way.STREAMS: 75},
         "one process, and its code can be changed: streams overlap its work",
         'NVIDIA table 2022; CIP203 ("limited to a single process")',
         _own_code,
     ),
-    *_for(
+    _for(
         "small-same-user",
         {Way.MPS: 40, Way.MPS_STREAMS: 20},
         "several small programs of one user: MPS runs their kernels at the same time",
         "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
         _farm,
     ),
-    *_for(
+    _for(
         "mps-there-already",
         {Way.MPS: 5},
         "an MPS daemon serves the GPU already",
         "the host",
         lambda s: s.several and s.mps_serves and s.case.same_user is True,
     ),
-    *_for(
+    _for(
         "small-maybe-same-user",
         {Way.MPS: 15},
         "several small programs: MPS runs their kernels at the same time, if all belong to one user",
         "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
         lambda s: _small(s) and s.case.same_user is None and not s.idle_often and not s.pair,
     ),
-    *_for(
+    _for(
         "cooperating",
         {Way.MPS: 30},
         "cooperating processes (MPI ranks) are what MPS was made for",
         "NVIDIA MPS guide; CSC; PIConGPU",
         _cooperating,
     ),
-    *_for(
+    _for(
         "small-batch",
         {Way.MPS: 15},
         "small batch jobs: throughput counts",
         "GKE",
         lambda s: _small(s) and s.case.pattern is Pattern.STEADY and s.case.same_user is not False,
     ),
-    *_for(
+    _for(
         "latency-own-part",
         {Way.MIG: 45, Way.WHOLE: 5},
         "latency or QoS of several services: each has its own SMs and memory",
         "NVIDIA table 2022; GKE; Rafay; CERN",
-        lambda s: s.several and bool(s.case.any("latency")) and not s.pair,
+        lambda s: s.several and s.case.any("latency") and not s.pair,
     ),
-    *_against(
+    _against(
         "latency-jitter",
         {Way.TIMESLICE: 20, Way.MIG_TIMESLICE: 20},
         "time-slicing adds jitter: p99 2 to 3 times, also 5 times, that of a job alone",
         "NVIDIA table 2022; Tally-bench; measured on an H200",
-        lambda s: bool(s.case.any("latency")),
+        said("latency"),
     ),
-    *_for(
+    _for(
         "bandwidth",
         {Way.MIG: 45},
         "only MIG divides the memory bandwidth",
         "NVIDIA table 2022",
-        lambda s: s.several and bool(s.case.any("bandwidth_qos")),
+        lambda s: s.several and s.case.any("bandwidth_qos"),
     ),
-    *_for(
+    _for(
         "other-users-production",
         {Way.MIG: 40},
         "different users in production: each has an instance",
         "CIP203; EKS; Red Hat",
         lambda s: s.several and s.case.same_user is False and _production(s) and s.saturating is not True,
     ),
-    *_for(
+    _for(
         "bursty",
         {Way.TIMESLICE: 40},
         "bursts and idle times (people, notebooks, CI): who works has the whole GPU meanwhile",
         "GKE; NVIDIA; CIP203; CERN; EKS (Red Hat does not recommend it in general)",
         lambda s: s.several and s.idle_often,
     ),
-    *_for(
+    _for(
         "older-or-many",
         {Way.TIMESLICE: 25},
         "no MIG here for so many users",
         "NVIDIA GPU Operator",
         _older,
     ),
-    *_for(
+    _for(
         "groups-together",
         {Way.MIG_MPS: 125},
         "groups kept apart, small work inside each: an instance per group, MPS inside",
         "NVIDIA blog 2022; GKE; CIP203",
         lambda s: _groups(s) and not s.idle_often and s.saturating is not True,
     ),
-    *_for(
+    _for(
         "groups-interactive",
         {Way.MIG_TIMESLICE: 140},
         "groups kept apart, interactive inside each: an instance per group, time-sliced inside",
         "NVIDIA blog 2022; GKE; CIP203; nos",
         lambda s: _groups(s) and s.idle_often,
     ),
-    *_for(
+    _for(
         "half-a-gpu",
         {Way.MIG: 15},
         "each needs less than half of the GPU and of its memory: an instance, tested, does",
         "CIP203",
         lambda s: s.several and _half(s),
     ),
-    *_for(
+    _for(
         "half-a-gpu-alone",
         {Way.MIG: 80},
         "one job that needs less than half of the GPU and of its memory: an instance, tested, leaves the rest to others",
         "CIP203",
         lambda s: _one_process(s) and _half(s) and _leaves_half(s) and not s.case.any("code"),
     ),
-    *_for(
+    _for(
         "saturating",
         {Way.WHOLE: 60},
         "one process fills the GPU: sharing gains nothing (0.97 to 1.05 of one after the other), and MIG mode costs SMs",
         "CERN; CIP203; ParvaGPU",
         lambda s: s.saturating is True and not s.pair,
     ),
-    *_for(
+    _for(
         "production-pair",
         {Way.MPS_PRIORITY: 92},
         "production beside an opportunistic job: on an H200 a cap of 60 % and low priority for the latter kept production's p99 (0.98)",
         "measured on an H200; man nvidia-cuda-mps-control",
         lambda s: s.pair and s.case.same_user is not False,
     ),
-    *_against(
+    _against(
         "production-plain-mps",
         {Way.MPS: 60, Way.MPS_STREAMS: 60},
         "MPS alone is the worst neighbour: on an H200 production kept 0.11 of its rate, p99 10.5 times",
         "measured on an H200",
         lambda s: s.pair,
     ),
-    *_for(
+    _for(
         "production-apart",
         {Way.MIG: 30},
         "an instance for production keeps its throughput and its p99",
         "NVIDIA table 2022",
         lambda s: s.pair,
     ),
-    *_for(
+    _for(
         "production-first",
         {Way.WHOLE: 20},
         "the other can wait, or be paused, while production works",
         "measured on an H200 (only a full pause protects the tail outside MPS)",
         lambda s: s.pair,
     ),
-    *_for(
+    _for(
         "production-fills",
         {Way.WHOLE: 80},
         "production fills the GPU itself: what another job gets, production loses; let it wait",
         "CERN; CIP203; measured on an H200 (two jobs that fill the memory bandwidth always sum to 1.0)",
         lambda s: s.pair and s.saturating is True,
     ),
-    *_against(
+    _against(
         "production-time",
         {Way.TIMESLICE: 15},
         "time-slicing gives both the same time: on an H200 production kept 0.51 of its rate",
         "measured on an H200; NVIDIA GPU Operator",
         lambda s: s.pair,
     ),
-    *_for(
+    _for(
         "production-bandwidth",
         {Way.MIG: 60, Way.WHOLE: 70},
         "one of the two fills the memory bandwidth: give production an instance, or pause the other",
         "measured on an H200",
-        lambda s: s.pair and bool(s.case.any("bandwidth_bound")),
+        lambda s: s.pair and s.case.any("bandwidth_bound"),
     ),
-    *_against(
+    _against(
         "production-bandwidth-cap",
         {Way.MPS_PRIORITY: 60},
         "half of the SMs draw all of the memory bandwidth: a cap does not help",
         "measured on an H200",
-        lambda s: s.pair and bool(s.case.any("bandwidth_bound")),
+        lambda s: s.pair and s.case.any("bandwidth_bound"),
     ),
-    *_for(
+    _for(
         "kept-in-share",
         {Way.MPS_STATIC: 90, Way.MIG: 35, Way.MPS: 15},
         "known needs, and each is to stay in its share",
         "NVIDIA CUDA 13.1",
-        lambda s: s.several and bool(s.case.any("containment")),
+        lambda s: s.several and s.case.any("containment"),
     ),
-    *_for(
+    _for(
         "cuda-graphs",
         {Way.MEASURE: 100},
         "engines with CUDA graphs turn the order round (H200: time-slicing 99.7 %, MPS 94.4 %, MIG 20 % of alone)",
         "H200 co-location study (2026)",
-        lambda s: _free_to_measure(s) and bool(s.case.any("cuda_graphs")),
+        lambda s: _free_to_measure(s) and s.case.any("cuda_graphs"),
     ),
-    *_for(
+    _for(
         "waits-for-input",
         {Way.FIX: 200},
         "the GPU waits for input: sharing hides that, more workers or larger batches cure it",
         "CIP203",
-        lambda s: bool(s.case.any("io_bound")),
+        said("io_bound"),
     ),
-    *_for(
+    _for(
         "virtual-machines",
         {Way.VGPU: 400},
         "the parties are virtual machines",
         "NVIDIA table 2022",
-        lambda s: bool(s.case.any("vms")),
+        said("vms"),
     ),
-    *_for(
+    _for(
         "not-trusted",
         {Way.MIG: 70, Way.WHOLE: 45},
         "the parties do not trust each other: each has its own part, or its own time",
         "NVIDIA table 2022; EKS",
         lambda s: s.several and not s.trusted,
     ),
-    *_against(
+    _against(
         "not-trusted-time",
         {Way.TIMESLICE: 40},
         "who shares the memory of a GPU can use it up, and a reset hits all",
         "NVIDIA GPU Operator",
         lambda s: s.several and not s.trusted,
     ),
-    *_for(
+    _for(
         "isolated",
         {Way.MIG: 60},
         "isolation in hardware",
         "NVIDIA table 2022",
         lambda s: s.several and bool(s.isolation & {Isolation.FAULT, Isolation.FULL}) and s.saturating is not True,
     ),
-    *_for(
+    _for(
         "quota",
         {Way.MPS: 10, Way.MIG: 5},
         "a limit that holds for each process",
         "NVIDIA MPS guide",
         lambda s: s.several and Isolation.QUOTA in s.isolation,
     ),
-    *_for(
+    _for(
         "needs-peers",
         {Way.WHOLE: 60},
         "work across GPUs wants them whole",
         "NVIDIA MIG User Guide",
-        lambda s: bool(s.case.any("nccl")) or bool(s.case.any("p2p")),
+        said("nccl", "p2p"),
     ),
-    *_for(
+    _for(
         "runs-already",
         {Way.TIMESLICE: 40},
         "a program that runs is time-sliced as it is, and can be paused; nothing else can take it in",
         "NVIDIA MPS guide",
-        lambda s: bool(s.case.any("running")),
+        said("running"),
     ),
-    *_against(
+    _against(
         "queue-of-people",
         {Way.WHOLE: 15},
         "people would wait for each other",
         "CIP203",
         lambda s: s.several and s.case.pattern is Pattern.INTERACTIVE,
     ),
-    *_against(
+    _against(
         "one-process-shares",
         dict.fromkeys(tuple(way for way in CONCURRENT if way not in {Way.STREAMS, Way.VGPU}), 30),
         "there is nobody to share with",
@@ -352,26 +344,11 @@ PREFERENCES: Final = (
 )
 
 
-_MIG_GUIDE: Final = "NVIDIA MIG User Guide"
-
-
-def _condition(name: str, ways: tuple[Way, ...], text: str, source: str, when: When, **more: Any) -> Rule:
-    return Rule(id=name, kind=Kind.CONDITION, ways=ways, text=text, source=source, when=when, **more)
-
-
 def _in_the_way(s: Situation) -> bool | None:
     """Return whether programs on the GPU keep it from being divided."""
     if s.gpu.mig_enabled:
         return False
     return None if s.gpu.processes is None else s.gpu.processes > 0
-
-
-def _held(way: Way) -> When:
-    return lambda s: s.held(way)
-
-
-def _served(way: Way) -> When:
-    return lambda s: in_the_way_of(s, way)
 
 
 def _tight(s: Situation) -> bool:
@@ -391,27 +368,21 @@ CONDITIONS: Final = (
         "NVIDIA table 2022 (when idle); MIG User Guide",
         _in_the_way,
         unknown="the GPU must be idle to be divided",
-        words=lambda s: {"count": "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"},
+        words=lambda s, _: {"count": "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"},
     ),
-    *(
-        _condition(
-            "mig-instances-busy",
-            (way,),
-            "programs are in its instances, and what is left is too small: they have to end first",
-            _MIG_GUIDE,
-            _held(way),
-        )
-        for way in ALL_MIG
+    _condition(
+        "mig-instances-busy",
+        ALL_MIG,
+        "programs are in its instances, and what is left is too small: they have to end first",
+        _MIG_GUIDE,
+        when_way=Situation.held,
     ),
-    *(
-        _condition(
-            "mps-serves",
-            (way,),
-            "an MPS daemon serves the GPU: it has to be stopped first, when its programs have ended",
-            "NVIDIA MPS guide; MIG User Guide (when idle)",
-            _served(way),
-        )
-        for way in (Way.TIMESLICE, *ALL_MIG)
+    _condition(
+        "mps-serves",
+        (Way.TIMESLICE, *ALL_MIG),
+        "an MPS daemon serves the GPU: it has to be stopped first, when its programs have ended",
+        "NVIDIA MPS guide; MIG User Guide (when idle)",
+        when_way=in_the_way_of,
     ),
     _condition(
         "mig-profiles-unknown",
@@ -440,7 +411,7 @@ CONDITIONS: Final = (
         "compute mode {mode} lets one process in; it becomes default (root)",
         "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)",
         lambda s: s.gpu.compute_mode not in {None, ComputeMode.DEFAULT},
-        words=lambda s: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title},
+        words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title},
     ),
     _condition(
         "memory-tight",
@@ -461,7 +432,7 @@ CONDITIONS: Final = (
         (Way.MIG_MPS, Way.MIG_TIMESLICE),
         "those that share GPU memory by CUDA IPC must be in the same instance",
         f"{_MIG_GUIDE} (no CUDA IPC across GPU instances)",
-        lambda s: s.case.any("ipc"),
+        said("ipc"),
     ),
     _condition(
         "mps-without-limits",
@@ -475,14 +446,14 @@ CONDITIONS: Final = (
         (*ALL_MPS, Way.MIG_MPS),
         "containers need the pipe directory, /dev/shm or --ipc=host, and the same user",
         "NVIDIA MPS guide; k8s-device-plugin",
-        lambda s: any_of([s.case.any("containers"), s.case.any("kubernetes")]),
+        said("containers", "kubernetes"),
     ),
     _condition(
         "kubernetes-mps-mig",
         (Way.MIG_MPS,),
         "the Kubernetes device plugin and Red Hat refuse MPS on MIG; CUDA, GKE and CIP203 do it: not through the plugin",
         "k8s-device-plugin README; NVIDIA MIG User Guide",
-        lambda s: s.case.any("kubernetes"),
+        said("kubernetes"),
     ),
     _condition(
         "priority-needs-pair",
@@ -496,14 +467,14 @@ CONDITIONS: Final = (
         (Way.MPS_PRIORITY,),
         "no cap protects where one of the two fills the memory bandwidth: half of the SMs draw all of it",
         "measured on an H200",
-        lambda s: s.case.any("bandwidth_bound"),
+        said("bandwidth_bound"),
     ),
     _condition(
         "nccl-sharing",
         (Way.TIMESLICE, *ALL_MPS, Way.VGPU),
         "NCCL wants a GPU of its own for each rank",
         "NVIDIA MIG guide; NCCL",
-        lambda s: s.case.any("nccl"),
+        said("nccl"),
     ),
     _condition(
         "inside-needs-groups",
@@ -524,7 +495,7 @@ CONDITIONS: Final = (
         (Way.FIX,),
         "only if the GPU waits: for input, for the CPU, for the disk",
         "CIP203",
-        lambda s: negated(s.case.any("io_bound")),
+        denied("io_bound"),
         unknown="only if the GPU waits: for input, for the CPU, for the disk",
     ),
 )

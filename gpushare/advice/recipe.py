@@ -529,7 +529,8 @@ def _may_pause(situation: Situation) -> bool:
     if not situation.pair or situation.case.same_user is False or situation.before_volta:
         return False
     rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS)
-    return not any(one.kind is Kind.VETO for rule in rules for one in rule.reasons(situation, Way.MPS))
+    said = (reason for rule in rules for way, reason in rule.reasons(situation) if way is Way.MPS)
+    return not any(reason.kind is Kind.VETO for reason in said)
 
 
 def _one_each(situation: Situation) -> Recipe:

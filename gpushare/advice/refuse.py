@@ -5,13 +5,14 @@ Each comes from a document or a measurement, named beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-from gpushare.advice.case import Isolation, all_of, any_of, negated
+from gpushare.advice.case import Isolation, all_of, negated
 from gpushare.advice.compare import no_static_partitions
-from gpushare.advice.rule import Kind, Reason, Rule, When, Words
+from gpushare.advice.rule import Kind, Reason, Rule, denied, said
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Cell, Mechanism
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, Way
@@ -20,10 +21,7 @@ from gpushare.units import format_bytes
 
 _MIG_GUIDE: Final = "NVIDIA MIG User Guide"
 _MPS_GUIDE: Final = "NVIDIA MPS guide"
-
-
-def _veto(name: str, ways: tuple[Way, ...], text: str, source: str, when: When, **more: Any) -> Rule:
-    return Rule(id=name, kind=Kind.VETO, ways=ways, text=text, source=source, when=when, **more)
+_veto = partial(Rule, kind=Kind.VETO)
 
 
 def _no_static(s: Situation) -> bool | None:
@@ -47,43 +45,22 @@ def _too_many(s: Situation) -> bool | None:
     return s.case.processes > s.mps_clients
 
 
-def _memory_words(way: Way) -> Words:
-    def words(s: Situation) -> dict[str, object]:
-        found = s.budget_of(way)
-        largest = found.largest_bytes or 0
-        return {
-            "total": format_bytes(found.total_bytes),
-            "needed": format_bytes(found.needed_bytes),
-            "short": format_bytes(-(found.left_bytes or 0)),
-            "most": found.most or 0,
-            "largest": format_bytes(largest),
-            "over": format_bytes(max(largest - (found.usable_bytes or 0), 0)),
-        }
-
-    return words
+def _memory_words(s: Situation, way: Way) -> dict[str, object]:
+    found = s.budget_of(way)
+    largest = found.largest_bytes or 0
+    return {
+        "total": format_bytes(found.total_bytes),
+        "needed": format_bytes(found.needed_bytes),
+        "short": format_bytes(-(found.left_bytes or 0)),
+        "most": found.most or 0,
+        "largest": format_bytes(largest),
+        "over": format_bytes(max(largest - (found.usable_bytes or 0), 0)),
+    }
 
 
-def _sum_too_large(way: Way) -> When:
-    def when(s: Situation) -> bool | None:
-        return s.several and s.budget_of(way).may_fit is False
-
-    return when
-
-
-def _too_small(way: Way) -> When:
-    def when(s: Situation) -> bool | None:
-        found = s.slices(way)
-        return None if found is None else found.why_not is not None
-
-    return when
-
-
-def _why_not(way: Way) -> Words:
-    def words(s: Situation) -> dict[str, object]:
-        found = s.slices(way)
-        return {"why": "" if found is None else found.why_not}
-
-    return words
+def _why_no_slices(s: Situation, way: Way) -> str | None:
+    found = s.slices(way)
+    return None if found is None else found.why_not
 
 
 def _no_graphics(s: Situation) -> bool | None:
@@ -101,7 +78,7 @@ VETOES: Final = (
         "NVIDIA MIG User Guide, supported GPUs; AWS EKS",
         lambda s: negated(s.gpu.mig_capable),
         unknown="only if the GPU has MIG; the driver does not say",
-        words=lambda s: {"name": s.gpu.name or "this GPU"},
+        words=lambda s, _: {"name": s.gpu.name or "this GPU"},
     ),
     _veto(
         "mig-needs-root",
@@ -116,7 +93,7 @@ VETOES: Final = (
         ALL_MIG,
         "NCCL and peer-to-peer across GPUs do not work on MIG instances",
         f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"',
-        lambda s: any_of([s.case.any("nccl"), s.case.any("p2p")]),
+        said("nccl", "p2p"),
     ),
     _veto(
         "graphics",
@@ -130,18 +107,15 @@ VETOES: Final = (
         (*ALL_MIG, *ALL_MPS),
         "a profiler or debugger needs what is shared here",
         "NVIDIA MIG and MPS guides",
-        lambda s: s.case.any("profiler"),
+        said("profiler"),
     ),
-    *(
-        _veto(
-            "mig-too-small",
-            (way,),
-            "{why}",
-            f"{_MIG_GUIDE}, profiles; CIP203",
-            _too_small(way),
-            words=_why_not(way),
-        )
-        for way in ALL_MIG
+    _veto(
+        "mig-too-small",
+        ALL_MIG,
+        "{why}",
+        f"{_MIG_GUIDE}, profiles; CIP203",
+        when_way=lambda s, way: _why_no_slices(s, way) is not None,
+        words=lambda s, way: {"why": _why_no_slices(s, way)},
     ),
     # -- MPS ---------------------------------------------------------------------------------------
     _veto(
@@ -166,7 +140,7 @@ VETOES: Final = (
         "{processes} processes, and MPS takes {most} clients on this GPU",
         "NVIDIA MPS guide (48; 60 from release 590; 16 before Volta)",
         _too_many,
-        words=lambda s: {"processes": s.case.processes, "most": s.mps_clients},
+        words=lambda s, _: {"processes": s.case.processes, "most": s.mps_clients},
     ),
     _veto(
         "mps-not-installed",
@@ -180,7 +154,7 @@ VETOES: Final = (
         (*ALL_MPS, Way.MIG_MPS),
         "MPS does not take programs that launch kernels from kernels",
         "NVIDIA MPS guide (error 811)",
-        lambda s: s.case.any("dynamic_parallelism"),
+        said("dynamic_parallelism"),
     ),
     _veto(
         "mps-limits-before-volta",
@@ -196,7 +170,7 @@ VETOES: Final = (
         "NVIDIA CUDA 13.1; nvidia-cuda-mps-control 595",
         _no_static,
         unknown="only from Ampere and driver 590 (CUDA 13.1) on",
-        words=lambda s: {"here": " with ".join(no_static_partitions(s.host, s.gpu))},
+        words=lambda s, _: {"here": " with ".join(no_static_partitions(s.host, s.gpu))},
     ),
     # -- streams -----------------------------------------------------------------------------------
     _veto(
@@ -204,7 +178,7 @@ VETOES: Final = (
         (Way.STREAMS, Way.MPS_STREAMS),
         "the program would have to be changed, and cannot be",
         "NVIDIA table 2022; CIP203",
-        lambda s: negated(s.case.any("code")),
+        denied("code"),
         unknown="only if the program can be changed to use streams",
     ),
     _veto(
@@ -212,7 +186,7 @@ VETOES: Final = (
         (Way.STREAMS,),
         "the program runs already; it would have to be changed and started anew",
         "NVIDIA table 2022",
-        lambda s: s.case.any("running"),
+        said("running"),
     ),
     # -- vGPU --------------------------------------------------------------------------------------
     _veto(
@@ -220,7 +194,7 @@ VETOES: Final = (
         (Way.VGPU,),
         "there are no virtual machines",
         "NVIDIA table 2022",
-        lambda s: negated(s.case.any("vms")),
+        denied("vms"),
         unknown="only for virtual machines, with NVIDIA's licence",
     ),
     _veto(
@@ -232,16 +206,13 @@ VETOES: Final = (
         unknown="only with NVIDIA's vGPU host driver, and this one does not say that it is",
     ),
     # -- memory and the GPU itself -----------------------------------------------------------------
-    *(
-        _veto(
-            "memory-sum",
-            ways,
-            "together {needed} of {total}: {short} too much; {most} fit at the same time",
-            "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
-            _sum_too_large(ways[0]),
-            words=_memory_words(ways[0]),
-        )
-        for ways in (ALL_MPS, tuple(way for way in CONCURRENT if way not in {*ALL_MPS, Way.MIG_MPS}), (Way.MIG_MPS,))
+    _veto(
+        "memory-sum",
+        CONCURRENT,
+        "together {needed} of {total}: {short} too much; {most} fit at the same time",
+        "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
+        when_way=lambda s, way: s.several and s.budget_of(way).may_fit is False,
+        words=_memory_words,
     ),
     _veto(
         "memory-one",
@@ -249,7 +220,7 @@ VETOES: Final = (
         "one process alone needs {largest} of {total}: {over} too much",
         "arithmetic",
         lambda s: negated(s.plain.one_fits) if s.plain.one_fits is not None else False,
-        words=_memory_words(Way.WHOLE),
+        words=lambda s, _: _memory_words(s, Way.WHOLE),
     ),
     _veto(
         "prohibited",
@@ -280,22 +251,25 @@ class Requirement:
     # What holds between processes of one instance too: then a weak inner mechanism is a condition.
     inside: bool = True
 
-    def reasons(self, situation: Situation, way: Way) -> Iterable[Reason]:
-        """Yield what the requirement says of a way."""
-        if way not in self.ways or way.outer is None:
-            return
+    def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
+        """Yield what the requirement says, for each way about which it says something."""
         applies = self.when(situation)
         if applies is False or (applies is None and self.unknown is None):
+            return
+        for way in self.ways:
+            yield from ((way, reason) for reason in self._about(situation, way, asked=applies is None))
+
+    def _about(self, situation: Situation, way: Way, *, asked: bool) -> Iterable[Reason]:
+        if way.outer is None:
             return
         cell = situation.table.cell(way.outer, self.row, situation.host.driver)
         best = situation.table.level(way.outer, self.row, situation.host.driver, option=way.table_option)
         plainly = best if way is Way.MPS_STATIC else cell.level
         enough = situation.table.at_least(self.row, plainly, self.wanted)
-        if applies is None:
+        if asked:
             if not enough and not situation.table.at_least(self.row, best, self.floor):
                 yield self._reason(cell, Kind.CONDITION, self.unknown or "", asked=True)
-            return
-        if not enough:
+        elif not enough:
             yield self._short(situation, way, cell, best)
         elif way.inner is not None and way.outer is Mechanism.MIG and self.inside:
             yield from self._between(situation, way)
@@ -420,7 +394,7 @@ REQUIREMENTS: Final = (
         wanted="percentage",
         floor="percentage",
         text="unequal shares are wanted",
-        when=lambda s: s.case.any("weights"),
+        when=said("weights"),
         ways=(Way.TIMESLICE,),
     ),
     Requirement(
@@ -429,7 +403,7 @@ REQUIREMENTS: Final = (
         wanted="tenants",
         floor="qos",
         text="the parties are virtual machines",
-        when=lambda s: s.case.any("vms"),
+        when=said("vms"),
         inside=False,
     ),
     Requirement(
@@ -438,7 +412,7 @@ REQUIREMENTS: Final = (
         wanted="ipc",
         floor="ipc",
         text="the parties share GPU memory by CUDA IPC",
-        when=lambda s: s.case.any("ipc"),
+        when=said("ipc"),
         ways=tuple(way for way in _SHARED if way not in {Way.MIG_MPS, Way.MIG_TIMESLICE}),
     ),
     Requirement(
@@ -447,7 +421,7 @@ REQUIREMENTS: Final = (
         wanted="live",
         floor="live",
         text="the programs run already",
-        when=lambda s: s.case.any("running"),
+        when=said("running"),
         inside=False,
     ),
     Requirement(
@@ -456,7 +430,7 @@ REQUIREMENTS: Final = (
         wanted="qos",
         floor="cooperative",
         text="there is a latency target, and no p99 is promised",
-        when=lambda s: s.case.any("latency"),
+        when=said("latency"),
         ways=(
             Way.TIMESLICE,
             Way.MPS,
@@ -473,7 +447,7 @@ REQUIREMENTS: Final = (
         wanted="partition",
         floor="percentage",
         text="each is to be kept in its share",
-        when=lambda s: s.case.any("containment"),
+        when=said("containment"),
         ways=tuple(way for way in _SHARED if way is not Way.STREAMS),
     ),
 )

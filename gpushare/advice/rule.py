@@ -1,18 +1,29 @@
-"""What a rule is, and what it says of a way. Pure."""
+"""What a rule is, and what it says about a way. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from gpushare.advice.case import any_of, negated
 
 if TYPE_CHECKING:
     from gpushare.advice.situation import Situation
     from gpushare.advice.ways import Way
 
 When = Callable[["Situation"], "bool | None"]
-Words = Callable[["Situation"], "dict[str, object]"]
+
+
+def said(*properties: str) -> When:
+    """Return whether a workload has one of these properties."""
+    return lambda situation: any_of(situation.case.any(one) for one in properties)
+
+
+def denied(name: str) -> When:
+    """Return whether no workload has a property."""
+    return lambda situation: negated(situation.case.any(name))
 
 
 class Kind(str, Enum):
@@ -24,34 +35,36 @@ class Kind(str, Enum):
     AGAINST = "against"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
-    """One rule. ``when`` says whether it applies; None: it is not known.
+    """One rule: for preferences ``ways`` has a weight for each way.
 
-    ``unknown`` is the condition that is said then; without it the rule is taken not to apply. ``weight`` counts for
-    preferences only. ``words`` fills the braces of ``text``.
+    ``when`` says whether it applies; ``when_way`` where that differs from way to way. None: unknown; then ``unknown``
+    is a condition, and a rule without it does not apply. ``words`` fills the braces of ``text``.
     """
 
     id: str
-    kind: Kind
-    ways: tuple[Way, ...]
+    ways: tuple[Way, ...] | Mapping[Way, int]
     text: str
     source: str
-    when: When
+    when: When | None = None
+    when_way: Callable[[Situation, Way], bool | None] | None = None
     unknown: str | None = None
-    weight: int = 0
-    words: Words = field(default=lambda _: {})
+    words: Callable[[Situation, Way], dict[str, object]] | None = None
+    kind: Kind = field(kw_only=True)
 
-    def reasons(self, situation: Situation, way: Way) -> Iterable[Reason]:
-        """Yield what the rule says of a way."""
-        if way not in self.ways:
-            return
-        applies = self.when(situation)
-        if applies:
-            text = self.text.format(**self.words(situation)) if "{" in self.text else self.text
-            yield Reason(rule=self.id, kind=self.kind, text=text, source=self.source, weight=self.weight)
-        elif applies is None and self.unknown is not None:
-            yield Reason(rule=self.id, kind=Kind.CONDITION, text=self.unknown, source=self.source, open=True)
+    def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
+        """Yield what the rule says, for each way about which it says something."""
+        common = None if self.when is None else self.when(situation)
+        for way in self.ways:
+            applies = common if self.when_way is None else self.when_way(situation, way)
+            if applies:
+                text = self.text if self.words is None else self.text.format(**self.words(situation, way))
+                weight = self.ways[way] if isinstance(self.ways, Mapping) else 0
+                yield way, Reason(rule=self.id, kind=self.kind, text=text, source=self.source, weight=weight)
+            elif applies is None and self.unknown is not None:
+                text = self.unknown
+                yield way, Reason(rule=self.id, kind=Kind.CONDITION, text=text, source=self.source, open=True)
 
 
 @dataclass(frozen=True, kw_only=True)
