@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.advice.case import Isolation, Pattern
 from gpushare.advice.engine import Verdict, verdicts, winner
 from gpushare.advice.recipe import Recipe, limits_sum, recipe
-from gpushare.advice.rule import Kind
+from gpushare.advice.rules import Kind
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import Way

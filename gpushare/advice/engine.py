@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.prefer import CONDITIONS, PREFERENCES
-from gpushare.advice.refuse import REQUIREMENTS, VETOES, Requirement
-from gpushare.advice.rule import Kind, Reason, Rule
+from gpushare.advice.rules import CONDITIONS, PREFERENCES, REQUIREMENTS, VETOES, Kind, Reason, Requirement, Rule
 from gpushare.advice.ways import CONCURRENT, SHARING, Way
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
-from gpushare.advice.refuse import REQUIREMENTS, VETOES, Requirement
-from gpushare.advice.rule import Kind, Rule
+from gpushare.advice.rules import REQUIREMENTS, VETOES, Kind, Requirement, Rule
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MIG, ALL_MPS, Way
+from gpushare.advice.ways import ALL_MPS, Way
 from gpushare.mig.wish import wish_of
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.units import GIB, MIB
@@ -456,7 +455,7 @@ def mps_static_lines(situation: Situation) -> Recipe:
 
 def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
     """Return a recipe that first stops the MPS daemon of the GPU where it is in the way, and at last starts it again."""
-    if not in_the_way_of(situation, way):
+    if not situation.mps_in_the_way(way):
         return found
     gpu, now = ("-g", str(situation.gpu.index)), situation.gpu.mps
     if now is None:
@@ -466,16 +465,6 @@ def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
         stop = change("stop the running MPS daemon; waits for its programs", "mps", "stop", *gpu)
         start = change("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
-
-
-def in_the_way_of(situation: Situation, way: Way) -> bool:
-    """Return whether an MPS daemon of the whole GPU keeps a way from being set up.
-
-    Its clients are not time-sliced, and MIG cannot be turned on beside it.
-    """
-    if not situation.mps_serves or (situation.case.any("running") and way is Way.TIMESLICE):
-        return False
-    return way in {Way.TIMESLICE, *ALL_MIG}
 
 
 def whole_lines(situation: Situation) -> Recipe:

@@ -439,6 +439,15 @@ class Situation:
         """Return whether an MPS daemon of the whole GPU is there already; those of instances go with MIG."""
         return self.gpu.mps_daemons > 0 and not self.gpu.mig_enabled
 
+    def mps_in_the_way(self, way: Way) -> bool:
+        """Return whether the MPS daemon of the whole GPU must be stopped first.
+
+        Its clients are not time-sliced, and MIG cannot be turned on while it runs.
+        """
+        if not self.mps_serves or (self.case.any("running") and way is Way.TIMESLICE):
+            return False
+        return way in {Way.TIMESLICE, *ALL_MIG}
+
     @cached_property
     def instances(self) -> int | None:
         """Return how many MIG instances there can be: the table's number, or the driver's where that is less."""

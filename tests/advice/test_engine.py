@@ -10,7 +10,7 @@ import pytest
 from gpushare.advice import engine, situation
 from gpushare.advice.advise import ALTERNATIVES, advise, next_question, other_answers, with_way
 from gpushare.advice.engine import BASE, Outcome, Verdict, verdicts, winner
-from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.rules import Kind, Reason
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.advice.advise import Advice, Confidence, advise
 from gpushare.advice.measured import ANSWERED, BENCH_WAYS, Effect, MeasuredAdvice, bench_ways, measured
-from gpushare.advice.prefer import PREFERENCES
+from gpushare.advice.rules import PREFERENCES
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 

@@ -10,10 +10,8 @@ import pytest
 
 from gpushare.advice.case import workload_of
 from gpushare.advice.engine import Outcome, Verdict, verdicts
-from gpushare.advice.prefer import CONDITIONS, PREFERENCES
 from gpushare.advice.recipe import recipe
-from gpushare.advice.refuse import REQUIREMENTS, VETOES
-from gpushare.advice.rule import Kind, Reason, Rule
+from gpushare.advice.rules import CONDITIONS, PREFERENCES, REQUIREMENTS, VETOES, Kind, Reason, Rule
 from gpushare.advice.ways import Way
 from gpushare.errors import BadUsage
 from gpushare.mig.profile import ComputeInstance, GpuInstance
