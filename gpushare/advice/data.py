@@ -99,8 +99,10 @@ def _why_left(advice: Advice, best: Verdict) -> str:
 
     ways = [one for one in CONCURRENT if one is not Way.VGPU]
     if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
-        return "every other way of sharing is refused" if best.way in CONCURRENT else "every way of sharing is refused"
-    return "nothing that was said speaks for another way, and this one needs the least"
+        return (
+            "every other way of sharing is ruled out" if best.way in CONCURRENT else "every way of sharing is ruled out"
+        )
+    return "no answer favours another way, and this one needs the least"
 
 
 def _why_nothing(advice: Advice) -> list[str]:

@@ -62,14 +62,14 @@ _TO_COMPARE: Final = 2
 _NOTHING_TO_COMPARE: Final = Reason(
     rule="nothing-to-compare",
     kind=Kind.VETO,
-    text="there are no two ways left to compare",
+    text="fewer than two ways are left to compare",
     source="the other verdicts",
 )
 _NOTHING_KNOWN: Final = Reason(
     rule="nothing-decides",
     kind=Kind.FOR,
-    text="whether one process alone fills the GPU was not said, and it decides: if so, sharing gains nothing; "
-    "if not, MPS gained 3 to 6 times on an H200",
+    text="it depends on whether one process fills the GPU (--saturating, --no-saturating): if it does, sharing gains nothing; "
+    "if not, MPS was 3 to 6 times as fast on an H200",
     source="measured on an H200; CERN; sharing studies 2021 to 2026 contradict each other by workload",
     weight=25,
 )

@@ -264,7 +264,7 @@ class Limits:
 
 
 def threads_for(situation: Situation, processes: int) -> float:
-    """Return the cap of each of so many clients: as measured, else 100/n where each is to be kept in its share, or 200/n.
+    """Return the cap of each of so many clients: as measured, else 100/n where each process must stay within its share, or 200/n.
 
     NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better at every n that was tried.
     """

@@ -158,7 +158,7 @@ def test_throughput_does_not_overrule_what_it_does_not_tell() -> None:
     """People at notebooks: copies that work all the time say nothing of bursts."""
     found = after({**SURE, "pattern": "interactive"}, {"queue": 100, "timeslice": 100, "mps:200/n": 200})
     assert (found.effect, way_of(found.final)) == (Effect.KEPT, Way.TIMESLICE)
-    assert "bursts and idle times" in found.sentence
+    assert "bursty work" in found.sentence
     assert found.final.confidence is Confidence.MEDIUM
 
 

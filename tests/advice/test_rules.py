@@ -300,7 +300,7 @@ def test_nothing_is_said_twice_of_a_way(kind: tuple[Rule, ...]) -> None:
 
 
 def test_how_many_are_in_the_way_and_which_mode_is_said() -> None:
-    for count, text in ((1, "1 process is on it now"), (3, "3 processes are on it now")):
+    for count, text in ((1, "1 process is running on it now"), (3, "3 processes are running on it now")):
         (reason,) = spoken(verdict(of(facts={"processes": count}), "mig"), "mig-busy")
         assert text in reason.text
     mode = ComputeMode.EXCLUSIVE_PROCESS

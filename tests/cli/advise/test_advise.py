@@ -154,7 +154,7 @@ def test_nothing_fits(cli: Any) -> None:
 
 def test_several_idle_gpus_are_named(cli: Any) -> None:
     answer = cli("advise", *FARM, host="sim:8xh100-80gb").ok()
-    assert "each of the 4 processes can have one to itself" in answer.err
+    assert "each of the 4 processes can have its own" in answer.err
 
 
 def test_the_limits_add_up(cli: Any) -> None:

@@ -114,7 +114,7 @@ def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
 def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
     data = advice(cli, "--processes", "2", "--containment", host="sim:t4")
     (verdict,) = (one for one in data["verdicts"] if one["way"] == "mps-static")
-    assert "here is an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
+    assert "this host has an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
 
 
 @pytest.mark.parametrize(
