@@ -51,17 +51,17 @@ class Recipe:
 
 
 def sudo(situation: Situation) -> str:
-    """Return what stands before a line that only root may run."""
+    """Return the prefix of a line that needs root."""
     return "" if situation.host.root else "sudo "
 
 
 def visible_to(situation: Situation) -> str:
-    """Return what lets a program see this GPU only."""
+    """Return the variable that makes only this GPU visible."""
     return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
 
 
 def program(workload: Workload) -> str:
-    """Return the workload's own command, or the word that stands for it."""
+    """Return the workload's command, or a placeholder."""
     return workload.command or "CMD"
 
 
@@ -78,8 +78,8 @@ def again(processes: int | None, name: str | None = None, how: str | None = None
 
 
 _MEASURE = (
-    "each program in its instance, against the whole GPU: an instance has a share of the SMs and of the bandwidth",
-    "peak memory: in an instance the GPU ends where the instance does",
+    "the rate of each program in its instance and on the whole GPU: an instance has part of the SMs and bandwidth",
+    "peak memory: a program cannot use more than its instance has",
 )
 
 
@@ -163,7 +163,7 @@ def mig_shared_lines(
 ) -> Recipe:
     """Return the lines for several processes per instance: each instance has a name, and its shell.
 
-    ``limits`` gives the MPS options for so many processes in so much memory; without it they are time-sliced.
+    ``limits`` gives the MPS options for a number of processes and the memory they share; None: they are time-sliced.
     """
     gpu, root = f"-g {situation.gpu.index}", sudo(situation)
     slices = situation.slices(way)
@@ -179,11 +179,13 @@ def mig_shared_lines(
         room = [change("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
     lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
-        lines.append(Line(f"in the shell of {name}", f'eval "$(gpushare mig env {name})"'))
+        lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
         run = program(one)
         if limits is not None:
             words = " ".join(limits(one, inside, profile.memory_bytes))
-            lines.append(Line("start MPS in it", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip()))
+            lines.append(
+                Line("start MPS in the instance", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip())
+            )
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
         lines.append(Line(again(inside, who(one)), run))
     if on:
@@ -229,7 +231,7 @@ def _parties(situation: Situation, way: Way) -> list[tuple[str, Workload, int]]:
 
 
 def _name(text: str | None, number: int) -> str:
-    """Return a name that stands on a command line as it is."""
+    """Return a name that needs no quotes."""
     clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
     return clean if clean[:1].isalpha() else f"group{number}"
 
@@ -264,7 +266,7 @@ class Limits:
 
 
 def threads_for(situation: Situation, processes: int) -> float:
-    """Return the cap of each of so many clients: as measured, else 100/n where each process must stay within its share, or 200/n.
+    """Return the cap of each of N clients: as measured, else 100/n to keep each within its share, or 200/n.
 
     NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better at every n that was tried.
     """
@@ -367,13 +369,13 @@ def mps_lines(situation: Situation) -> Recipe:
         lines=tuple(lines),
         undo=_back(situation),
         measure=(
-            "steps per second of all programs together, against the same number without MPS",
+            "total steps per second of all programs, with and without MPS",
             *(() if situation.before_volta else (_OTHER_CAPS,)),
         ),
     )
 
 
-_OTHER_CAPS: Final = "the same with --threads 100 and half of it: the best cap depends on the program"
+_OTHER_CAPS: Final = "the same with --threads 100 and with half the cap: the best cap depends on the program"
 
 
 def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
@@ -384,7 +386,7 @@ def _weighted(situation: Situation, processes: int, limit: int | None) -> list[L
     return [
         _daemon(situation, "start MPS"),
         Line(
-            "the program with the larger share: choose the shares, to 100 together",
+            "the program with the larger share (any shares that add up to 100)",
             f"gpushare run {gpu} {larger} -- {program(one)}",
         ),
         Line(again(processes - 1, "with a smaller share"), f"gpushare run {gpu} {other} -- {program(one)}"),
@@ -394,7 +396,7 @@ def _weighted(situation: Situation, processes: int, limit: int | None) -> list[L
 def mps_streams_lines(situation: Situation) -> Recipe:
     """Return those of MPS, with streams inside each program."""
     found = mps_lines(situation)
-    inside = Line("inside each program: put independent work on CUDA streams of its own", None)
+    inside = Line("inside each program: put independent work on separate CUDA streams", None)
     return Recipe(lines=(inside, *found.lines), undo=found.undo, measure=found.measure)
 
 
@@ -403,7 +405,7 @@ def mps_priority_lines(situation: Situation) -> Recipe:
     ones, gpu = situation.case.workloads, f"-g {situation.gpu.index}"
     giving = [one for one in ones if one.role is Role.OPPORTUNISTIC] or [ones[-1]]
     count = sum(one.processes or 1 for one in giving)
-    lines = [*off_first(situation), _daemon(situation, "start MPS; production has no cap")]
+    lines = [*off_first(situation), _daemon(situation, "start MPS without a cap for production")]
     limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
     for one in ones:
         memory = None if limits[id(one)] is None else ["--memory", size(limits[id(one)] or 0)]
@@ -419,9 +421,9 @@ def mps_priority_lines(situation: Situation) -> Recipe:
         lines=tuple(lines),
         undo=_back(situation),
         measure=(
-            "production's rate and p99, alone and beside the other, three times each in turn",
-            f"when production loses more than 3 %: restart the other with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
-            "a cap is fixed at the start of a program: each try is a restart",
+            "production's rate and p99, alone and with the other job, three alternating runs each",
+            f"if production loses more than 3 %: restart the other job with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
+            "a cap is fixed when a program starts, so each try needs a restart",
         ),
     )
 
@@ -439,7 +441,7 @@ def mps_static_lines(situation: Situation) -> Recipe:
     processes = situation.case.processes or 2
     return Recipe(
         lines=(
-            Line("gpushare does not start static partitions yet: NVIDIA's own lines", None),
+            Line("gpushare cannot start static partitions yet: use NVIDIA's commands", None),
             Line("start the daemon in static mode", "nvidia-cuda-mps-control -d -S"),
             Line(
                 again(processes, f"add a partition of {chunks} chunks on GPU {index}"),
@@ -449,7 +451,9 @@ def mps_static_lines(situation: Situation) -> Recipe:
             Line("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD"),
         ),
         undo=(Line("stop the daemon", "echo quit | nvidia-cuda-mps-control"),),
-        measure=("each program alone in its partition, and beside the others: only memory bandwidth is shared",),
+        measure=(
+            "the rate of each program alone in its partition and with the others: only memory bandwidth is shared",
+        ),
     )
 
 
@@ -459,8 +463,8 @@ def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
         return found
     gpu, now = ("-g", str(situation.gpu.index)), situation.gpu.mps
     if now is None:
-        stop = Line("stop the MPS daemon of the GPU, as it was started: see gpushare mps status", None)
-        start = Line("start the MPS daemon again, as it was", None)
+        stop = Line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status", None)
+        start = Line("start the MPS daemon again the same way", None)
     else:
         stop = change("stop the running MPS daemon; waits for its programs", "mps", "stop", *gpu)
         start = change("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
@@ -473,14 +477,14 @@ def whole_lines(situation: Situation) -> Recipe:
         # A lock or an environment variable of the host says nothing to a virtual machine.
         return Recipe(
             lines=(
-                Line("on the hypervisor: give the GPU whole to one virtual machine at a time (PCI passthrough)", None),
+                Line("on the hypervisor: pass the whole GPU to one virtual machine at a time (PCI passthrough)", None),
             )
         )
     if situation.together:
         return _one_each(situation)
     if situation.several:
         return _queue(situation)
-    run = Line("nothing to set up: run it", f"{visible_to(situation)} {program(situation.case.workloads[0])}")
+    run = Line("no setup needed: run it", f"{visible_to(situation)} {program(situation.case.workloads[0])}")
     return Recipe(lines=(*off_first(situation), run))
 
 
@@ -489,7 +493,7 @@ def _queue(situation: Situation) -> Recipe:
     lock = f"flock /tmp/gpu-{index}.lock env {visible_to(situation)}"
     if case.same_user is not True:
         # Not a file: in /tmp that of another user cannot be opened for it (fs.protected_regular).
-        lines.append(Line("a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
+        lines.append(Line("create a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
         lock = f"flock /tmp/gpu-{index}.queue env {visible_to(situation)}"
     lines += [
         Line(_turn(situation, one, count), f"{lock} {program(one)}")
@@ -498,19 +502,19 @@ def _queue(situation: Situation) -> Recipe:
     if _may_pause(situation):
         lines.append(
             Line(
-                "or both at once, the other paused while production works: gpushare run --production NAME, "
+                "or run both, with the other paused while production works: gpushare run --production NAME, "
                 "and gpushare run --opportunistic --pause",
                 None,
             )
         )
-    return Recipe(lines=tuple(lines), measure=("how long all take one after the other: what any sharing has to beat",))
+    return Recipe(lines=tuple(lines), measure=("the total time of all, one after the other: sharing has to beat that",))
 
 
 def _turn(situation: Situation, one: Workload, count: int | None) -> str:
     if not situation.pair:
         return again(count, who(one), "one after the other")
     first = one.role is Role.PRODUCTION
-    return again(count, who(one), "first: it waits for what has begun" if first else "when production has ended")
+    return again(count, who(one), "first: waits for running programs" if first else "when production has ended")
 
 
 def _may_pause(situation: Situation) -> bool:
@@ -528,15 +532,15 @@ def _one_each(situation: Situation) -> Recipe:
     gpus = usable[:processes]
     devices = ",".join(str(one.uuid or one.index) for one in gpus)
     if len(gpus) == 1:
-        what = "they work together, so none can wait for another: start it with one process"
+        what = "the processes depend on each other and cannot run in turn: start it with one process"
     elif len(gpus) < processes:
-        what = f"one process on each GPU: {processes} are wanted, and {len(gpus)} GPUs are free here"
+        what = f"one process per GPU: {processes} are requested, and {len(gpus)} GPUs are free here"
     else:
-        what = f"start it once: its {processes} processes have a GPU each"
+        what = f"start it once: each of its {processes} processes gets a GPU"
     lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {program(one)}") for one in situation.case.workloads]
     return Recipe(
         lines=(*off_first(situation), *lines),
-        measure=("the rate with one process, and with one on each GPU",) if len(gpus) > 1 else (),
+        measure=("the rate with one process, and with one process per GPU",) if len(gpus) > 1 else (),
     )
 
 
@@ -546,7 +550,7 @@ def recipe(situation: Situation, way: Way) -> Recipe:
     found = without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
     if any(line in found.lines for line in off_first(situation)):
         inside = (
-            [Line("and MPS in them: gpushare mps start -g UUID, with the new UUID of each", None)]
+            [Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each", None)]
             if situation.gpu.mps_daemons
             else []
         )
@@ -559,9 +563,11 @@ def _elsewhere(situation: Situation, way: Way) -> list[Line]:
     if way.outer not in {Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG}:
         return []
     if situation.case.any("kubernetes"):
-        return [Line("for pods, the share as configuration: gpushare export k8s, or gpushare export dra", None)]
+        return [Line("for pods, export the share as configuration: gpushare export k8s, or gpushare export dra", None)]
     if situation.case.any("containers"):
-        return [Line("for containers, the share as flags: gpushare export docker, or gpushare export compose", None)]
+        return [
+            Line("for containers, export the share as flags: gpushare export docker, or gpushare export compose", None)
+        ]
     return []
 
 
@@ -572,11 +578,11 @@ def _timeslice(situation: Situation) -> Recipe:
     lines = off_first(situation)
     undo: tuple[Line, ...] = ()
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
-        what, words = _LEVELS.get(level or "", "let several programs in"), ("timeslice", "set", level or "default")
+        what, words = _LEVELS.get(level or "", "admit several programs"), ("timeslice", "set", level or "default")
         lines.append(change(what, *words, "-g", str(index), root=sudo(situation)))
         undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
-        lines.append(Line("what runs shares the GPU as it does now; look", f"gpushare status -g {index}"))
+        lines.append(Line("running programs share the GPU as they do now; see", f"gpushare status -g {index}"))
     lines += [
         Line(again(count, who(one)), f"{visible_to(situation)} {program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
@@ -586,7 +592,7 @@ def _timeslice(situation: Situation) -> Recipe:
         lines=tuple(lines),
         undo=undo,
         measure=(
-            "p99 and rate of each program beside the others, against alone",
+            "p99 and rate of each program, alone and with the others",
             "the levels short and long: NVIDIA publishes no milliseconds for them",
         ),
     )
@@ -601,12 +607,12 @@ def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
         return (change("restore the level", "timeslice", "set", level.title, "-g", index, root=root),)
     back = [change("restore the default", "timeslice", "reset", "-g", index, root=root)]
     if level is not None:
-        what = "and to the level, which gpushare sets only where several programs may in"
+        what = "then the level, which gpushare sets only in a compute mode that admits several programs"
         back.append(Line(what, f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))
     return tuple(back)
 
 
-_LEVELS: Final = {"short": "short slices: people wait less", "long": "long slices: fewer switches"}
+_LEVELS: Final = {"short": "short slices: lower latency", "long": "long slices: fewer context switches"}
 
 
 def _streams(situation: Situation) -> Recipe:
@@ -615,7 +621,7 @@ def _streams(situation: Situation) -> Recipe:
         lines=(
             *off_first(situation),
             Line(
-                "in the program: independent work on its own cudaStream_t (torch.cuda.Stream), copies from pinned memory",
+                "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory",
                 None,
             ),
             Line("run it", f"{visible_to(situation)} {program(one)}"),
@@ -629,17 +635,17 @@ def _vgpu(situation: Situation) -> Recipe:
     backed = situation.gpu.mig_capable and (
         situation.case.any("bandwidth_qos") or Isolation.FULL in situation.isolation
     )
-    kind = "a MIG-backed vGPU type" if backed else "a vGPU type whose frame buffer holds the work"
+    kind = "a MIG-backed vGPU type" if backed else "a vGPU type with enough frame buffer for the work"
     return Recipe(
         lines=(
             Line(
-                "gpushare does not set up vGPU: install NVIDIA's vGPU host driver and licence on the hypervisor", None
+                "gpushare does not set up vGPU: install NVIDIA's vGPU host driver and a licence on the hypervisor", None
             ),
             Line(f"give each virtual machine {kind}", None),
-            Line("what the GPU offers", f"nvidia-smi vgpu -s -i {situation.gpu.index}"),
+            Line("list the vGPU types that the GPU offers", f"nvidia-smi vgpu -s -i {situation.gpu.index}"),
         ),
         undo=(),
-        measure=("the program in one virtual machine, alone and beside the others",),
+        measure=("the rate of the program in one virtual machine, alone and with the others",),
     )
 
 
@@ -651,19 +657,22 @@ def _measure(situation: Situation) -> Recipe:
         lines=(
             *off_first(situation),
             Line(
-                "run it under each way in turn; nothing of the host stays changed",
+                "run it under each way in turn; the host is restored afterwards",
                 f"gpushare bench -g {situation.gpu.index} --copies {copies}{ways} -- {program(one)}",
             ),
         ),
-        measure=("runs per second of all together, and p99; where the intervals overlap there is no difference",),
+        measure=("total runs per second, and p99; overlapping intervals mean no difference",),
     )
 
 
 def _fix(situation: Situation) -> Recipe:
     return Recipe(
         lines=(
-            Line("more loader workers, pinned memory, prefetch, larger batches; data on a local disk", None),
-            Line("look whether the GPU waits", f"gpushare status -g {situation.gpu.index} --watch 1"),
+            Line(
+                "use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data",
+                None,
+            ),
+            Line("see whether the GPU waits", f"gpushare status -g {situation.gpu.index} --watch 1"),
         ),
         undo=(),
         measure=("the rate with synthetic input: if it is much higher, the input is the bottleneck",),

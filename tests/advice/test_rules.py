@@ -240,8 +240,8 @@ def test_the_undo_goes_back_to_the_level_of_now() -> None:
     ("words", "message"),
     [
         ({"processes": 2, "groups": 5}, "5 groups of 2 processes"),
-        ({"isolation": "none,fault"}, "is none and more"),
-        ({"isolation": "nothing"}, "'nothing' is not a value of isolation"),
+        ({"isolation": "none,fault"}, "combines none with others"),
+        ({"isolation": "nothing"}, "'nothing' is not a valid value for isolation"),
     ],
 )
 def test_workloads_that_contradict_themselves(words: dict[str, Any], message: str) -> None:

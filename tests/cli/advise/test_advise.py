@@ -412,7 +412,7 @@ def test_questions_that_decide_are_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_answer_that_is_none_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = on_a_terminal(monkeypatch, "perhaps\n\n\n\n\n\n\n\n", "--processes", "4")
-    assert "not one of: yes, no" in asked
+    assert "choose one of: yes, no" in asked
     assert asked.count("Do all processes belong to the same user?") == 2
 
 
@@ -471,10 +471,10 @@ def test_bad_words_are_refused(refused: Any, words: tuple[str, ...], code: str, 
         ("- {processes: 4\n", "line"),
         ("workloads:\n- processes: 4\n  memroy: 6G\n", "line 3: 'memroy' is not a property"),
         ("workloads:\n- processes: 4\n  memory: six\n", "line 3: 'six' is not a memory size"),
-        ("workloads:\n- processes: 4\n  processes: 5\n", "line 3: 'processes' is there twice"),
+        ("workloads:\n- processes: 4\n  processes: 5\n", "line 3: 'processes' appears twice"),
         ("workloads: [{processes: 2}]\nhost: x\n", "line 2: unknown key 'host'"),
         ("- just text\n", "line 1: a workload is a mapping"),
-        ("- {saturating: maybe}\n", "line 1: 'maybe' is not a value of saturating"),
+        ("- {saturating: maybe}\n", "line 1: 'maybe' is not a valid value for saturating"),
     ],
 )
 def test_a_bad_file_names_its_line(cli: Any, tmp_path: Path, text: str, said: str) -> None:
