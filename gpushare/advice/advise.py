@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.case import Case, Isolation, Pattern
+from gpushare.advice.case import Isolation, Pattern
 from gpushare.advice.engine import Verdict, verdicts, winner
 from gpushare.advice.recipe import Recipe, limits_sum, recipe
-from gpushare.advice.rule import Kind
+from gpushare.advice.rules import Kind
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import Way
@@ -77,23 +77,25 @@ ALTERNATIVES: Final = (
     Alternative(field="same_user", value=False, text="they belong to different users"),
     Alternative(field="isolation", value=frozenset(), text="no isolation is needed"),
     Alternative(field="isolation", value=frozenset({Isolation.QUOTA}), text="a memory quota is needed"),
-    Alternative(field="isolation", value=frozenset({Isolation.FAULT}), text="a fault of one must not end the others"),
+    Alternative(
+        field="isolation", value=frozenset({Isolation.FAULT}), text="a fault in one process must not end the others"
+    ),
     Alternative(field="latency", value=True, text="there is a latency target"),
     Alternative(field="saturating", value=True, text="one process fills the GPU"),
-    Alternative(field="saturating", value=False, text="no process fills the GPU"),
+    Alternative(field="saturating", value=False, text="no single process fills the GPU"),
     Alternative(field="pattern", value=Pattern.INTERACTIVE, text="it is interactive work"),
     Alternative(field="pattern", value=Pattern.STEADY, text="it is steady work"),
     Alternative(field="trusted", value=False, text="they do not trust each other"),
     Alternative(field="bandwidth_qos", value=True, text="memory bandwidth must be guaranteed"),
     Alternative(field="code", value=True, text="the code can be changed"),
     Alternative(field="cuda_graphs", value=True, text="they launch CUDA graphs"),
-    Alternative(field="running", value=True, text="they run already"),
-    Alternative(field="running", value=False, text="they can be started anew"),
+    Alternative(field="running", value=True, text="they are already running"),
+    Alternative(field="running", value=False, text="they can be restarted"),
     Alternative(field="vms", value=True, text="they are virtual machines"),
     Alternative(field="io_bound", value=True, text="the GPU waits for input"),
-    Alternative(field="bandwidth_bound", value=True, text="the opportunistic job fills the memory bandwidth"),
-    Alternative(field="root", value=True, text="root is to be had"),
-    Alternative(field="root", value=False, text="root is not to be had"),
+    Alternative(field="bandwidth_bound", value=True, text="the opportunistic job saturates the memory bandwidth"),
+    Alternative(field="root", value=True, text="you can become root"),
+    Alternative(field="root", value=False, text="you cannot become root"),
 )
 # Questions whose missing answer makes the advice less sure; the others are taken as "no" until said otherwise.
 DECIDING: Final = ("same_user", "isolation", "saturating", "latency", "pattern")
@@ -127,19 +129,15 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
     """Return the situation with another answer to one question."""
     case = situation.case
     if field == "root":
-        return replace(situation, case=replace(case, root=value))
+        return situation.variant(case=replace(case, root=value))
     if field == "same_user":
         # Names that were given would say otherwise.
-        return replace(
-            situation,
-            case=Case(
-                workloads=tuple(replace(one, same_user=value, user=None) for one in case.workloads), root=case.root
-            ),
-        )
+        ones = tuple(replace(one, same_user=value, user=None) for one in case.workloads)
+        return situation.variant(case=replace(case, workloads=ones))
     if field == "bandwidth_bound" and not situation.pair:
         return situation
     ones = tuple(replace(one, **{field: value}) for one in case.workloads)
-    return replace(situation, case=replace(case, workloads=ones))
+    return situation.variant(case=replace(case, workloads=ones))
 
 
 def answer_of(situation: Situation, field: str) -> Any:
@@ -179,7 +177,7 @@ def _changes(situation: Situation, way: Way | None) -> list[Change]:
 
 def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Change, ...]) -> Advice:
     """Return the advice with another winner, and the thread cap of its MPS clients if it was measured (percent)."""
-    situation = replace(advice.situation, cap=cap)
+    situation = advice.situation.variant(cap=cap)
     return replace(
         advice,
         situation=situation,
@@ -198,19 +196,19 @@ def _confidence(situation: Situation, best: Verdict | None, changes: tuple[Chang
     open_fields = list(dict.fromkeys(one.field for one in changes if one.open and one.field in DECIDING))
     first = [field for field in open_fields if field in _FIRST]
     if best.way is Way.MEASURE:
-        return Confidence.LOW, "the studies contradict each other for this: only your own program can tell"
+        return Confidence.LOW, "published results contradict each other here: measure your own program"
     if open_fields:
         level = Confidence.LOW if first and len(open_fields) > 1 else Confidence.MEDIUM
         return level, open_text(open_fields)
     if best.way is Way.MPS_PRIORITY and "H200" not in (situation.gpu.name or ""):
-        return Confidence.MEDIUM, "its cap was measured on an H200: this GPU may need another"
+        return Confidence.MEDIUM, "its cap was measured on an H200; this GPU may need a different one"
     if any(one.contradiction for one in best.reasons):
-        return Confidence.MEDIUM, "its sources disagree on a point that was asked for"
+        return Confidence.MEDIUM, "its sources disagree on a requirement of yours"
     if not best.of(Kind.FOR):
-        return Confidence.MEDIUM, "it is what is left, nothing speaks for it in particular"
+        return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
     if any(one.open for one in best.of(Kind.CONDITION)):
-        return Confidence.MEDIUM, "its conditions were not confirmed"
-    return Confidence.HIGH, "all that decides was said"
+        return Confidence.MEDIUM, "its conditions are unconfirmed"
+    return Confidence.HIGH, "all deciding questions are answered"
 
 
 QUESTION_TITLES: Final = {
@@ -224,7 +222,7 @@ QUESTION_TITLES: Final = {
 
 def open_text(fields: list[str]) -> str:
     """Return the sentence on questions that nobody answered and that would change the answer."""
-    return f"open questions that would change it: {', '.join(QUESTION_TITLES.get(field, field) for field in fields)}"
+    return f"unanswered questions could change it: {', '.join(QUESTION_TITLES.get(field, field) for field in fields)}"
 
 
 _GAPS: Final = {
@@ -253,14 +251,12 @@ def _notes(situation: Situation) -> tuple[str, ...]:
     idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None]
     processes = situation.case.processes
     if processes is not None and 1 < processes <= len(idle):
-        notes.append(
-            f"{len(idle)} GPUs of this host are idle: each of the {processes} processes can have one to itself"
-        )
+        notes.append(f"{len(idle)} GPUs of this host are idle: each of the {processes} processes can have its own")
     if situation.gpu.mps_daemons:
-        notes.append(f"an MPS daemon serves GPU {situation.gpu.index} already; see: gpushare mps status")
+        notes.append(f"an MPS daemon already serves GPU {situation.gpu.index}; see: gpushare mps status")
     used = situation.gpu.memory_used_bytes
     if used is not None and situation.gpu.processes and used > GIB:
-        notes.append(f"{format_bytes(used)} of the GPU are in use now; the sum counts it as empty")
+        notes.append(f"{format_bytes(used)} of GPU memory are in use now; the calculation assumes an empty GPU")
     return tuple(notes)
 
 
@@ -279,7 +275,7 @@ QUESTIONS: Final = (
     Question(field="same_user", text="Do all processes belong to the same user?", answers=_YES_NO),
     Question(
         field="isolation",
-        text="What must hold between them: nothing, a memory quota, a fault of one spares the others, or full isolation?",
+        text="What isolation do they need: none, a memory quota, fault isolation, or full isolation?",
         answers=(
             ("none", frozenset()),
             ("quota", frozenset({Isolation.QUOTA})),
@@ -287,13 +283,15 @@ QUESTIONS: Final = (
             ("full", frozenset({Isolation.FULL})),
         ),
     ),
-    Question(field="latency", text="Is there a latency target for single requests?", answers=_YES_NO),
+    Question(field="latency", text="Is there a latency target per request?", answers=_YES_NO),
     Question(
-        field="saturating", text="Does one process alone fill the GPU (measured, not utilization)?", answers=_YES_NO
+        field="saturating",
+        text="Does one process fill the GPU (measured throughput, not utilization)?",
+        answers=_YES_NO,
     ),
     Question(
         field="pattern",
-        text="How does the work come?",
+        text="What is the load pattern?",
         answers=tuple((one.value, one) for one in Pattern),
     ),
     Question(field="cuda_graphs", text="Do they launch CUDA graphs (LLM engines do)?", answers=_YES_NO),

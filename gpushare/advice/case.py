@@ -187,14 +187,14 @@ def checked(case: Case) -> Case:
     names = sorted({one.user for one in case.workloads if one.user is not None})
     if len(names) > 1 and all(one.same_user for one in case.workloads):
         raise BadUsage(
-            f"users: same, and they are {', '.join(names)}",
-            "leave users away: the names say it",
+            f"users: same contradicts the user names {', '.join(names)}",
+            "drop users: the names imply it",
             code="bad_combination",
         )
     if case.processes == 1 and any(one.same_user is False for one in case.workloads):
         raise BadUsage(
-            "one process belongs to one user, and users are different",
-            "give the number of processes, or leave users away",
+            "users: different needs more than one process",
+            "give the number of processes, or drop users",
             code="bad_combination",
         )
     return case
@@ -206,11 +206,19 @@ _CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
 _COUNTS: Final = ("processes", "sms", "groups")
 _TEXTS: Final = ("name", "command", "user")
 _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+# Properties that are said as a list: needs: [nccl, no-p2p]; each may be a property of its own as well.
+NEEDS: Final = (
+    *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
+    *("bandwidth_qos", "weights", "containment", "vms", "containers", "kubernetes"),
+)
 # What a file and the command line call a workload's properties.
-KEYS: Final = tuple(
-    "users" if field.name == "same_user" else field.name
-    for field in fields(Workload)
-    if field.name != "latency_seconds"
+KEYS: Final = (
+    *(
+        "users" if field.name == "same_user" else field.name
+        for field in fields(Workload)
+        if field.name != "latency_seconds"
+    ),
+    "needs",
 )
 _MOST_PROCESSES: Final = 100_000
 
@@ -224,7 +232,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     values: dict[str, Any] = {}
     for key, value in words.items():
         if key not in KEYS:
-            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key), code="unknown_key")
+            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key, KEYS), code="unknown_key")
         if value is not None:
             values.update(_value(key, value))
     found = Workload(**values)
@@ -237,11 +245,12 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     return found
 
 
-def _close(key: str) -> str:
+def _close(word: str, known: Iterable[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(key, KEYS, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"its properties: {', '.join(KEYS)}"
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 
 def _value(key: str, value: Any) -> dict[str, Any]:
@@ -259,12 +268,14 @@ def _value(key: str, value: Any) -> dict[str, Any]:
         return {"isolation": _isolation(value)}
     if key == "latency":
         return _latency(value)
+    if key == "needs":
+        return dict(_need(word) for word in _listed(value))
     return {key: yes_or_no(key, value)}
 
 
 def _text(key: str, value: Any) -> str:
     if isinstance(value, (list, tuple, Mapping)):
-        raise BadUsage(f"'{str(value)[:40]}' is not a value of {key}", f"give one {key}", code="bad_value")
+        raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", f"give one {key}", code="bad_value")
     return str(value)
 
 
@@ -281,14 +292,18 @@ def _count(key: str, value: Any) -> int:
     # Judged as text: int() refuses numbers of thousands of digits.
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
     if isinstance(value, bool) or not 0 < number <= _MOST_PROCESSES:
-        raise BadUsage(f"'{text[:40]}' is not a number of {key}", f"give 1 to {_MOST_PROCESSES}", code="bad_count")
+        raise BadUsage(
+            f"'{text[:40]}' is not a valid number of {key}", f"give 1 to {_MOST_PROCESSES}", code="bad_count"
+        )
     return number
 
 
 def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
     text = str(value).strip().lower()
     if text not in known:
-        raise BadUsage(f"'{text[:40]}' is not a value of {key}", f"give one of: {', '.join(known)}", code="bad_value")
+        raise BadUsage(
+            f"'{text[:40]}' is not a valid value for {key}", f"give one of: {', '.join(known)}", code="bad_value"
+        )
     return kind(text)
 
 
@@ -302,19 +317,36 @@ def yes_or_no(key: str, value: Any) -> bool:
         return value
     known = _YES.get(str(value).strip().lower())
     if known is None:
-        raise BadUsage(f"'{str(value)[:40]}' is not a value of {key}", "give yes or no", code="bad_value")
+        raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", "give yes or no", code="bad_value")
     return known
 
 
-def _isolation(value: Any) -> frozenset[Isolation]:
+def _listed(value: Any) -> list[str]:
+    """Return the words of a list, or of text with commas."""
     words = value if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
-    texts = [str(word).strip().lower() for word in words]
+    return [str(word).strip().lower() for word in words]
+
+
+def _need(text: str) -> tuple[str, bool]:
+    word = text.replace("_", "-")
+    names = {name.replace("_", "-"): name for name in NEEDS}
+    needed = not word.startswith("no-")
+    name = word if needed else word.removeprefix("no-")
+    if name not in names:
+        raise BadUsage(f"unknown need {quoted(text)}", _close(name, names), code="bad_value")
+    return names[name], needed
+
+
+def _isolation(value: Any) -> frozenset[Isolation]:
+    texts = _listed(value)
     if texts == ["none"]:
         return frozenset()
     known = ["none", *(one.value for one in Isolation)]
     if len(texts) > 1 and "none" in texts:
         raise BadUsage(
-            f"isolation '{','.join(texts)[:40]}' is none and more", "give none alone, or leave it out", code="bad_value"
+            f"isolation '{','.join(texts)[:40]}' combines none with others",
+            "give none alone, or drop it",
+            code="bad_value",
         )
     return frozenset(_choice("isolation", text, known, Isolation) for text in texts)
 
@@ -343,7 +375,7 @@ def read_case(text: str, path: str) -> Case:
     """Return the case of a file: a workload, a list of workloads, or ``workloads:`` with ``root:`` beside it.
 
     Raises:
-        BadUsage: it is no YAML, has an unknown key, or a value that is none; the message names the line.
+        BadUsage: not valid YAML, has an unknown key, or a value that is none; the message names the line.
     """
     import yaml
 
@@ -353,12 +385,12 @@ def read_case(text: str, path: str) -> Case:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" line {mark.line + 1}:"
         raise BadUsage(
-            f"{path}:{where} it is no YAML: {getattr(error, 'problem', None) or error}", _HINT, code="bad_file"
+            f"{path}:{where} not valid YAML: {getattr(error, 'problem', None) or error}", _HINT, code="bad_file"
         ) from None
     except RecursionError:
-        raise BadUsage(f"{path}: it is nested too deep", _HINT, code="bad_file") from None
+        raise BadUsage(f"{path}: nested too deeply", _HINT, code="bad_file") from None
     if node is None:
-        raise BadUsage(f"{path}: it is empty", _HINT, code="bad_file")
+        raise BadUsage(f"{path} is empty", _HINT, code="bad_file")
     root = None
     if isinstance(node, yaml.MappingNode) and any(_key(key) in _TOP for key, _ in node.value):
         entries = _entries(node, path)
@@ -366,13 +398,13 @@ def read_case(text: str, path: str) -> Case:
             if name not in _TOP:
                 raise BadUsage(
                     f"{path}: line {key.start_mark.line + 1}: unknown key {quoted(name)}",
-                    f"beside workloads stands only: {', '.join(_TOP[1:])}",
+                    f"the only other key is: {', '.join(_TOP[1:])}",
                     code="unknown_key",
                 )
         if "root" in entries:
             root = _at(entries["root"][1], path, lambda: yes_or_no("root", _plain(entries["root"][1])))
         if "workloads" not in entries:
-            raise BadUsage(f"{path}: it has no workloads", _HINT, code="bad_file")
+            raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
         node = entries["workloads"][1]
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     workloads = tuple(_workload(one, path) for one in nodes)
@@ -401,7 +433,7 @@ def _entries(node: Any, path: str) -> dict[str, tuple[Any, Any]]:
         name = _key(key)
         if name in entries:
             raise BadUsage(
-                f"{path}: line {key.start_mark.line + 1}: {quoted(name)} is there twice", "keep one", code="bad_file"
+                f"{path}: line {key.start_mark.line + 1}: {quoted(name)} appears twice", "keep one", code="bad_file"
             )
         entries[name] = (key, value)
     return entries

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def advice_data(advice: Advice) -> dict[str, Any]:
     """Return all of an advice: winner, verdicts with reasons and sources, commands, undo, what would change it."""
-    from gpushare.advice.rule import Kind
+    from gpushare.advice.rules import Kind
     from gpushare.advice.situation import instances_sentence
 
     gpu, best, recipe = advice.situation.gpu, advice.best, advice.recipe
@@ -66,7 +66,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
 
 def measured_data(found: MeasuredAdvice, bench: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the final answer as `advice_data`; beside it the rules' answer, what the measurement did, and all of it."""
-    from gpushare.advice.rule import Kind
+    from gpushare.advice.rules import Kind
 
     data, rules = advice_data(found.final), advice_data(found.rules)
     best = found.final.best
@@ -99,13 +99,15 @@ def _why_left(advice: Advice, best: Verdict) -> str:
 
     ways = [one for one in CONCURRENT if one is not Way.VGPU]
     if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
-        return "every other way of sharing is refused" if best.way in CONCURRENT else "every way of sharing is refused"
-    return "nothing that was said speaks for another way, and this one needs the least"
+        return (
+            "every other way of sharing is ruled out" if best.way in CONCURRENT else "every way of sharing is ruled out"
+        )
+    return "no answer favours another way, and this one needs the least"
 
 
 def _why_nothing(advice: Advice) -> list[str]:
     """Return why not even the whole GPU is left."""
-    from gpushare.advice.rule import Kind
+    from gpushare.advice.rules import Kind
     from gpushare.advice.ways import Way
 
     return [one.text for one in advice.of(Way.WHOLE).of(Kind.VETO)]

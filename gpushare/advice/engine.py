@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.prefer import CONDITIONS, PREFERENCES
-from gpushare.advice.refuse import REQUIREMENTS, VETOES, Requirement
-from gpushare.advice.rule import Kind, Reason, Rule
+from gpushare.advice.rules import CONDITIONS, PREFERENCES, REQUIREMENTS, VETOES, Kind, Reason, Requirement, Rule
 from gpushare.advice.ways import CONCURRENT, SHARING, Way
 
 if TYPE_CHECKING:
@@ -64,14 +62,14 @@ _TO_COMPARE: Final = 2
 _NOTHING_TO_COMPARE: Final = Reason(
     rule="nothing-to-compare",
     kind=Kind.VETO,
-    text="there are no two ways left to compare",
+    text="fewer than two ways are left to compare",
     source="the other verdicts",
 )
 _NOTHING_KNOWN: Final = Reason(
     rule="nothing-decides",
     kind=Kind.FOR,
-    text="whether one process alone fills the GPU was not said, and it decides: if so, sharing gains nothing; "
-    "if not, MPS gained 3 to 6 times on an H200",
+    text="it depends on whether one process fills the GPU (--saturating, --no-saturating): if it does, sharing gains nothing; "
+    "if not, MPS was 3 to 6 times as fast on an H200",
     source="measured on an H200; CERN; sharing studies 2021 to 2026 contradict each other by workload",
     weight=25,
 )
@@ -79,7 +77,16 @@ _NOTHING_KNOWN: Final = Reason(
 
 def verdicts(situation: Situation) -> tuple[Verdict, ...]:
     """Return the verdict of every way, the best first, the refused last."""
-    found = [_verdict(situation, way) for way in Way]
+    return situation.once(("verdicts", situation.case), lambda: _verdicts(situation))
+
+
+def _verdicts(situation: Situation) -> tuple[Verdict, ...]:
+    reasons: dict[Way, list[Reason]] = {way: [] for way in Way}
+    rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS, *CONDITIONS, *PREFERENCES)
+    for rule in rules:
+        for way, reason in rule.reasons(situation):
+            reasons[way].append(reason)
+    found = [_verdict(way, reasons[way]) for way in Way]
     left = [one for one in found if not one.refused and one.way in SHARING and one.way is not Way.VGPU]
     if len(left) < _TO_COMPARE:
         found = [_with(one, _NOTHING_TO_COMPARE) if one.way is Way.MEASURE else one for one in found]
@@ -119,9 +126,7 @@ def _undecided(situation: Situation) -> bool:
     return not said and not other_users and case.any("saturating") is None and (case.groups or 0) < _TO_COMPARE
 
 
-def _verdict(situation: Situation, way: Way) -> Verdict:
-    rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS, *CONDITIONS, *PREFERENCES)
-    reasons = [reason for rule in rules for reason in rule.reasons(situation, way)]
+def _verdict(way: Way, reasons: list[Reason]) -> Verdict:
     reasons.sort(key=lambda one: _ORDER[one.kind])
     if any(one.kind is Kind.VETO for one in reasons):
         outcome = Outcome.REFUSED

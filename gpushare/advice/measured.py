@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.advice.advise import DECIDING, Advice, Change, Confidence, open_text, other_answers, with_way
 from gpushare.advice.engine import Verdict, winner
 from gpushare.advice.recipe import threads_together
-from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.rules import Kind, Reason
 from gpushare.advice.ways import Way
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
-from gpushare.advice.refuse import REQUIREMENTS, VETOES, Requirement
-from gpushare.advice.rule import Kind, Rule
+from gpushare.advice.rules import REQUIREMENTS, VETOES, Kind, Requirement, Rule
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
-from gpushare.advice.ways import ALL_MIG, ALL_MPS, Way
+from gpushare.advice.ways import ALL_MPS, Way
 from gpushare.mig.wish import wish_of
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.units import GIB, MIB
@@ -25,10 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """What to do, and the line to type; None: it is not done on this command line."""
+    """What to do, and the line to type; None: it is not done on this command line.
+
+    ``words`` are the arguments of gpushare in a line that changes the host: `advise --apply` runs those of a recipe.
+    """
 
     what: str
     command: str | None
+    words: tuple[str, ...] = ()
+
+
+def change(what: str, *words: str, root: str = "") -> Line:
+    """Return a line of gpushare that changes the host; ``root`` is `sudo`."""
+    return Line(what, f"{root}gpushare {shlex.join(words)}", words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +46,22 @@ class Recipe:
     lines: tuple[Line, ...]
     undo: tuple[Line, ...] = ()
     measure: tuple[str, ...] = ()
+    # The lines belong into several shells: one command cannot carry them out.
+    several_shells: bool = False
 
 
 def sudo(situation: Situation) -> str:
-    """Return what stands before a line that only root may run."""
+    """Return the prefix of a line that needs root."""
     return "" if situation.host.root else "sudo "
 
 
 def visible_to(situation: Situation) -> str:
-    """Return what lets a program see this GPU only."""
+    """Return the variable that makes only this GPU visible."""
     return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
 
 
 def program(workload: Workload) -> str:
-    """Return the workload's own command, or the word that stands for it."""
+    """Return the workload's command, or a placeholder."""
     return workload.command or "CMD"
 
 
@@ -68,8 +78,8 @@ def again(processes: int | None, name: str | None = None, how: str | None = None
 
 
 _MEASURE = (
-    "each program in its instance, against the whole GPU: an instance has a share of the SMs and of the bandwidth",
-    "peak memory: in an instance the GPU ends where the instance does",
+    "the rate of each program in its instance and on the whole GPU: an instance has part of the SMs and bandwidth",
+    "peak memory: a program cannot use more than its instance has",
 )
 
 
@@ -89,43 +99,49 @@ def mig_lines(situation: Situation, way: Way) -> Recipe:
 
 def mig_as_it_was(situation: Situation) -> Line:
     """Return the line that brings MIG back as it is now: on, with its instances in their places."""
-    command = f"{sudo(situation)}gpushare mig"
-    layout = situation.gpu.layout
+    gpu, root, layout = str(situation.gpu.index), sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
-        return Line("turn MIG on again", f"{command} enable -g {situation.gpu.index}")
-    before = shlex.join([str(request) for request in wish_of(layout.instances)])
-    return Line("back to the instances of now", f"{command} apply -g {situation.gpu.index} {before}")
+        return change("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
+    before = map(str, wish_of(layout.instances))
+    return change("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)
 
 
 def off_first(situation: Situation) -> list[Line]:
     """Return the line that turns MIG off, where it is on."""
     if not situation.gpu.mig_enabled:
         return []
-    return [Line("turn MIG off", f"{sudo(situation)}gpushare mig disable -g {situation.gpu.index} --destroy")]
+    return [_mig_off(situation, "turn MIG off")]
+
+
+def _mig_off(situation: Situation, what: str) -> Line:
+    return change(what, "mig", "disable", "-g", str(situation.gpu.index), "--destroy", root=sudo(situation))
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
     """Return the lines that make the instances, those that take them back, and the profile of each share."""
-    gpu, root = f"-g {situation.gpu.index}", sudo(situation)
+    gpu, root = ("-g", str(situation.gpu.index)), sudo(situation)
     slices = situation.slices(way)
     on, layout = situation.gpu.mig_enabled, situation.gpu.layout
-    off = Line("turn MIG off again", f"{root}gpushare mig disable {gpu} --destroy")
+    off = _mig_off(situation, "turn MIG off again")
     if slices is None or not slices.profiles:
-        lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
-        lines.append(Line("see what the driver offers, and choose", f"gpushare mig profiles {gpu}"))
+        # Not for --apply: which profiles there are is known only afterwards.
+        lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {' '.join(gpu)}")]
+        lines.append(
+            Line("list the profiles that the driver offers, and choose", f"gpushare mig profiles {' '.join(gpu)}")
+        )
         return lines, () if on else (off,), []
-    words, names = shlex.join(slices.words), [one.name for one in slices.profiles]
+    words, names = slices.words, [one.name for one in slices.profiles]
     if not on:
-        return [Line("turn MIG on, and make the instances", f"{root}gpushare mig apply {gpu} {words}")], (off,), names
+        return [change("turn MIG on and create the instances", "mig", "apply", *gpu, *words, root=root)], (off,), names
     if layout is None or not layout.instances:
-        undo = Line("take the instances away again", f"{root}gpushare mig destroy {gpu} all")
-        return [Line("make the instances", f"{root}gpushare mig apply {gpu} {words}")], (undo,), names
-    undo = mig_as_it_was(situation)
+        undo = change("destroy the instances again", "mig", "destroy", *gpu, "all", root=root)
+        return [change("create the instances", "mig", "apply", *gpu, *words, root=root)], (undo,), names
     if addable(layout, slices.wish):
-        line = Line("make the instances beside those that exist", f"{root}gpushare mig create {gpu} {words}")
+        line = change("create the instances next to the existing ones", "mig", "create", *gpu, *words, root=root)
     else:
-        line = Line("make the instances; idle ones that are not wished go", f"{root}gpushare mig apply {gpu} {words}")
-    return [line], (undo,), names
+        what = "create the instances; idle ones that are not in the list are destroyed"
+        line = change(what, "mig", "apply", *gpu, *words, root=root)
+    return [line], (mig_as_it_was(situation),), names
 
 
 def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
@@ -147,7 +163,7 @@ def mig_shared_lines(
 ) -> Recipe:
     """Return the lines for several processes per instance: each instance has a name, and its shell.
 
-    ``limits`` gives the MPS options for so many processes in so much memory; without it they are time-sliced.
+    ``limits`` gives the MPS options for a number of processes and the memory they share; None: they are time-sliced.
     """
     gpu, root = f"-g {situation.gpu.index}", sudo(situation)
     slices = situation.slices(way)
@@ -159,32 +175,39 @@ def mig_shared_lines(
     layout = situation.gpu.layout
     room: list[Line] = []
     if layout is not None and layout.instances and not addable(layout, slices.wish):
-        idle = " ".join(f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy)
-        room = [Line("make room: instances that idle go", f"{root}gpushare mig destroy {idle}")]
+        idle = [f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy]
+        room = [change("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
     lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
-        lines.append(Line(f"in the shell of {name}", f'eval "$(gpushare mig env {name})"'))
+        lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
         run = program(one)
         if limits is not None:
             words = " ".join(limits(one, inside, profile.memory_bytes))
-            lines.append(Line("start MPS in it", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip()))
+            lines.append(
+                Line("start MPS in the instance", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip())
+            )
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
         lines.append(Line(again(inside, who(one)), run))
     if on:
-        undo = Line("take all of it back, when the programs have ended", f"{root}gpushare mig disable {gpu} --destroy")
+        undo = _mig_off(situation, "undo all of it, after the programs have ended")
     else:
-        undo = Line("take the instances away, with their MPS", f"{root}gpushare mig destroy {' '.join(names)}")
-    return Recipe(lines=tuple(lines), undo=(undo, mig_as_it_was(situation)) if room else (undo,), measure=_MEASURE)
+        undo = change("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
+    return Recipe(
+        lines=tuple(lines),
+        undo=(undo, mig_as_it_was(situation)) if room else (undo,),
+        measure=_MEASURE,
+        several_shells=True,
+    )
 
 
 def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:
     """Return the lines that make a named instance for each party; equal ones are made at once, and numbered."""
-    create = f"{sudo(situation)}gpushare mig create -g {situation.gpu.index}"
+    create, root = ("mig", "create", "-g", str(situation.gpu.index)), sudo(situation)
     if len(situation.case.workloads) == 1 and len(parties) > 1:
-        words = shlex.quote(f"{profiles[0]}*{len(parties)}")
-        return [Line("make an instance for each group", f"{create} {words} --name group")]
+        words = (f"{profiles[0]}*{len(parties)}", "--name", "group")
+        return [change("create an instance for each group", *create, *words, root=root)]
     return [
-        Line(f"make the instance of {name}", f"{create} {profile} --name {name}")
+        change(f"create the instance of {name}", *create, profile, "--name", name, root=root)
         for (name, _, _), profile in zip(parties, profiles, strict=True)
     ]
 
@@ -208,7 +231,7 @@ def _parties(situation: Situation, way: Way) -> list[tuple[str, Workload, int]]:
 
 
 def _name(text: str | None, number: int) -> str:
-    """Return a name that stands on a command line as it is."""
+    """Return a name that needs no quotes."""
     clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
     return clean if clean[:1].isalpha() else f"group{number}"
 
@@ -243,7 +266,7 @@ class Limits:
 
 
 def threads_for(situation: Situation, processes: int) -> float:
-    """Return the cap of each of so many clients: as measured, else 100/n where each is to be kept in its share, or 200/n.
+    """Return the cap of each of N clients: as measured, else 100/n to keep each within its share, or 200/n.
 
     NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better at every n that was tried.
     """
@@ -291,39 +314,37 @@ def start_words(now: MpsFacts) -> list[str]:
     """Return the options with which a daemon has the limits of another."""
     return [
         *Limits(now.threads_percent, now.memory_limit_bytes).words,
-        *(["--priority low"] if now.low_priority else []),
+        *(["--priority", "low"] if now.low_priority else []),
     ]
 
 
-def set_limits(situation: Situation, threads: float | None, memory: int | None) -> str:
+def _set_limits(situation: Situation, what: str, threads: float | None, memory: int | None) -> Line:
     """Return the line that gives the daemon of the GPU these limits; None is none."""
     limit = "none" if memory is None else size(memory)
     share = percent(min(threads or 100.0, 100.0))
-    return f"gpushare mps set -g {situation.gpu.index} --threads {share} --memory {limit}"
+    return change(what, "mps", "set", "-g", str(situation.gpu.index), "--threads", share, "--memory", limit)
 
 
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
-    """Return the line that starts the daemon, or that sets the limits of the one that is there."""
-    gpu, limits = f"-g {situation.gpu.index}", limits or Limits()
+    """Return the line that starts the daemon, or that sets the limits of the running one."""
+    limits = limits or Limits()
     if not situation.mps_serves:
-        return Line(what, " ".join([f"gpushare mps start {gpu}", *limits.words]))
-    return Line(
-        "set the limits of the MPS daemon that is there already", set_limits(situation, limits.threads, limits.memory)
-    )
+        return change(what, "mps", "start", "-g", str(situation.gpu.index), *limits.words)
+    return _set_limits(situation, "set the limits of the running MPS daemon", limits.threads, limits.memory)
 
 
 def limits_back(situation: Situation) -> Line:
-    """Return the line that gives the daemon of now its limits again."""
+    """Return the line that restores the current limits of the daemon."""
     now = situation.gpu.mps
     if now is None:
-        return Line("set the limits back: `gpushare mps set` has printed the line", None)
-    return Line("set the limits back", set_limits(situation, now.threads_percent, now.memory_limit_bytes))
+        return Line("restore the limits with the line that `gpushare mps set` printed", None)
+    return _set_limits(situation, "restore the limits", now.threads_percent, now.memory_limit_bytes)
 
 
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
         return (limits_back(situation),)
-    return (Line("stop MPS, which waits for its programs", f"gpushare mps stop -g {situation.gpu.index}"),)
+    return (change("stop MPS; waits for its programs", "mps", "stop", "-g", str(situation.gpu.index)),)
 
 
 def mps_lines(situation: Situation) -> Recipe:
@@ -348,13 +369,13 @@ def mps_lines(situation: Situation) -> Recipe:
         lines=tuple(lines),
         undo=_back(situation),
         measure=(
-            "steps per second of all programs together, against the same number without MPS",
+            "total steps per second of all programs, with and without MPS",
             *(() if situation.before_volta else (_OTHER_CAPS,)),
         ),
     )
 
 
-_OTHER_CAPS: Final = "the same with --threads 100 and half of it: the best cap depends on the program"
+_OTHER_CAPS: Final = "the same with --threads 100 and with half the cap: the best cap depends on the program"
 
 
 def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
@@ -365,7 +386,7 @@ def _weighted(situation: Situation, processes: int, limit: int | None) -> list[L
     return [
         _daemon(situation, "start MPS"),
         Line(
-            "the program with the larger share: choose the shares, to 100 together",
+            "the program with the larger share (any shares that add up to 100)",
             f"gpushare run {gpu} {larger} -- {program(one)}",
         ),
         Line(again(processes - 1, "with a smaller share"), f"gpushare run {gpu} {other} -- {program(one)}"),
@@ -375,7 +396,7 @@ def _weighted(situation: Situation, processes: int, limit: int | None) -> list[L
 def mps_streams_lines(situation: Situation) -> Recipe:
     """Return those of MPS, with streams inside each program."""
     found = mps_lines(situation)
-    inside = Line("inside each program: put independent work on CUDA streams of its own", None)
+    inside = Line("inside each program: put independent work on separate CUDA streams", None)
     return Recipe(lines=(inside, *found.lines), undo=found.undo, measure=found.measure)
 
 
@@ -384,7 +405,7 @@ def mps_priority_lines(situation: Situation) -> Recipe:
     ones, gpu = situation.case.workloads, f"-g {situation.gpu.index}"
     giving = [one for one in ones if one.role is Role.OPPORTUNISTIC] or [ones[-1]]
     count = sum(one.processes or 1 for one in giving)
-    lines = [*off_first(situation), _daemon(situation, "start MPS; production has no cap")]
+    lines = [*off_first(situation), _daemon(situation, "start MPS without a cap for production")]
     limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
     for one in ones:
         memory = None if limits[id(one)] is None else ["--memory", size(limits[id(one)] or 0)]
@@ -400,9 +421,9 @@ def mps_priority_lines(situation: Situation) -> Recipe:
         lines=tuple(lines),
         undo=_back(situation),
         measure=(
-            "production's rate and p99, alone and beside the other, three times each in turn",
-            f"when production loses more than 3 %: restart the other with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
-            "a cap is fixed at the start of a program: each try is a restart",
+            "production's rate and p99, alone and with the other job, three alternating runs each",
+            f"if production loses more than 3 %: restart the other job with a cap of 50 instead of {OPPORTUNISTIC_CAP}",
+            "a cap is fixed when a program starts, so each try needs a restart",
         ),
     )
 
@@ -420,7 +441,7 @@ def mps_static_lines(situation: Situation) -> Recipe:
     processes = situation.case.processes or 2
     return Recipe(
         lines=(
-            Line("gpushare does not start static partitions yet: NVIDIA's own lines", None),
+            Line("gpushare cannot start static partitions yet: use NVIDIA's commands", None),
             Line("start the daemon in static mode", "nvidia-cuda-mps-control -d -S"),
             Line(
                 again(processes, f"add a partition of {chunks} chunks on GPU {index}"),
@@ -430,32 +451,24 @@ def mps_static_lines(situation: Situation) -> Recipe:
             Line("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD"),
         ),
         undo=(Line("stop the daemon", "echo quit | nvidia-cuda-mps-control"),),
-        measure=("each program alone in its partition, and beside the others: only memory bandwidth is shared",),
+        measure=(
+            "the rate of each program alone in its partition and with the others: only memory bandwidth is shared",
+        ),
     )
 
 
 def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
     """Return a recipe that first stops the MPS daemon of the GPU where it is in the way, and at last starts it again."""
-    if not in_the_way_of(situation, way):
+    if not situation.mps_in_the_way(way):
         return found
-    gpu, now = f"-g {situation.gpu.index}", situation.gpu.mps
+    gpu, now = ("-g", str(situation.gpu.index)), situation.gpu.mps
     if now is None:
-        stop = Line("stop the MPS daemon of the GPU, as it was started: see gpushare mps status", None)
-        start = Line("start the MPS daemon again, as it was", None)
+        stop = Line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status", None)
+        start = Line("start the MPS daemon again the same way", None)
     else:
-        stop = Line("stop the MPS daemon of now, which waits for its programs", f"gpushare mps stop {gpu}")
-        start = Line("start MPS again, as it is now", " ".join([f"gpushare mps start {gpu}", *start_words(now)]))
+        stop = change("stop the running MPS daemon; waits for its programs", "mps", "stop", *gpu)
+        start = change("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
-
-
-def in_the_way_of(situation: Situation, way: Way) -> bool:
-    """Return whether an MPS daemon of the whole GPU keeps a way from being set up.
-
-    Its clients are not time-sliced, and MIG cannot be turned on beside it.
-    """
-    if not situation.mps_serves or (situation.case.any("running") and way is Way.TIMESLICE):
-        return False
-    return way in {Way.TIMESLICE, *ALL_MIG}
 
 
 def whole_lines(situation: Situation) -> Recipe:
@@ -464,14 +477,14 @@ def whole_lines(situation: Situation) -> Recipe:
         # A lock or an environment variable of the host says nothing to a virtual machine.
         return Recipe(
             lines=(
-                Line("on the hypervisor: give the GPU whole to one virtual machine at a time (PCI passthrough)", None),
+                Line("on the hypervisor: pass the whole GPU to one virtual machine at a time (PCI passthrough)", None),
             )
         )
     if situation.together:
         return _one_each(situation)
     if situation.several:
         return _queue(situation)
-    run = Line("nothing to set up: run it", f"{visible_to(situation)} {program(situation.case.workloads[0])}")
+    run = Line("no setup needed: run it", f"{visible_to(situation)} {program(situation.case.workloads[0])}")
     return Recipe(lines=(*off_first(situation), run))
 
 
@@ -480,7 +493,7 @@ def _queue(situation: Situation) -> Recipe:
     lock = f"flock /tmp/gpu-{index}.lock env {visible_to(situation)}"
     if case.same_user is not True:
         # Not a file: in /tmp that of another user cannot be opened for it (fs.protected_regular).
-        lines.append(Line("a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
+        lines.append(Line("create a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
         lock = f"flock /tmp/gpu-{index}.queue env {visible_to(situation)}"
     lines += [
         Line(_turn(situation, one, count), f"{lock} {program(one)}")
@@ -489,19 +502,19 @@ def _queue(situation: Situation) -> Recipe:
     if _may_pause(situation):
         lines.append(
             Line(
-                "or both at once, the other paused while production works: gpushare run --production NAME, "
+                "or run both, with the other paused while production works: gpushare run --production NAME, "
                 "and gpushare run --opportunistic --pause",
                 None,
             )
         )
-    return Recipe(lines=tuple(lines), measure=("how long all take one after the other: what any sharing has to beat",))
+    return Recipe(lines=tuple(lines), measure=("the total time of all, one after the other: sharing has to beat that",))
 
 
 def _turn(situation: Situation, one: Workload, count: int | None) -> str:
     if not situation.pair:
         return again(count, who(one), "one after the other")
     first = one.role is Role.PRODUCTION
-    return again(count, who(one), "first: it waits for what has begun" if first else "when production has ended")
+    return again(count, who(one), "first: waits for running programs" if first else "when production has ended")
 
 
 def _may_pause(situation: Situation) -> bool:
@@ -509,7 +522,8 @@ def _may_pause(situation: Situation) -> bool:
     if not situation.pair or situation.case.same_user is False or situation.before_volta:
         return False
     rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS)
-    return not any(one.kind is Kind.VETO for rule in rules for one in rule.reasons(situation, Way.MPS))
+    said = (reason for rule in rules for way, reason in rule.reasons(situation) if way is Way.MPS)
+    return not any(reason.kind is Kind.VETO for reason in said)
 
 
 def _one_each(situation: Situation) -> Recipe:
@@ -518,15 +532,15 @@ def _one_each(situation: Situation) -> Recipe:
     gpus = usable[:processes]
     devices = ",".join(str(one.uuid or one.index) for one in gpus)
     if len(gpus) == 1:
-        what = "they work together, so none can wait for another: start it with one process"
+        what = "the processes depend on each other and cannot run in turn: start it with one process"
     elif len(gpus) < processes:
-        what = f"one process on each GPU: {processes} are wanted, and {len(gpus)} GPUs are free here"
+        what = f"one process per GPU: {processes} are requested, and {len(gpus)} GPUs are free here"
     else:
-        what = f"start it once: its {processes} processes have a GPU each"
+        what = f"start it once: each of its {processes} processes gets a GPU"
     lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {program(one)}") for one in situation.case.workloads]
     return Recipe(
         lines=(*off_first(situation), *lines),
-        measure=("the rate with one process, and with one on each GPU",) if len(gpus) > 1 else (),
+        measure=("the rate with one process, and with one process per GPU",) if len(gpus) > 1 else (),
     )
 
 
@@ -536,7 +550,7 @@ def recipe(situation: Situation, way: Way) -> Recipe:
     found = without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
     if any(line in found.lines for line in off_first(situation)):
         inside = (
-            [Line("and MPS in them: gpushare mps start -g UUID, with the new UUID of each", None)]
+            [Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each", None)]
             if situation.gpu.mps_daemons
             else []
         )
@@ -549,9 +563,11 @@ def _elsewhere(situation: Situation, way: Way) -> list[Line]:
     if way.outer not in {Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG}:
         return []
     if situation.case.any("kubernetes"):
-        return [Line("for pods, the share as configuration: gpushare export k8s, or gpushare export dra", None)]
+        return [Line("for pods, export the share as configuration: gpushare export k8s, or gpushare export dra", None)]
     if situation.case.any("containers"):
-        return [Line("for containers, the share as flags: gpushare export docker, or gpushare export compose", None)]
+        return [
+            Line("for containers, export the share as flags: gpushare export docker, or gpushare export compose", None)
+        ]
     return []
 
 
@@ -562,11 +578,11 @@ def _timeslice(situation: Situation) -> Recipe:
     lines = off_first(situation)
     undo: tuple[Line, ...] = ()
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
-        command = f"{sudo(situation)}gpushare timeslice set {level or 'default'} -g {index}"
-        lines.append(Line(_LEVELS.get(level or "", "let several programs in"), command))
+        what, words = _LEVELS.get(level or "", "admit several programs"), ("timeslice", "set", level or "default")
+        lines.append(change(what, *words, "-g", str(index), root=sudo(situation)))
         undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
-        lines.append(Line("what runs shares the GPU as it does now; look", f"gpushare status -g {index}"))
+        lines.append(Line("running programs share the GPU as they do now; see", f"gpushare status -g {index}"))
     lines += [
         Line(again(count, who(one)), f"{visible_to(situation)} {program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
@@ -576,7 +592,7 @@ def _timeslice(situation: Situation) -> Recipe:
         lines=tuple(lines),
         undo=undo,
         measure=(
-            "p99 and rate of each program beside the others, against alone",
+            "p99 and rate of each program, alone and with the others",
             "the levels short and long: NVIDIA publishes no milliseconds for them",
         ),
     )
@@ -584,19 +600,19 @@ def _timeslice(situation: Situation) -> Recipe:
 
 def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
     """Return the way back to the level, and to the compute mode where that was in the way."""
-    index, root = situation.gpu.index, sudo(situation)
+    index, root = str(situation.gpu.index), sudo(situation)
     level = situation.gpu.time_slice
     level = None if level is TimeSlice.DEFAULT else level
     if level is not None and not blocked:
-        return (Line("go back", f"{root}gpushare timeslice set {level.title} -g {index}"),)
-    back = [Line("go back", f"{root}gpushare timeslice reset -g {index}")]
+        return (change("restore the level", "timeslice", "set", level.title, "-g", index, root=root),)
+    back = [change("restore the default", "timeslice", "reset", "-g", index, root=root)]
     if level is not None:
-        what = "and to the level, which gpushare sets only where several programs may in"
+        what = "then the level, which gpushare sets only in a compute mode that admits several programs"
         back.append(Line(what, f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))
     return tuple(back)
 
 
-_LEVELS: Final = {"short": "short slices: people wait less", "long": "long slices: fewer switches"}
+_LEVELS: Final = {"short": "short slices: lower latency", "long": "long slices: fewer context switches"}
 
 
 def _streams(situation: Situation) -> Recipe:
@@ -605,7 +621,7 @@ def _streams(situation: Situation) -> Recipe:
         lines=(
             *off_first(situation),
             Line(
-                "in the program: independent work on its own cudaStream_t (torch.cuda.Stream), copies from pinned memory",
+                "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory",
                 None,
             ),
             Line("run it", f"{visible_to(situation)} {program(one)}"),
@@ -619,17 +635,17 @@ def _vgpu(situation: Situation) -> Recipe:
     backed = situation.gpu.mig_capable and (
         situation.case.any("bandwidth_qos") or Isolation.FULL in situation.isolation
     )
-    kind = "a MIG-backed vGPU type" if backed else "a vGPU type whose frame buffer holds the work"
+    kind = "a MIG-backed vGPU type" if backed else "a vGPU type with enough frame buffer for the work"
     return Recipe(
         lines=(
             Line(
-                "gpushare does not set up vGPU: install NVIDIA's vGPU host driver and licence on the hypervisor", None
+                "gpushare does not set up vGPU: install NVIDIA's vGPU host driver and a licence on the hypervisor", None
             ),
             Line(f"give each virtual machine {kind}", None),
-            Line("what the GPU offers", f"nvidia-smi vgpu -s -i {situation.gpu.index}"),
+            Line("list the vGPU types that the GPU offers", f"nvidia-smi vgpu -s -i {situation.gpu.index}"),
         ),
         undo=(),
-        measure=("the program in one virtual machine, alone and beside the others",),
+        measure=("the rate of the program in one virtual machine, alone and with the others",),
     )
 
 
@@ -641,19 +657,22 @@ def _measure(situation: Situation) -> Recipe:
         lines=(
             *off_first(situation),
             Line(
-                "run it under each way in turn; nothing of the host stays changed",
+                "run it under each way in turn; the host is restored afterwards",
                 f"gpushare bench -g {situation.gpu.index} --copies {copies}{ways} -- {program(one)}",
             ),
         ),
-        measure=("runs per second of all together, and p99; where the intervals overlap there is no difference",),
+        measure=("total runs per second, and p99; overlapping intervals mean no difference",),
     )
 
 
 def _fix(situation: Situation) -> Recipe:
     return Recipe(
         lines=(
-            Line("more loader workers, pinned memory, prefetch, larger batches; data on a local disk", None),
-            Line("look whether the GPU waits", f"gpushare status -g {situation.gpu.index} --watch 1"),
+            Line(
+                "use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data",
+                None,
+            ),
+            Line("see whether the GPU waits", f"gpushare status -g {situation.gpu.index} --watch 1"),
         ),
         undo=(),
         measure=("the rate with synthetic input: if it is much higher, the input is the bottleneck",),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.advice.case import Isolation, Pattern, Role
 from gpushare.advice.compare import mps_clients
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.advice.table import Table
 
+
+T = TypeVar("T")
 
 CONTEXT_BYTES: Final = 500 * MIB
 LEAST_CONTEXT_BYTES: Final = 286 * MIB
@@ -187,7 +189,6 @@ class Slices:
         return [str(request) for request in self.wish]
 
 
-@lru_cache(maxsize=512)
 def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
     """Return the largest instances that hold these shares on an otherwise empty GPU.
 
@@ -322,6 +323,23 @@ class Situation:
     table: Table
     cap: float | None = None
 
+    def variant(self, **changes: Any) -> Situation:
+        """Return it with another case or cap. The GPU is the same, so results that are known already are shared."""
+        found = replace(self, **changes)
+        vars(found)["_known"] = self._known
+        return found
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Return the result of some work, which is done once for this situation and all of its variants."""
+        if key not in self._known:
+            self._known[key] = work()
+        found: T = self._known[key]
+        return found
+
     # -- the case ----------------------------------------------------------------------------------
 
     @cached_property
@@ -421,6 +439,15 @@ class Situation:
         """Return whether an MPS daemon of the whole GPU is there already; those of instances go with MIG."""
         return self.gpu.mps_daemons > 0 and not self.gpu.mig_enabled
 
+    def mps_in_the_way(self, way: Way) -> bool:
+        """Return whether the MPS daemon of the whole GPU must be stopped first.
+
+        Its clients are not time-sliced, and MIG cannot be turned on while it runs.
+        """
+        if not self.mps_serves or (self.case.any("running") and way is Way.TIMESLICE):
+            return False
+        return way in {Way.TIMESLICE, *ALL_MIG}
+
     @cached_property
     def instances(self) -> int | None:
         """Return how many MIG instances there can be: the table's number, or the driver's where that is less."""
@@ -463,6 +490,9 @@ class Situation:
         if layout is None or not layout.profiles:
             return None
         shares = self.shares(way)
+        return self.once(("slices", shares), lambda: self._slices(layout, shares))
+
+    def _slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
         most = self.instances
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
@@ -481,7 +511,8 @@ class Situation:
         if way is Way.MIG and self.free_now(way) is not None:
             return False
         busy = tuple(one for one in layout.instances if one.busy)
-        return bool(busy) and not addable(replace(layout, instances=busy), slices.wish)
+        rest, wish = replace(layout, instances=busy), slices.wish
+        return bool(busy) and not self.once(("addable", wish), lambda: addable(rest, wish))
 
     def free_now(self, way: Way) -> list[str] | None:
         """Return idle instances that are there and hold the shares."""

@@ -400,7 +400,7 @@ class _Reader:
         seen: set[str] = set()
         for word in map(str, words):
             if word in seen:
-                self._wrong(line, f"the {what} {quoted(word)} is there twice")
+                self._wrong(line, f"the {what} {quoted(word)} appears twice")
             seen.add(word)
 
     def _wrong(self, line: int | None, why: str) -> NoReturn:
@@ -423,7 +423,7 @@ class _Reader:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             problem = getattr(error, "problem", None) or "it cannot be read"
-            self._wrong(None if mark is None else mark.line + 1, f"it is no YAML: {problem}")
+            self._wrong(None if mark is None else mark.line + 1, f"not valid YAML: {problem}")
         try:
             return None if node is None else self._value(node, yaml.SafeLoader(""))
         except RecursionError:
@@ -454,7 +454,7 @@ class _Reader:
             key = str(self._scalar(key_node, loader)) if key_node.id == "scalar" else ""
             key_line = key_node.start_mark.line + 1
             if not key or key in found:
-                self._wrong(key_line, f"the key {quoted(key)} is there twice" if key else "a key must be a word")
+                self._wrong(key_line, f"the key {quoted(key)} appears twice" if key else "a key must be a word")
             found[key], found.lines[key] = self._value(value_node, loader), key_line
         return found
 

@@ -26,6 +26,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadUsage, GpuLost, GpushareError, Interrupted, NotFound, NotSupported, OperationFailed
+from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.advice.measured import MeasuredAdvice
+    from gpushare.advice.recipe import Recipe
     from gpushare.advice.situation import Situation
     from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement, Prepared
@@ -41,12 +43,26 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
+class _AdviseCommand(ChangingCommand):
+    """Takes a hidden flag for each word of ``--needs``: gpushare had ``--nccl`` and ``--no-nccl`` before the list."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        from gpushare.advice.case import NEEDS
+
+        parser = super().make_parser(ctx)
+        needs: Any = next(one for one in self.params if one.name == "needs")
+        for name in (name.replace("_", "-") for name in NEEDS):
+            for word in (name, f"no-{name}"):
+                parser.add_option(needs, [f"--{word}"], "needs", action="append_const", const=word)
+        return parser
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "advise",
-        cls=ChangingCommand,
-        short_help="Say which way of sharing fits, and what to type.",
+        cls=_AdviseCommand,
+        short_help="Recommend a way of sharing, with its commands.",
         # Options end at the command's name: its own are its own, also without "--".
         context_settings={**CONTEXT, "allow_interspersed_args": False},
     )(advise)
@@ -61,65 +77,67 @@ def advise(
         list[str] | None,
         typer.Argument(metavar="[CMD...]", help="What to measure, with --measure.", show_default=False),
     ] = None,
-    processes: Annotated[str | None, typer.Option("--processes", metavar="N", help="How many processes share.")] = None,
+    processes: Annotated[str | None, typer.Option("--processes", metavar="N", help="Number of processes.")] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Memory of one process at its peak: 6G.")
+        str | None, typer.Option("--memory", metavar="SIZE", help="Peak memory of one process, like 6G.")
     ] = None,
     sms: Annotated[str | None, typer.Option("--sms", metavar="N", help="SMs that one process needs.")] = None,
     saturating: Annotated[bool | None, _yes_no("saturating", "One process alone fills the GPU (measured).")] = None,
     users: Annotated[str | None, typer.Option("--users", metavar="WHO", help="same or different.")] = None,
     trusted: Annotated[
-        bool | None, typer.Option("--trusted/--untrusted", help="They trust each other.", show_default=False)
+        bool | None, typer.Option("--trusted/--untrusted", help="The processes trust each other.", show_default=False)
     ] = None,
     isolation: Annotated[
         str | None,
-        typer.Option("--isolation", metavar="KIND", help="none, quota, fault, full; or several: quota,fault."),
+        typer.Option("--isolation", metavar="KIND", help="none, quota, fault or full; or a list: quota,fault."),
     ] = None,
     groups: Annotated[
-        str | None, typer.Option("--groups", metavar="N", help="Parties among the processes to be kept apart.")
-    ] = None,
-    bandwidth_qos: Annotated[bool | None, _yes_no("bandwidth-qos", "Memory bandwidth must be guaranteed.")] = None,
-    weights: Annotated[bool | None, _yes_no("weights", "Unequal shares are wanted.")] = None,
-    containment: Annotated[
-        bool | None, _yes_no("containment", "Each must stay in its share, also when others idle.")
+        str | None, typer.Option("--groups", metavar="N", help="Number of groups to be kept apart.")
     ] = None,
     latency: Annotated[
-        str | None, typer.Option("--latency", metavar="TIME", help="Latency target of a request: 20ms; yes, none.")
+        str | None,
+        typer.Option("--latency", metavar="TIME", help="Latency target per request, like 20ms; or yes, none."),
     ] = None,
     pattern: Annotated[
         str | None, typer.Option("--pattern", metavar="KIND", help="interactive, bursty or steady.")
     ] = None,
     production: Annotated[
-        str | None, typer.Option("--production", metavar="N", help="So many production processes.")
+        str | None, typer.Option("--production", metavar="N", help="Number of production processes.")
     ] = None,
     opportunistic: Annotated[
-        str | None, typer.Option("--opportunistic", metavar="N", help="So many that give way to production.")
+        str | None, typer.Option("--opportunistic", metavar="N", help="Number of processes that yield to production.")
     ] = None,
     role: Annotated[
-        str | None, typer.Option("--role", metavar="ROLE", help="production or opportunistic, of all.")
+        str | None, typer.Option("--role", metavar="ROLE", help="Role of all processes: production or opportunistic.")
     ] = None,
     one_application: Annotated[
         bool | None,
-        typer.Option("--one-application/--many-applications", help="They are one application.", show_default=False),
+        typer.Option(
+            "--one-application/--many-applications", help="The processes are one application.", show_default=False
+        ),
     ] = None,
-    cooperating: Annotated[bool | None, _yes_no("cooperating", "They work together (MPI ranks).")] = None,
+    cooperating: Annotated[bool | None, _yes_no("cooperating", "The processes cooperate (MPI ranks).")] = None,
     code: Annotated[bool | None, _yes_no("code", "The program can be changed.")] = None,
-    running: Annotated[bool | None, _yes_no("running", "They run already, and must not be started anew.")] = None,
-    cuda_graphs: Annotated[bool | None, _yes_no("cuda-graphs", "They launch CUDA graphs (LLM engines).")] = None,
-    bandwidth_bound: Annotated[bool | None, _yes_no("bandwidth-bound", "It fills the memory bandwidth.")] = None,
+    running: Annotated[bool | None, _yes_no("running", "They are already running and must not be restarted.")] = None,
+    bandwidth_bound: Annotated[
+        bool | None, _yes_no("bandwidth-bound", "The program saturates the memory bandwidth.")
+    ] = None,
     io_bound: Annotated[bool | None, _yes_no("io-bound", "The GPU waits for input.")] = None,
-    vms: Annotated[bool | None, _yes_no("vms", "They are virtual machines.")] = None,
-    nccl: Annotated[bool | None, _yes_no("nccl", "They need NCCL.")] = None,
-    p2p: Annotated[bool | None, _yes_no("p2p", "They need peer-to-peer between GPUs.")] = None,
-    ipc: Annotated[bool | None, _yes_no("ipc", "They share GPU memory (CUDA IPC).")] = None,
-    graphics: Annotated[bool | None, _yes_no("graphics", "They draw (OpenGL, Vulkan).")] = None,
-    profiler: Annotated[bool | None, _yes_no("profiler", "A profiler or debugger is needed.")] = None,
-    dynamic_parallelism: Annotated[bool | None, _yes_no("dynamic-parallelism", "Kernels launch kernels.")] = None,
-    containers: Annotated[bool | None, _yes_no("containers", "They run in containers.")] = None,
-    kubernetes: Annotated[bool | None, _yes_no("kubernetes", "Kubernetes starts them.")] = None,
-    root: Annotated[bool | None, _yes_no("root", "Root (sudo) is to be had.")] = None,
+    root: Annotated[bool | None, _yes_no("root", "You can become root (sudo).")] = None,
+    needs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--needs",
+            metavar="LIST",
+            help="What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
+            "cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, "
+            "containers, kubernetes. no-NAME: they do not. [for example: nccl,no-graphics]",
+            show_default=False,
+        ),
+    ] = None,
     command: Annotated[
-        str | None, typer.Option("--command", metavar="CMD", help="The program, for the lines: 'python train.py'.")
+        str | None,
+        typer.Option("--command", metavar="CMD", help="The program, to appear in the output: 'python train.py'."),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="The GPU to share. [default: the first]")
@@ -127,41 +145,58 @@ def advise(
     file: Annotated[
         str | None, typer.Option("-f", "--file", metavar="FILE", help="Workloads from a YAML file; - is stdin.")
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="What runs on the GPU now.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Take what runs on the GPU now.")] = False,
     recording: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="What a recording of `gpushare observe` saw.")
+        str | None, typer.Option("--from", metavar="FILE", help="Take what a recording of `gpushare observe` saw.")
     ] = None,
     mechanism: Annotated[
-        str | None, typer.Option("--mechanism", metavar="NAME", help="Explain this way: why, or why not.")
+        str | None, typer.Option("--mechanism", metavar="NAME", help="Explain why this way fits, or why not.")
     ] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Carry the set-up out; see it first with --dry-run.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Carry out the setup; preview it with --dry-run.")] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure CMD under each way that fits (gpushare bench), then answer.")
     ] = False,
     copies: Annotated[
-        int | None, typer.Option("--copies", metavar="N", help="Measure so many copies. [default: --processes]")
+        int | None, typer.Option("--copies", metavar="N", help="Number of copies to measure. [default: --processes]")
     ] = None,
     metric: PrintedNumber = None,
     lower: LowerIsBetter = False,
     window: MeasuredTime = None,
-    repeat: Annotated[
-        int | None, typer.Option("--repeat", metavar="N", help="How often each is run. [default: 3]")
-    ] = None,
+    repeat: Annotated[int | None, typer.Option("--repeat", metavar="N", help="Runs of each way. [default: 3]")] = None,
     timeout: HungAfter = None,
 ) -> Any:
-    """Say which way of sharing a GPU fits, why, and what exactly to type on this host.
+    """Recommend a way of sharing a GPU, say why, and print the commands for this host.
 
-    Say what you know; what decides and was not said is asked on a terminal, never with -y. Every way gets
-    a verdict, -v prints every rule with its source. Nothing is changed without --apply.
+    Give what you know. On a terminal, gpushare asks for what is missing and decides, unless -y is given. Every
+    way gets a verdict; -v prints every rule with its source. Nothing is changed without --apply.
 
-    --measure runs copies of CMD under the ways that no rule refuses, as gpushare bench does, and says how that
-    changed the answer: gpushare advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py
+    --measure runs copies of CMD under the ways that no rule rules out, as gpushare bench does, and says how the
+    result changes the answer: gpushare advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py
 
-    A file holds the same words: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
+    A file has the same names: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
     """
-    words = {key: value for key, value in locals().items() if key not in _NOT_A_PROPERTY}
-    if program and command is None:
-        words["command"] = shlex.join(program)
+    # The properties of a workload, by the names that a file has for them.
+    words = {
+        "command": shlex.join(program) if program and command is None else command,
+        "processes": processes,
+        "memory": memory,
+        "sms": sms,
+        "saturating": saturating,
+        "users": users,
+        "trusted": trusted,
+        "isolation": isolation,
+        "groups": groups,
+        "latency": latency,
+        "pattern": pattern,
+        "role": role,
+        "one_application": one_application,
+        "cooperating": cooperating,
+        "code": code,
+        "running": running,
+        "bandwidth_bound": bandwidth_bound,
+        "io_bound": io_bound,
+        "needs": None if needs is None else ",".join(needs),
+    }
     from gpushare.advice.case import checked
     from gpushare.advice.ways import way_of
     from gpushare.cli.facts import gather
@@ -177,16 +212,16 @@ def advise(
     wanted = _wanted(program, command, asked_for, measure=measure, explained=mechanism is not None)
     explained = None if mechanism is None else way_of(mechanism)
     if explained is not None and apply:
-        raise BadUsage(
-            "--mechanism explains, --apply carries out", "leave one of them away", code="explained_and_applied"
-        )
+        raise BadUsage("--mechanism cannot be combined with --apply", "drop one of them", code="explained_and_applied")
     sources = [name for name, given in (("--file", file), ("--live", live), ("--from", recording)) if given]
     if len(sources) > 1:
-        raise BadUsage(f"{' and '.join(sources)} together", "give one of them", code="two_sources")
+        raise BadUsage(f"{' and '.join(sources)} cannot be combined", "give one of them", code="two_sources")
     pair = (_number("--production", production), _number("--opportunistic", opportunistic))
     if sources and pair != (None, None):
         raise BadUsage(
-            f"--production stands not beside {sources[0]}", "give each workload its role", code="two_sources"
+            f"--production and --opportunistic cannot be combined with {sources[0]}",
+            "give each workload its role",
+            code="two_sources",
         )
     case = _case(words, file, root, pair, seen=live or recording is not None)
     case = case and checked(case)
@@ -204,12 +239,6 @@ def advise(
     return _answered(advised(situation), explained, live=live, apply=apply)
 
 
-_MEASURING: Final = frozenset({"program", "measure", "copies", "metric", "lower", "window", "repeat", "timeout"})
-_NOT_A_PROPERTY: Final = _MEASURING | {
-    *("production", "opportunistic", "root", "gpu", "file", "live", "recording", "mechanism", "apply"),
-}
-
-
 def _wanted(
     program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
 ) -> Any:
@@ -220,17 +249,28 @@ def _wanted(
     """
     given = [name for name, value in asked.items() if value is not None]
     if measure and explained:
-        raise BadUsage("--mechanism explains, --measure measures", "leave one of them away", code="bad_combination")
+        raise BadUsage("--mechanism cannot be combined with --measure", "drop one of them", code="bad_combination")
     if measure:
-        return wanted_of(program or shlex.split(command or ""), asked)
+        return wanted_of(program or _argv(command or ""), asked)
     if program or given:
         said = "a command" if program else ", ".join(given)
         raise BadUsage(
-            f"{said} without --measure",
-            "measure it: gpushare advise --measure ... -- CMD; only name it: --command 'CMD'",
+            f"{said} can only be used with --measure",
+            "to measure: gpushare advise --measure ... -- CMD; to name the program only: --command 'CMD'",
             code="bad_combination",
         )
     return None
+
+
+def _argv(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise BadUsage(
+            f"--command {quoted(command)}: {str(error).lower()}",
+            "close the quotes, or give it last: -- CMD",
+            code="bad_command",
+        ) from None
 
 
 def _number(option: str, text: str | None) -> int | None:
@@ -302,7 +342,7 @@ def _may_ask(*, explained: bool) -> bool:
     return terminal and wanted and not settings.yes and not explained
 
 
-RUNS_ON: Final = "what runs now keeps running as it is: it joins MPS or an instance only when it is started anew"
+RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
 
 
 def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
@@ -316,7 +356,7 @@ def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any
         one = verdict_data(advice.of(explained))
         table = reasons_table([one], f"{one['title']} on {data['gpu_title']}: {one['outcome']}")
         if data["winner"] != one["way"]:
-            notes.append(f"the advice for this case is: {data['answer']} (all of it without --mechanism)")
+            notes.append(f"the advice for this case is: {data['answer']} (drop --mechanism to see it)")
         return Result(command="advise", data={**data, "explained": one}, tables=(table,), notes=tuple(notes))
     if apply:
         return applied(advice, notes)
@@ -342,8 +382,8 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
         return Case(workloads=(workload_of(words),), root=root)
     if words.get("processes") is not None or words.get("role") is not None:
         raise BadUsage(
-            "--production and --opportunistic say how many processes there are",
-            "leave --processes and --role away",
+            "--production and --opportunistic already give the number of processes",
+            "drop --processes and --role",
             code="two_counts",
         )
     one = workload_of(words)
@@ -378,7 +418,9 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
         with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
     except FileNotFoundError:
-        raise NotFound(f"there is no file {path}", "write one: see gpushare advise --help", code="no_file") from None
+        raise NotFound(
+            f"file {path} not found", "for its format, see: gpushare advise --help", code="no_file"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise OperationFailed(f"cannot read {path}: {reason}", "give a YAML file", code="not_readable") from None
@@ -411,8 +453,8 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     gpu = next(one for one in Observer(host).look().gpus if one.index == index)
     if gpu.processes is None:
         raise NotFound(
-            f"who is on GPU {index} cannot be seen from here",
-            f"say what runs: gpushare advise -g {index} --processes 4; or ask on the host, outside the container",
+            f"the processes on GPU {index} cannot be seen from here",
+            f"say what runs: gpushare advise -g {index} --processes 4; or run this on the host, outside the container",
             code="not_seen",
         )
     seen = [one for one in gpu.processes if (one.compute or one.mps) and "nvidia-cuda-mps" not in (one.name or "")]
@@ -420,7 +462,9 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     graphics = any(one.graphics and not one.compute for one in gpu.processes)
     if not entries:
         raise NotFound(
-            f"no program is on GPU {index}", "say what shall run: gpushare advise --processes 4", code="nobody"
+            f"no program is running on GPU {index}",
+            "say what you want to run: gpushare advise --processes 4",
+            code="nobody",
         )
     return _observed_case(entries, root=root, graphics=graphics or None)
 
@@ -439,7 +483,7 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     if not found:
         raise NotFound(
             f"{path} saw no program on GPU {index}",
-            f"look into it: gpushare observe --from {shlex.quote(str(path))}",
+            f"see what it has: gpushare observe --from {shlex.quote(str(path))}",
             code="nobody",
         )
     workloads = tuple(
@@ -499,7 +543,7 @@ def _without_context(used: int | None) -> int | None:
 
 def _prompt(text: str, words: list[str]) -> str:
     """Return a question with its answers, on a line of their own where one line is too short."""
-    answers = f"[{'/'.join(words)}, Enter: not known] "
+    answers = f"[{'/'.join(words)}, Enter: unknown] "
     width = max(shutil.get_terminal_size().columns, 40)
     if len(text) + len(answers) + max(map(len, words)) < width:
         return f"{text} {answers}"
@@ -521,21 +565,11 @@ def asked(situation: Situation) -> Situation:
         if len(fitting) == 1:
             situation = with_answer(situation, question.field, fitting[0])
         elif text:
-            sys.stderr.write(f"  not one of: {', '.join(words)}\n")
+            sys.stderr.write(f"  choose one of: {', '.join(words)}\n")
             continue
         else:
             skipped.add(question.field)
     return situation
-
-
-# The commands that set something up; those that run a program are left to the user.
-_SET_UP: Final = frozenset(
-    {
-        *(("mps", verb) for verb in ("start", "set", "stop")),
-        *(("mig", verb) for verb in ("apply", "create", "destroy", "disable")),
-        ("timeslice", "set"),
-    }
-)
 
 
 def applied(advice: Advice, notes: Sequence[str]) -> Any:
@@ -547,26 +581,24 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
     """
     from gpushare.show.plan import plan_result
 
-    lines = _set_up(advice)
+    recipe = _set_up(advice)
+    lines = [line.words for line in recipe.lines if line.words]
     steps: list[Any] = []
     said = list(notes)
     # Where the way back is known only when it is done, the line itself says it.
-    keeps_undo = advice.recipe is not None and any(line.command is None for line in advice.recipe.undo)
+    keeps_undo = any(line.command is None for line in recipe.undo)
     for number, words in enumerate(lines):
         try:
             result = _run(words)
         except GpushareError as error:
             if number and not settings.dry_run:
-                raise _half_done(error, advice) from error
+                raise _half_done(error, recipe) from error
             raise
         steps += [_Step(**step) for step in (result.data or {}).get("steps", ())]
         said += [note for note in result.notes if keeps_undo or not note.startswith("undo: ")]
-    recipe = advice.recipe
-    if recipe is not None:
-        runs = [line for line in recipe.lines if line.command and _words(line.command)[:2] not in _SET_UP]
-        said += [f"then, {line.what}: {line.command}" for line in runs]
-        if not settings.dry_run and lines:
-            said += [f"undo: {line.command}" for line in recipe.undo if line.command]
+    said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and not line.words]
+    if not settings.dry_run and lines:
+        said += [f"undo: {line.command}" for line in recipe.undo if line.command]
     return plan_result("advise", steps, dry_run=settings.dry_run, notes=said)
 
 
@@ -577,27 +609,18 @@ class _Step:
         self.what, self.command, self.undo = what, command, undo
 
 
-def _set_up(advice: Advice) -> list[tuple[str, ...]]:
+def _set_up(advice: Advice) -> Recipe:
     if advice.best is None or advice.recipe is None:
         raise NotSupported(
-            "nothing fits, so there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
+            "nothing fits: there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
         )
-    commands = [line.command for line in advice.recipe.lines if line.command is not None]
-    if any("$CUDA_VISIBLE_DEVICES" in one or one.startswith("eval ") for one in commands):
+    if advice.recipe.several_shells:
         raise NotSupported(
-            f"{advice.best.way.label} is set up in a shell per group",
+            f"{advice.best.way.label} needs one shell per group, so --apply cannot set it up",
             "type the lines that `gpushare advise` prints",
             code="several_shells",
         )
-    return [words for words in map(_words, commands) if words[:2] in _SET_UP]
-
-
-def _words(command: str) -> tuple[str, ...]:
-    """Return the words of a gpushare line behind the program's name; none of another program's line."""
-    words = shlex.split(command)
-    if words[:1] == ["sudo"]:
-        words = words[1:]
-    return tuple(words[1:]) if words[:1] == ["gpushare"] else ()
+    return advice.recipe
 
 
 def _run(words: tuple[str, ...]) -> Any:
@@ -607,11 +630,11 @@ def _run(words: tuple[str, ...]) -> Any:
     return root()(args=list(words), prog_name="gpushare", standalone_mode=False)
 
 
-def _half_done(error: GpushareError, advice: Advice) -> GpushareError:
-    commands = [line.command for line in (advice.recipe.undo if advice.recipe else ()) if line.command]
+def _half_done(error: GpushareError, recipe: Recipe) -> GpushareError:
+    commands = [line.command for line in recipe.undo if line.command]
     return error.restated(
-        message=f"{error.message}; what came before it was done",
-        hint=f"take it back: {'; '.join(commands)}" if commands else None,
+        message=f"{error.message}; the steps before it were done",
+        hint=f"undo them: {'; '.join(commands)}" if commands else None,
         kind=OperationFailed,
     )
 
@@ -650,13 +673,15 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
             "--measure needs a program to run", "give it last: gpushare advise --measure -- CMD", code="no_command"
         )
     if copies is not None and parse_copies(str(copies))[0] < _FEWEST:
-        raise BadUsage(f"--copies {copies}: one copy shares with nobody", "give --copies 2 or more", code="bad_copies")
+        raise BadUsage(
+            f"--copies {copies}: sharing needs at least two copies", "give --copies 2 or more", code="bad_copies"
+        )
     if not 1 <= repeat <= _MOST_REPEATS:
         raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
     if window is not None and asked["--metric"] is None:
         raise BadUsage(
-            "--for ends the command before it finishes: finished runs cannot be counted then",
-            "say what it prints: --metric 'rate=([0-9.]+)'; or leave --for away",
+            "--for ends the command before it finishes, so finished runs cannot be counted",
+            "name a metric that it prints: --metric 'rate=([0-9.]+)'; or drop --for",
             code="bad_combination",
         )
     return Wanted(
@@ -681,7 +706,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
 
     if situation.pair:
         raise NotSupported(
-            "copies of one program do not show how production does beside another job",
+            "copies of one program cannot show how production behaves next to another job",
             "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
             code="pair_not_measured",
         )
@@ -730,11 +755,11 @@ def _first_notes(situation: Situation, wanted: Wanted, copies: int, *, live: boo
 
     notes = [RUNS_ON] if live else []
     if copies != situation.case.processes:
-        notes.append(f"measured with {copies} copies, and the case has {situation.case.processes} processes")
+        notes.append(f"measured with {copies} copies; the case has {situation.case.processes} processes")
     elif wanted.copies is None and copies == _FEWEST and len(situation.case.workloads) == 1:
-        notes.append(f"{copies} processes are meant; for another number: --processes N")
+        notes.append(f"assuming {copies} processes; for another number: --processes N")
     if len(situation.case.workloads) > 1:
-        notes.append("copies of one program were measured, and the case has several programs")
+        notes.append("copies of one program were measured; the case has several programs")
     return notes
 
 
@@ -743,9 +768,9 @@ def _why_not(advice: Advice) -> str | None:
     from gpushare.advice.measured import BENCH_WAYS, bench_ways
 
     if advice.best is None:
-        return "nothing fits, so there is nothing to measure"
+        return "nothing fits: there is nothing to measure"
     if not advice.situation.several:
-        return "one process shares with nobody, so there is nothing to measure"
+        return "one process does not share: there is nothing to measure"
     names = set(bench_ways(advice))
     left = [way for way, own in BENCH_WAYS.items() if names & set(own)]
     if len(left) < _FEWEST:
@@ -782,9 +807,9 @@ def _planned(prepared: Prepared, advice: Advice) -> Any:
 def _ended_early(measurement: Measurement) -> GpushareError | None:
     if measurement.interrupted:
         kept = (
-            f"{len(measurement.runs)} runs are kept and answered from" if measurement.runs else "nothing was measured"
+            f"the answer uses the {len(measurement.runs)} finished runs" if measurement.runs else "nothing was measured"
         )
-        return Interrupted(f"interrupted; {kept}", "the copies were ended, the host is as before")
+        return Interrupted(f"interrupted; {kept}", "the copies were ended and the host was restored")
     return measurement.error
 
 

@@ -65,7 +65,7 @@ def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
         title=title,
         columns=columns,
         rows=rows,
-        empty="no rule says anything of it",
+        empty="no rule applies",
         draw=lambda width: _reason_lines(verdicts, min(width, _WIDEST)),
     )
 
@@ -122,7 +122,7 @@ def _why(verdict: Mapping[str, Any]) -> str:
         for reason in verdict["reasons"]:
             if reason["kind"] in kinds:
                 return str(reason["text"])
-    return "nothing against it, nothing for it"
+    return "possible, no advantage here"
 
 
 # -- the screen ------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def _reason_lines(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Tex
             if reason["contradiction"]:
                 lines += _wrapped(f"sources disagree: {reason['contradiction']}", width, "      ", style="yellow")
         if not one["reasons"]:
-            lines.append(Text("  no rule says anything of it", style="dim"))
+            lines.append(Text("  no rule applies", style="dim"))
     return lines
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from gpushare.advice import engine
+from gpushare.advice import engine, situation
+from gpushare.advice.advise import ALTERNATIVES, advise, next_question, other_answers, with_way
 from gpushare.advice.engine import BASE, Outcome, Verdict, verdicts, winner
-from gpushare.advice.rule import Kind, Reason
+from gpushare.advice.rules import Kind, Reason
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 
@@ -28,7 +29,7 @@ def verdict(way: Way, outcome: Outcome = Outcome.FITS, score: int = 0) -> Verdic
 def say(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes the only rules say these reasons of a way."""
     said: dict[Way, tuple[Reason, ...]] = {}
-    rule = SimpleNamespace(reasons=lambda _situation, way: said.get(way, ()))
+    rule = SimpleNamespace(reasons=lambda _: [(way, reason) for way in said for reason in said[way]])
     for name in ("VETOES", "REQUIREMENTS", "CONDITIONS"):
         monkeypatch.setattr(engine, name, ())
     monkeypatch.setattr(engine, "PREFERENCES", (rule,))
@@ -133,3 +134,24 @@ def test_it_is_open_until_something_was_said_that_decides(words: dict[str, Any],
     found = verdicts(situation_of({"processes": 4, "memory": "1G", **words}, host="h200"))
     (measure,) = [one for one in found if one.way is Way.MEASURE]
     assert ("nothing-decides" in [one.rule for one in measure.reasons]) is open_
+
+
+def test_every_case_and_every_division_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer asks what other answers would change, and a question what its answers would: much is asked twice."""
+    judged: list[Any] = []
+    divided: list[Any] = []
+    rule, slices_for = engine.VETOES[0], situation.slices_for
+    counting = SimpleNamespace(reasons=lambda made: judged.append(made.case) or rule.reasons(made))
+    monkeypatch.setattr(engine, "VETOES", (counting, *engine.VETOES[1:]))
+    monkeypatch.setattr(
+        situation, "slices_for", lambda layout, shares: divided.append(shares) or slices_for(layout, shares)
+    )
+    asked = situation_of({"processes": 3, "memory": "6G"})
+    found = advise(asked)
+    assert len(judged) <= 1 + len(ALTERNATIVES)
+    advise(asked)
+    assert with_way(found, Way.TIMESLICE, cap=50.0, changes=()).situation.slices(Way.MIG) is asked.slices(Way.MIG)
+    list(other_answers(with_way(found, Way.TIMESLICE, cap=50.0, changes=()).situation))
+    next_question(asked)
+    assert len(judged) == len(set(judged))
+    assert len(divided) == len(set(divided)) <= 3

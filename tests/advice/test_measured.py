@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.advice.advise import Advice, Confidence, advise
 from gpushare.advice.measured import ANSWERED, BENCH_WAYS, Effect, MeasuredAdvice, bench_ways, measured
-from gpushare.advice.prefer import PREFERENCES
+from gpushare.advice.rules import PREFERENCES
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 
@@ -158,7 +158,7 @@ def test_throughput_does_not_overrule_what_it_does_not_tell() -> None:
     """People at notebooks: copies that work all the time say nothing of bursts."""
     found = after({**SURE, "pattern": "interactive"}, {"queue": 100, "timeslice": 100, "mps:200/n": 200})
     assert (found.effect, way_of(found.final)) == (Effect.KEPT, Way.TIMESLICE)
-    assert "bursts and idle times" in found.sentence
+    assert "bursty work" in found.sentence
     assert found.final.confidence is Confidence.MEDIUM
 
 

@@ -10,10 +10,8 @@ import pytest
 
 from gpushare.advice.case import workload_of
 from gpushare.advice.engine import Outcome, Verdict, verdicts
-from gpushare.advice.prefer import CONDITIONS, PREFERENCES
 from gpushare.advice.recipe import recipe
-from gpushare.advice.refuse import REQUIREMENTS, VETOES
-from gpushare.advice.rule import Kind, Reason, Rule
+from gpushare.advice.rules import CONDITIONS, PREFERENCES, REQUIREMENTS, VETOES, Kind, Reason, Rule
 from gpushare.advice.ways import Way
 from gpushare.errors import BadUsage
 from gpushare.mig.profile import ComputeInstance, GpuInstance
@@ -242,8 +240,8 @@ def test_the_undo_goes_back_to_the_level_of_now() -> None:
     ("words", "message"),
     [
         ({"processes": 2, "groups": 5}, "5 groups of 2 processes"),
-        ({"isolation": "none,fault"}, "is none and more"),
-        ({"isolation": "nothing"}, "'nothing' is not a value of isolation"),
+        ({"isolation": "none,fault"}, "combines none with others"),
+        ({"isolation": "nothing"}, "'nothing' is not a valid value for isolation"),
     ],
 )
 def test_workloads_that_contradict_themselves(words: dict[str, Any], message: str) -> None:
@@ -302,7 +300,7 @@ def test_nothing_is_said_twice_of_a_way(kind: tuple[Rule, ...]) -> None:
 
 
 def test_how_many_are_in_the_way_and_which_mode_is_said() -> None:
-    for count, text in ((1, "1 process is on it now"), (3, "3 processes are on it now")):
+    for count, text in ((1, "1 process is running on it now"), (3, "3 processes are running on it now")):
         (reason,) = spoken(verdict(of(facts={"processes": count}), "mig"), "mig-busy")
         assert text in reason.text
     mode = ComputeMode.EXCLUSIVE_PROCESS

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_nothing_fits(cli: Any) -> None:
 
 def test_several_idle_gpus_are_named(cli: Any) -> None:
     answer = cli("advise", *FARM, host="sim:8xh100-80gb").ok()
-    assert "each of the 4 processes can have one to itself" in answer.err
+    assert "each of the 4 processes can have its own" in answer.err
 
 
 def test_the_limits_add_up(cli: Any) -> None:
@@ -313,6 +314,24 @@ def test_apply_does_what_the_lines_do(cli: Any, words: tuple[str, ...], spec: st
     assert shown(cli, spec) == before
 
 
+@pytest.mark.parametrize(
+    "command", ["echo it's", 'echo "$CUDA_VISIBLE_DEVICES"', "eval true", "gpushare mps stop -g 0"]
+)
+def test_apply_does_not_read_the_command_of_the_user(cli: Any, command: str) -> None:
+    words = ("advise", *USERS, "--command", command, "--apply")
+    spec = "sim:a100-80gb"
+    assert (
+        cli(*words, "-n", host=spec, output="json").ok().data
+        == cli("advise", *USERS, "--apply", "-n", host=spec, output="json").data
+    )
+    answer = cli(*words, "-y", host=spec).ok()
+    assert answer.err.count(f"-- {command}") == 1
+
+
+def test_measure_refuses_a_command_with_an_open_quote(refused: Any) -> None:
+    refused("advise", "--measure", "--command", "echo it's", code="bad_command", exit_code=2)
+
+
 def test_apply_that_fails_half_way_names_the_way_back(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpushare.cli import advise
     from gpushare.errors import OperationFailed
@@ -329,7 +348,7 @@ def test_apply_that_fails_half_way_names_the_way_back(cli: Any, monkeypatch: pyt
     monkeypatch.setattr(advise, "_run", failing)
     answer = cli("advise", *FARM, "--apply", host=spec)
     assert answer.code == 1
-    assert "the daemon did not start; what came before it was done" in answer.err
+    assert "the daemon did not start; the steps before it were done" in answer.err
     assert "gpushare mig apply -g 0 3g.40gb:" in answer.err
 
 
@@ -393,7 +412,7 @@ def test_questions_that_decide_are_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_answer_that_is_none_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = on_a_terminal(monkeypatch, "perhaps\n\n\n\n\n\n\n\n", "--processes", "4")
-    assert "not one of: yes, no" in asked
+    assert "choose one of: yes, no" in asked
     assert asked.count("Do all processes belong to the same user?") == 2
 
 
@@ -425,6 +444,8 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--memory", "6"), "bad_size", 2),
         (("--users", "some"), "bad_value", 2),
         (("--isolation", "quota,bad"), "bad_value", 2),
+        (("--needs", "nccl,gpu"), "bad_value", 2),
+        (("--needs", ""), "bad_value", 2),
         (("--pattern", "often"), "bad_value", 2),
         (("--latency", "fast"), "bad_duration", 2),
         (("--production", "x"), "bad_count", 2),
@@ -450,10 +471,10 @@ def test_bad_words_are_refused(refused: Any, words: tuple[str, ...], code: str, 
         ("- {processes: 4\n", "line"),
         ("workloads:\n- processes: 4\n  memroy: 6G\n", "line 3: 'memroy' is not a property"),
         ("workloads:\n- processes: 4\n  memory: six\n", "line 3: 'six' is not a memory size"),
-        ("workloads:\n- processes: 4\n  processes: 5\n", "line 3: 'processes' is there twice"),
+        ("workloads:\n- processes: 4\n  processes: 5\n", "line 3: 'processes' appears twice"),
         ("workloads: [{processes: 2}]\nhost: x\n", "line 2: unknown key 'host'"),
         ("- just text\n", "line 1: a workload is a mapping"),
-        ("- {saturating: maybe}\n", "line 1: 'maybe' is not a value of saturating"),
+        ("- {saturating: maybe}\n", "line 1: 'maybe' is not a valid value for saturating"),
     ],
 )
 def test_a_bad_file_names_its_line(cli: Any, tmp_path: Path, text: str, said: str) -> None:
@@ -493,10 +514,41 @@ def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_help_names_every_property(cli: Any) -> None:
-    from gpushare.advice.case import KEYS
+    from gpushare.advice.case import KEYS, NEEDS
 
     out = cli("advise", "--help", host=None).out
-    assert [key for key in KEYS if key not in {"name", "user"} and f"--{key.replace('_', '-')}" not in out] == []
+    names = {key: key.replace("_", "-") for key in KEYS if key not in {"name", "user"}}
+    said = {key: name if key in NEEDS else f"--{name}" for key, name in names.items()}
+    assert [key for key, name in said.items() if name not in re.sub(r"-\s+", "-", out)] == []
+    assert "--nccl" not in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--needs", "nccl,no-p2p,cuda-graphs"),
+        ("--needs", "nccl", "--needs", "NO-P2P, cuda_graphs"),
+        # The flags of before, which the help does not show any more.
+        ("--nccl", "--no-p2p", "--cuda-graphs"),
+        ("--no-nccl", "--needs", "cuda-graphs,no-p2p", "--nccl"),
+    ],
+)
+def test_needs_are_a_list_and_the_last_word_counts(cli: Any, words: tuple[str, ...]) -> None:
+    data = cli("advise", "--processes", "2", *words, host="sim:t4", output="json").ok().data
+    (one,) = data["case"]["workloads"]
+    assert (one["nccl"], one["p2p"], one["cuda_graphs"], one["ipc"]) == (True, False, True, None)
+
+
+def test_a_file_lists_needs_too(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("workloads: [{processes: 2, needs: [nccl, no-p2p]}, {processes: 1, needs: 'ipc'}]\n")
+    first, second = cli("advise", "-f", str(file), "--needs", "vms", output="json").ok().data["case"]["workloads"]
+    assert (first["nccl"], first["p2p"], first["vms"]) == (True, False, True)
+    assert (second["nccl"], second["ipc"], second["vms"]) == (None, True, True)
+
+
+def test_what_belongs_to_the_measured_command_is_no_need(refused: Any) -> None:
+    refused("advise", "--processes", "2", "true", "--nccl", code="bad_combination", exit_code=2)
 
 
 def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:

@@ -112,4 +112,4 @@ def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
 
     case = {"processes": 3, "memory": "2G", "users": "same", "saturating": False}
     found = recipe(situation_of(case, facts={"mps_daemons": 1, "mig_enabled": True}), Way.MPS)
-    assert "MPS in them" in found.undo[-1].what
+    assert "MPS in the instances" in found.undo[-1].what

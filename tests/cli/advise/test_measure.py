@@ -153,7 +153,7 @@ def test_one_way_alone_is_not_measured(cli: Cli) -> None:
 def test_one_process_is_not_measured(cli: Cli) -> None:
     data = measured(cli, "--processes", "1", "--", "gs-no-such-program")
     assert data["measured"]["effect"] == "open"
-    assert "shares with nobody" in data["measured"]["sentence"]
+    assert "does not share" in data["measured"]["sentence"]
 
 
 def test_dry_run_says_what_would_be_measured(cli: Cli, world: World) -> None:

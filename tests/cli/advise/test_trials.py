@@ -32,14 +32,14 @@ def test_ranks_that_wait_for_each_other_get_a_gpu_each_and_no_queue(cli: Any) ->
     (line,) = lines(data)
     assert line.startswith("CUDA_VISIBLE_DEVICES=")
     assert len(set(line.removeprefix("CUDA_VISIBLE_DEVICES=").removesuffix(" CMD").split(","))) == 3
-    assert data["commands"][0]["what"] == "start it once: its 3 processes have a GPU each"
+    assert data["commands"][0]["what"] == "start it once: each of its 3 processes gets a GPU"
 
 
 @pytest.mark.parametrize(
     ("host", "what"),
     [
-        ("sim:2xa100-80gb", "one process on each GPU: 3 are wanted, and 2 GPUs are free here"),
-        ("sim:a100-80gb", "they work together, so none can wait for another: start it with one process"),
+        ("sim:2xa100-80gb", "one process per GPU: 3 are requested, and 2 GPUs are free here"),
+        ("sim:a100-80gb", "the processes depend on each other and cannot run in turn: start it with one process"),
     ],
 )
 def test_ranks_on_too_few_gpus_are_told_so(cli: Any, host: str, what: str) -> None:
@@ -54,7 +54,7 @@ def test_a_gpu_that_somebody_uses_is_not_given_to_a_rank(cli: Any) -> None:
 
     add_process("sim:3xa100-80gb", "1", memory_bytes=1024**3)
     data = advice(cli, "--processes", "3", "--nccl", "--users", "same", host="sim:3xa100-80gb")
-    assert data["commands"][0]["what"] == "one process on each GPU: 3 are wanted, and 2 GPUs are free here"
+    assert data["commands"][0]["what"] == "one process per GPU: 3 are requested, and 2 GPUs are free here"
 
 
 def test_virtual_machines_get_no_lock_of_the_host(cli: Any) -> None:
@@ -114,7 +114,7 @@ def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
 def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
     data = advice(cli, "--processes", "2", "--containment", host="sim:t4")
     (verdict,) = (one for one in data["verdicts"] if one["way"] == "mps-static")
-    assert "here is an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
+    assert "this host has an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_words_that_say_nothing_are_refused(refused: Any, words: tuple[str, ...]
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("root: perhaps\nworkloads: [{processes: 2}]", "'perhaps' is not a value of root"),
-        ("workloads: [{user: [a, b]}]", "is not a value of user"),
-        ("workloads: [{name: {a: b}}]", "is not a value of name"),
-        ("workloads: [{processes: &a [*a]}]", "is not a number of processes"),
-        ("workloads: [{user: a, users: same}, {user: b, users: same}]", "users: same, and they are a, b"),
+        ("root: perhaps\nworkloads: [{processes: 2}]", "'perhaps' is not a valid value for root"),
+        ("workloads: [{user: [a, b]}]", "is not a valid value for user"),
+        ("workloads: [{name: {a: b}}]", "is not a valid value for name"),
+        ("workloads: [{processes: &a [*a]}]", "is not a valid number of processes"),
+        ("workloads: [{user: a, users: same}, {user: b, users: same}]", "users: same contradicts the user names a, b"),
         ("workloads: [{memory: 6442450944}]", "give a size with its unit: 6G, 1500M"),
     ],
 )
@@ -153,7 +153,7 @@ def test_the_end_of_the_input_ends_the_line_of_the_question(monkeypatch: pytest.
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
     assert main(["--host", "sim:t4", "advise", "--processes", "4"]) == 0
-    assert streams["stderr"].getvalue().rstrip(" ").endswith("not known] \n")
+    assert streams["stderr"].getvalue().rstrip(" ").endswith("unknown] \n")
 
 
 def test_the_short_name_of_time_slicing_is_known(cli: Any) -> None:
@@ -166,7 +166,7 @@ def test_live_does_not_take_who_cannot_be_seen_for_nobody(refused: Any) -> None:
     add_process("sim:t4", "0", memory_bytes=1024**3)
     set_fault("sim:t4", "blind")
     said = refused("advise", "--live", host="sim:t4", code="not_seen", exit_code=6)
-    assert "who is on GPU 0 cannot be seen" in said
+    assert "the processes on GPU 0 cannot be seen" in said
 
 
 @pytest.mark.parametrize(

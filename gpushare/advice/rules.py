@@ -1,0 +1,614 @@
+"""The rules of the advisor: what a rule is, then its rows: vetoes, requirements, conditions, preferences. Pure.
+
+Each row has its source, a document or a measurement. Reasons are shown; weights, which order the ways, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Final
+
+from gpushare.advice.case import Isolation, Pattern, Role, all_of, any_of, negated
+from gpushare.advice.compare import no_static_partitions
+from gpushare.advice.situation import Situation, limit_for
+from gpushare.advice.table import Cell, Mechanism
+from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, Way
+from gpushare.model import ComputeMode
+from gpushare.units import format_bytes
+
+When = Callable[[Situation], "bool | None"]
+
+
+def said(*properties: str) -> When:
+    """Return whether a workload has one of these properties."""
+    return lambda situation: any_of(situation.case.any(one) for one in properties)
+
+
+def denied(name: str) -> When:
+    """Return whether no workload has a property."""
+    return lambda situation: negated(situation.case.any(name))
+
+
+class Kind(str, Enum):
+    """What a rule does to a way."""
+
+    VETO = "veto"
+    CONDITION = "condition"
+    FOR = "for"
+    AGAINST = "against"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: for preferences ``ways`` has a weight for each way.
+
+    ``when`` says whether it applies; ``when_way`` where that differs from way to way. None: unknown; then ``unknown``
+    is a condition, and a rule without it does not apply. ``words`` fills the braces of ``text``.
+    """
+
+    id: str
+    ways: tuple[Way, ...] | Mapping[Way, int]
+    text: str
+    source: str
+    when: When | None = None
+    when_way: Callable[[Situation, Way], bool | None] | None = None
+    unknown: str | None = None
+    words: Callable[[Situation, Way], dict[str, object]] | None = None
+    kind: Kind = field(kw_only=True)
+
+    def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
+        """Yield what the rule says, for each way about which it says something."""
+        common = None if self.when is None else self.when(situation)
+        for way in self.ways:
+            applies = common if self.when_way is None else self.when_way(situation, way)
+            if applies:
+                text = self.text if self.words is None else self.text.format(**self.words(situation, way))
+                weight = self.ways[way] if isinstance(self.ways, Mapping) else 0
+                yield way, Reason(rule=self.id, kind=self.kind, text=text, source=self.source, weight=weight)
+            elif applies is None and self.unknown is not None:
+                text = self.unknown
+                yield way, Reason(rule=self.id, kind=Kind.CONDITION, text=text, source=self.source, open=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """What one rule says of one way.
+
+    ``open`` is a question that nobody answered. ``row`` is the row of the table that it comes from, ``contradiction``
+    what its sources disagree about.
+    """
+
+    rule: str
+    kind: Kind
+    text: str
+    source: str
+    weight: int = 0
+    open: bool = False
+    row: str | None = None
+    contradiction: str | None = None
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What is wanted of a row: ``wanted`` to fit, at least ``floor`` to fit with a condition.
+
+    ``unknown`` is the condition when nobody said whether it is wanted, for ways that would be refused or bound.
+    """
+
+    id: str
+    row: str
+    wanted: str
+    floor: str
+    # What it is about, as the end of a sentence: "a fault in one process must not end the others".
+    text: str
+    when: Callable[[Situation], bool | None]
+    unknown: str | None = None
+    ways: tuple[Way, ...] = tuple(Way)
+    # What holds between processes of one instance too: then a weak inner mechanism is a condition.
+    inside: bool = True
+
+    def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
+        """Yield what the requirement says, for each way about which it says something."""
+        applies = self.when(situation)
+        if applies is False or (applies is None and self.unknown is None):
+            return
+        for way in self.ways:
+            yield from ((way, reason) for reason in self._about(situation, way, asked=applies is None))
+
+    def _about(self, situation: Situation, way: Way, *, asked: bool) -> Iterable[Reason]:
+        if way.outer is None:
+            return
+        cell = situation.table.cell(way.outer, self.row, situation.host.driver)
+        best = situation.table.level(way.outer, self.row, situation.host.driver, option=way.table_option)
+        plainly = best if way is Way.MPS_STATIC else cell.level
+        enough = situation.table.at_least(self.row, plainly, self.wanted)
+        if asked:
+            if not enough and not situation.table.at_least(self.row, best, self.floor):
+                yield self._reason(cell, Kind.CONDITION, self.unknown or "", asked=True)
+        elif not enough:
+            yield self._short(situation, way, cell, best)
+        elif way.inner is not None and way.outer is Mechanism.MIG and self.inside:
+            yield from self._between(situation, way)
+
+    def _short(self, situation: Situation, way: Way, cell: Cell, best: str) -> Reason:
+        """Return the reason of a cell that is too weak: a condition where an option or the floor helps."""
+        table = situation.table
+        if way is Way.VGPU and table.at_least(self.row, best, self.wanted):
+            if situation.gpu.mig_capable is not False:
+                return self._reason(cell, Kind.CONDITION, f"{self.text}: only with MIG-backed vGPU")
+            return self._reason(cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG")
+        says = f"{self.text} ({table.titles[cell.mechanism]}: {cell.today})"
+        if table.at_least(self.row, best, self.floor):
+            return self._reason(cell, Kind.CONDITION, says)
+        return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")
+
+    def _between(self, situation: Situation, way: Way) -> Iterable[Reason]:
+        """Yield the condition that it holds between instances only."""
+        if way.inner is None or situation.grouped:
+            return
+        level = situation.table.level(way.inner, self.row, situation.host.driver)
+        if not situation.table.at_least(self.row, level, self.wanted):
+            cell = situation.table.cell(way.inner, self.row, situation.host.driver)
+            yield self._reason(cell, Kind.CONDITION, f"{self.text}: true between instances, not within one")
+
+    def _reason(self, cell: Cell, kind: Kind, text: str, *, asked: bool = False) -> Reason:
+        source = "; ".join(source.title for source in cell.sources[:2])
+        return Reason(
+            rule=self.id,
+            kind=kind,
+            text=text,
+            source=source,
+            open=asked,
+            row=self.row,
+            contradiction=cell.contradiction if kind is Kind.CONDITION and not asked else None,
+        )
+
+
+# -- vetoes: the host, the GPU, the numbers ----------------------------------------------------------
+
+_MIG_GUIDE: Final = "NVIDIA MIG User Guide"
+_MPS_GUIDE: Final = "NVIDIA MPS guide"
+_veto = partial(Rule, kind=Kind.VETO)
+_for = partial(Rule, kind=Kind.FOR)
+_against = partial(Rule, kind=Kind.AGAINST)
+_condition = partial(Rule, kind=Kind.CONDITION)
+
+
+def _no_static(s: Situation) -> bool | None:
+    if no_static_partitions(s.host, s.gpu):
+        return True
+    return None if None in {s.gpu.compute_capability, s.host.driver_major} else False
+
+
+def _not_root(s: Situation) -> bool | None:
+    return negated(s.may_be_root)
+
+
+def _needs_change(s: Situation) -> bool:
+    """Return whether instances have to be made: MIG is off, or those that idle do not serve."""
+    return not s.gpu.mig_enabled or s.free_now(Way.MIG) is None
+
+
+def _too_many(s: Situation) -> bool | None:
+    if s.mps_clients is None or s.case.processes is None:
+        return None
+    return s.case.processes > s.mps_clients
+
+
+def _memory_words(s: Situation, way: Way) -> dict[str, object]:
+    found = s.budget_of(way)
+    largest = found.largest_bytes or 0
+    return {
+        "total": format_bytes(found.total_bytes),
+        "needed": format_bytes(found.needed_bytes),
+        "short": format_bytes(-(found.left_bytes or 0)),
+        "most": found.most or 0,
+        "largest": format_bytes(largest),
+        "over": format_bytes(max(largest - (found.usable_bytes or 0), 0)),
+    }
+
+
+def _why_no_slices(s: Situation, way: Way) -> str | None:
+    found = s.slices(way)
+    return None if found is None else found.why_not
+
+
+def _no_graphics(s: Situation) -> bool | None:
+    wanted = s.case.any("graphics")
+    offers = s.gpu.layout is not None and any(profile.graphics for profile in s.gpu.layout.profiles)
+    return False if offers else wanted
+
+
+# fmt: off
+VETOES: Final = (
+    # -- MIG ---------------------------------------------------------------------------------------
+    _veto("mig-not-there", ALL_MIG,
+        "{name} has no MIG", "NVIDIA MIG User Guide, supported GPUs; AWS EKS",
+        lambda s: negated(s.gpu.mig_capable), unknown="only if the GPU has MIG; the driver does not say",
+        words=lambda s, _: {"name": s.gpu.name or "this GPU"}),
+    _veto("mig-needs-root", ALL_MIG,
+        "only root can create MIG instances, and you cannot become root", f"{_MIG_GUIDE} (CAP_SYS_ADMIN)",
+        lambda s: all_of([_needs_change(s), _not_root(s)]),
+        unknown="root has to create the instances (the lines with sudo)"),
+    _veto("nccl", ALL_MIG,
+        "NCCL and peer-to-peer across GPUs do not work on MIG instances",
+        f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"', said("nccl", "p2p")),
+    _veto("graphics", ALL_MIG,
+        "graphics APIs do not run on MIG instances of this GPU",
+        f"{_MIG_GUIDE} (only RTX PRO 6000 Blackwell has +gfx profiles)", _no_graphics),
+    _veto("profiler", (*ALL_MIG, *ALL_MPS),
+        "profilers and debuggers do not work here", "NVIDIA MIG and MPS guides", said("profiler")),
+    _veto("mig-too-small", ALL_MIG,
+        "{why}", f"{_MIG_GUIDE}, profiles; CIP203", when_way=lambda s, way: _why_no_slices(s, way) is not None,
+        words=lambda s, way: {"why": _why_no_slices(s, way)}),
+    # -- MPS ---------------------------------------------------------------------------------------
+    _veto("mps-other-users", ALL_MPS,
+        "an MPS server serves one user at a time: other users wait until its last program ends (multi-user mode drops isolation)",
+        _MPS_GUIDE, lambda s: negated(s.case.same_user), unknown="only if all processes belong to one user"),
+    _veto("mps-other-users-inside", (Way.MIG_MPS,),
+        "the processes of one party belong to different users, and an MPS server serves one user at a time", _MPS_GUIDE,
+        lambda s: negated(s.case.same_user_inside), unknown="only if the processes in one instance belong to one user"),
+    _veto("mps-clients", ALL_MPS,
+        "{processes} processes are too many: MPS accepts {most} clients on this GPU",
+        "NVIDIA MPS guide (48; 60 from release 590; 16 before Volta)",
+        _too_many, words=lambda s, _: {"processes": s.case.processes, "most": s.mps_clients}),
+    _veto("mps-not-installed", (*ALL_MPS, Way.MIG_MPS),
+        "nvidia-cuda-mps-control is not installed on this host", f"{_MPS_GUIDE} (Linux, part of the driver)",
+        lambda s: not s.host.mps_program),
+    _veto("mps-dynamic-parallelism", (*ALL_MPS, Way.MIG_MPS),
+        "MPS does not support dynamic parallelism", "NVIDIA MPS guide (error 811)",
+        said("dynamic_parallelism")),
+    _veto("mps-limits-before-volta", (Way.MPS_PRIORITY, Way.MPS_STATIC),
+        "MPS has no limits on GPUs before Volta", _MPS_GUIDE, lambda s: s.before_volta),
+    _veto("mps-static-old", (Way.MPS_STATIC,),
+        "static partitions need Ampere and driver 590 (CUDA 13.1); this host has {here}",
+        "NVIDIA CUDA 13.1; nvidia-cuda-mps-control 595",
+        _no_static, unknown="only from Ampere and driver 590 (CUDA 13.1) on",
+        words=lambda s, _: {"here": " with ".join(no_static_partitions(s.host, s.gpu))}),
+    # -- streams -----------------------------------------------------------------------------------
+    _veto("streams-need-code", (Way.STREAMS, Way.MPS_STREAMS),
+        "the program would need changes, and it cannot be changed", "NVIDIA table 2022; CIP203",
+        denied("code"), unknown="only if the program can be changed to use streams"),
+    _veto("streams-running", (Way.STREAMS,),
+        "the program is already running; it would have to be changed and restarted", "NVIDIA table 2022",
+        said("running")),
+    # -- vGPU --------------------------------------------------------------------------------------
+    _veto("vgpu-no-vms", (Way.VGPU,),
+        "there are no virtual machines", "NVIDIA table 2022",
+        denied("vms"), unknown="only for virtual machines, with NVIDIA's licence"),
+    _veto("vgpu-not-there", (Way.VGPU,),
+        "this GPU or driver has no vGPU", "NVML vGPU capability", lambda s: negated(s.gpu.vgpu_capable),
+        unknown="only with NVIDIA's vGPU host driver; this driver does not report that it is one"),
+    # -- memory and the GPU itself -----------------------------------------------------------------
+    _veto("memory-sum", CONCURRENT,
+        "all processes need {needed} of {total}: {short} too much; {most} fit at the same time",
+        "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
+        when_way=lambda s, way: s.several and s.budget_of(way).may_fit is False, words=_memory_words),
+    _veto("memory-one", (Way.WHOLE, *CONCURRENT),
+        "one process needs {largest} of {total}: {over} too much", "arithmetic",
+        lambda s: negated(s.plain.one_fits) if s.plain.one_fits is not None else False,
+        words=lambda s, _: _memory_words(s, Way.WHOLE)),
+    _veto("prohibited", CONCURRENT,
+        "compute mode is prohibited: no program can use the GPU", "NVML compute mode",
+        lambda s: s.gpu.compute_mode is ComputeMode.PROHIBITED and not s.may_be_root),
+)
+# fmt: on
+
+
+# -- requirements: what the table must say -----------------------------------------------------------
+
+
+def _wants(*kinds: Isolation) -> Callable[[Situation], bool | None]:
+    def when(situation: Situation) -> bool | None:
+        if situation.case.wanted_isolation is None:
+            return None
+        return bool(situation.isolation & set(kinds))
+
+    return when
+
+
+_SHARED: Final = tuple(way for way in Way if way.outer is not None)
+_FULL: Final = _wants(Isolation.FULL)
+
+# fmt: off
+REQUIREMENTS: Final = (
+    Requirement("several-processes", "partition_type", "temporal", "temporal",
+        "there is more than one process",
+        lambda s: s.several if s.case.processes is not None else (s.case.any("one_application") is False) or None,
+        ways=(Way.STREAMS,), unknown="only inside one process"),
+    Requirement("fault-isolation", "error_isolation", "full", "partial",
+        "a fault in one process must not affect the others",
+        _wants(Isolation.FAULT), unknown="only if a fault in one process may end the others"),
+    Requirement("memory-quota", "memory_protection", "quota", "quota",
+        "a hard memory quota is required", _wants(Isolation.QUOTA)),
+    Requirement("full-isolation-memory", "memory_protection", "hardware", "hardware",
+        "full isolation needs separate memory", _FULL),
+    Requirement("full-isolation-faults", "error_isolation", "full", "full",
+        "full isolation needs contained faults", _FULL),
+    Requirement("full-isolation-sm", "sm_isolation", "partition", "partition",
+        "full isolation needs separate SMs", _FULL),
+    Requirement("bandwidth-qos", "memory_bandwidth_qos", "partition", "partition",
+        "a guaranteed share of the memory bandwidth is required",
+        lambda s: True if Isolation.FULL in s.isolation else s.case.any("bandwidth_qos")),
+    Requirement("untrusted", "target_use", "qos", "tolerant",
+        "the parties do not trust each other", lambda s: not s.trusted),
+    Requirement("weights", "sm_isolation", "percentage", "percentage",
+        "unequal shares are required", said("weights"), ways=(Way.TIMESLICE,)),
+    Requirement("vms", "target_use", "tenants", "qos",
+        "the parties are virtual machines", said("vms"), inside=False),
+    Requirement("ipc", "interop", "ipc", "ipc",
+        "the processes share GPU memory through CUDA IPC",
+        said("ipc"), ways=tuple(way for way in _SHARED if way not in {Way.MIG_MPS, Way.MIG_TIMESLICE})),
+    Requirement("running", "reconfigure", "live", "live",
+        "the programs are already running", said("running"), inside=False),
+    Requirement("latency", "target_use", "qos", "cooperative",
+        "there is a latency target, and no p99 is guaranteed", said("latency"),
+        ways=(Way.TIMESLICE, Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS, Way.MIG_MPS, Way.MIG_TIMESLICE)),
+    Requirement("containment", "sm_isolation", "partition", "percentage",
+        "each process must stay within its share",
+        said("containment"), ways=tuple(way for way in _SHARED if way is not Way.STREAMS)),
+)
+# fmt: on
+
+
+# -- conditions --------------------------------------------------------------------------------------
+
+
+def _in_the_way(s: Situation) -> bool | None:
+    """Return whether programs on the GPU keep it from being divided."""
+    if s.gpu.mig_enabled:
+        return False
+    return None if s.gpu.processes is None else s.gpu.processes > 0
+
+
+def _tight(s: Situation) -> bool:
+    """Return whether all fit, but not with limits that have room for what CUDA takes of them."""
+    usable = s.under_mps.usable_bytes
+    if not s.under_mps.fits or usable is None:
+        return False
+    each = zip(s.case.workloads, s.case.counts, strict=True)
+    return sum(limit_for(one.memory) * (count or 1) for one, count in each if one.memory is not None) > usable
+
+
+# fmt: off
+CONDITIONS: Final = (
+    _condition("mig-busy", ALL_MIG,
+        "the GPU must be idle before it can be partitioned; {count} running on it now",
+        "NVIDIA table 2022 (when idle); MIG User Guide",
+        _in_the_way, unknown="the GPU must be idle before it can be partitioned",
+        words=lambda s, _: {"count": "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"}),
+    _condition("mig-instances-busy", ALL_MIG,
+        "programs are running in its instances, and the rest is too small: they have to end first", _MIG_GUIDE,
+        when_way=Situation.held),
+    _condition("mps-serves", (Way.TIMESLICE, *ALL_MIG),
+        "an MPS daemon serves the GPU: stop it first, after its programs have ended",
+        "NVIDIA MPS guide; MIG User Guide (when idle)", when_way=Situation.mps_in_the_way),
+    _condition("mig-profiles-unknown", ALL_MIG,
+        "the driver lists no profiles while MIG is off: enable MIG to see whether it fits",
+        "NVML before driver 580",
+        lambda s: bool(s.gpu.mig_capable) and (s.gpu.layout is None or not s.gpu.layout.profiles)),
+    _condition("mig-is-on", (Way.WHOLE, Way.TIMESLICE, *ALL_MPS, Way.STREAMS),
+        "MIG is on: turn it off first (needs root and an idle GPU)", _MIG_GUIDE,
+        lambda s: bool(s.gpu.mig_enabled)),
+    _condition("whole-together", (Way.WHOLE,),
+        "the processes depend on each other, so they cannot run in turn: one process per GPU",
+        "MPI and NCCL: a collective operation waits for every rank", lambda s: s.together),
+    _condition("timeslice-compute-mode", (Way.TIMESLICE, Way.MIG_TIMESLICE),
+        "compute mode {mode} admits one process; it has to be set to default (needs root)",
+        "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)",
+        lambda s: s.gpu.compute_mode not in {None, ComputeMode.DEFAULT},
+        words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title}),
+    _condition("memory-tight", (Way.TIMESLICE, Way.STREAMS, Way.VGPU),
+        "memory is tight: it fits only if a CUDA context takes less than 500 MiB (300 to 500 MB are reported)",
+        "arithmetic", lambda s: s.several and s.plain.fits is False and s.plain.may_fit),
+    _condition("mps-memory-tight", (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS),
+        "memory is tight: there is no room for CUDA's own memory in every limit, so a program may run out of memory at its limit",
+        "arithmetic; measured on an H200 (a limit of 8G leaves 7.4 GiB)", _tight),
+    _condition("mig-ipc", (Way.MIG_MPS, Way.MIG_TIMESLICE),
+        "processes that share GPU memory through CUDA IPC must be in the same instance",
+        f"{_MIG_GUIDE} (no CUDA IPC across GPU instances)", said("ipc")),
+    _condition("mps-without-limits", (Way.MPS, Way.MPS_STREAMS),
+        "before Volta, MPS has no thread or memory limits, and a single address space", "NVIDIA MPS guide",
+        lambda s: s.before_volta),
+    _condition("mps-containers", (*ALL_MPS, Way.MIG_MPS),
+        "containers need the pipe directory, /dev/shm or --ipc=host, and the same user",
+        "NVIDIA MPS guide; k8s-device-plugin", said("containers", "kubernetes")),
+    _condition("kubernetes-mps-mig", (Way.MIG_MPS,),
+        "MPS on MIG works with CUDA, GKE and CIP203, but not through the Kubernetes device plugin or on Red Hat",
+        "k8s-device-plugin README; NVIDIA MIG User Guide", said("kubernetes")),
+    _condition("priority-needs-pair", (Way.MPS_PRIORITY,),
+        "only if one job is production and another can yield to it",
+        "man nvidia-cuda-mps-control (priority 1 is below normal)", lambda s: not s.pair),
+    _condition("priority-bandwidth", (Way.MPS_PRIORITY,),
+        "a cap does not help if one job saturates the memory bandwidth: half of the SMs can use all of it",
+        "measured on an H200", said("bandwidth_bound")),
+    _condition("nccl-sharing", (Way.TIMESLICE, *ALL_MPS, Way.VGPU),
+        "NCCL needs one GPU per rank", "NVIDIA MIG guide; NCCL", said("nccl")),
+    _condition("inside-needs-groups", (Way.MIG_MPS, Way.MIG_TIMESLICE),
+        "only if several processes may share an instance", "NVIDIA blog 2022; GKE; CIP203",
+        lambda s: s.grouped is False or (s.case.groups is None and s.several)),
+    _condition("measure-needs-program", (Way.MEASURE,),
+        "only if the program can be run several times on this GPU",
+        "H200 study (2026): the order of MPS and time-slicing flips with the workload",
+        lambda s: not s.case.any("cuda_graphs")),
+    _condition("fix-only-io", (Way.FIX,),
+        "only if the GPU waits for input, the CPU or the disk", "CIP203",
+        denied("io_bound"), unknown="only if the GPU waits for input, the CPU or the disk"),
+)
+# fmt: on
+
+
+# -- preferences among the ways that are not refused -------------------------------------------------
+
+
+def _one_process(s: Situation) -> bool:
+    processes = s.case.processes
+    return processes == 1 or (processes is None and bool(s.case.any("one_application")))
+
+
+def _own_code(s: Situation) -> bool:
+    return _one_process(s) and bool(s.case.any("code"))
+
+
+def _small(s: Situation) -> bool:
+    return s.several and s.saturating is False
+
+
+def _farm(s: Situation) -> bool:
+    return _small(s) and s.case.same_user is True and not s.idle_often and not s.pair
+
+
+def _cooperating(s: Situation) -> bool:
+    together = s.case.any("cooperating") or (s.several and s.case.any("one_application") and s.case.processes)
+    return bool(together) and s.case.same_user is not False and s.saturating is not True
+
+
+def _groups(s: Situation) -> bool:
+    return (s.case.groups or 0) > 1 and bool(s.grouped) and s.apart
+
+
+def _older(s: Situation) -> bool:
+    more = s.case.parties is not None and s.instances is not None and s.case.parties > s.instances
+    return s.several and s.trusted and (s.gpu.mig_capable is False or more) and s.case.same_user is False
+
+
+def _half(s: Situation) -> bool:
+    memory, total = s.plain.largest_bytes, s.plain.total_bytes
+    return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
+
+
+def _leaves_half(s: Situation) -> bool:
+    """Return whether an instance for one process leaves half of the GPU; not known before MIG is on on old drivers."""
+    found, total = s.slices(Way.MIG), s.plain.total_bytes or 0
+    return found is None or all((one.memory_bytes or 0) * 2 <= total for one in found.profiles)
+
+
+def _free_to_measure(s: Situation) -> bool:
+    hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
+    # Ranks of NCCL are no copies of one program: nothing could be measured on one GPU.
+    one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
+    return s.several and not s.pair and not hard and s.trusted and one_gpu
+
+
+def _production(s: Situation) -> bool:
+    return Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY})
+
+
+# fmt: off
+PREFERENCES: Final = (
+    _for("one-process", {Way.WHOLE: 40},
+        "there is only one process", "NVIDIA table 2022", _one_process),
+    _for("one-process-own-code", {Way.STREAMS: 75},
+        "one process whose code can be changed: streams overlap its work",
+        'NVIDIA table 2022; CIP203 ("limited to a single process")', _own_code),
+    _for("small-same-user", {Way.MPS: 40, Way.MPS_STREAMS: 20},
+        "several small programs of one user: MPS runs their kernels concurrently",
+        "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)", _farm),
+    _for("mps-there-already", {Way.MPS: 5},
+        "an MPS daemon already serves the GPU", "the host",
+        lambda s: s.several and s.mps_serves and s.case.same_user is True),
+    _for("small-maybe-same-user", {Way.MPS: 15},
+        "several small programs: MPS runs their kernels concurrently, if all belong to one user",
+        "NVIDIA MPS guide; GKE; CIP203; measured on an H200 (3 to 6 times time-slicing)",
+        lambda s: _small(s) and s.case.same_user is None and not s.idle_often and not s.pair),
+    _for("cooperating", {Way.MPS: 30},
+        "MPS was designed for cooperating processes (MPI ranks)", "NVIDIA MPS guide; CSC; PIConGPU",
+        _cooperating),
+    _for("small-batch", {Way.MPS: 15},
+        "small batch jobs: throughput matters", "GKE",
+        lambda s: _small(s) and s.case.pattern is Pattern.STEADY and s.case.same_user is not False),
+    _for("latency-own-part", {Way.MIG: 45, Way.WHOLE: 5},
+        "latency or QoS of several services: each gets its own SMs and memory",
+        "NVIDIA table 2022; GKE; Rafay; CERN", lambda s: s.several and s.case.any("latency") and not s.pair),
+    _against("latency-jitter", {Way.TIMESLICE: 20, Way.MIG_TIMESLICE: 20},
+        "time-slicing adds jitter: p99 is 2 to 3 times, at worst 5 times, that of a job alone",
+        "NVIDIA table 2022; Tally-bench; measured on an H200", said("latency")),
+    _for("bandwidth", {Way.MIG: 45},
+        "only MIG partitions the memory bandwidth", "NVIDIA table 2022",
+        lambda s: s.several and s.case.any("bandwidth_qos")),
+    _for("other-users-production", {Way.MIG: 40},
+        "different users in production: each gets an instance", "CIP203; EKS; Red Hat",
+        lambda s: s.several and s.case.same_user is False and _production(s) and s.saturating is not True),
+    _for("bursty", {Way.TIMESLICE: 40},
+        "bursty work (people, notebooks, CI): whoever is active gets the whole GPU",
+        "GKE; NVIDIA; CIP203; CERN; EKS (Red Hat does not recommend it in general)",
+        lambda s: s.several and s.idle_often),
+    _for("older-or-many", {Way.TIMESLICE: 25},
+        "MIG is not available here for this many users", "NVIDIA GPU Operator", _older),
+    _for("groups-together", {Way.MIG_MPS: 125},
+        "separate groups with small work in each: one instance per group, MPS inside",
+        "NVIDIA blog 2022; GKE; CIP203", lambda s: _groups(s) and not s.idle_often and s.saturating is not True),
+    _for("groups-interactive", {Way.MIG_TIMESLICE: 140},
+        "separate groups with interactive work in each: one instance per group, time-sliced inside",
+        "NVIDIA blog 2022; GKE; CIP203; nos", lambda s: _groups(s) and s.idle_often),
+    _for("half-a-gpu", {Way.MIG: 15},
+        "each needs less than half of the GPU and of its memory: an instance is enough (test it)", "CIP203",
+        lambda s: s.several and _half(s)),
+    _for("half-a-gpu-alone", {Way.MIG: 80},
+        "one job needs less than half of the GPU and of its memory: an instance (test it) leaves the rest to others",
+        "CIP203", lambda s: _one_process(s) and _half(s) and _leaves_half(s) and not s.case.any("code")),
+    _for("saturating", {Way.WHOLE: 60},
+        "one process fills the GPU: sharing gains nothing (0.97 to 1.05 of one after the other), and MIG mode costs SMs",
+        "CERN; CIP203; ParvaGPU", lambda s: s.saturating is True and not s.pair),
+    _for("production-pair", {Way.MPS_PRIORITY: 92},
+        "production with an opportunistic job: on an H200, a 60 % cap and low priority for the latter kept production's p99 (0.98)",
+        "measured on an H200; man nvidia-cuda-mps-control", lambda s: s.pair and s.case.same_user is not False),
+    _against("production-plain-mps", {Way.MPS: 60, Way.MPS_STREAMS: 60},
+        "plain MPS is the worst choice for production: on an H200 it kept 0.11 of its rate, with p99 10.5 times as high",
+        "measured on an H200", lambda s: s.pair),
+    _for("production-apart", {Way.MIG: 30},
+        "an instance for production keeps its throughput and its p99", "NVIDIA table 2022", lambda s: s.pair),
+    _for("production-first", {Way.WHOLE: 20},
+        "the other job can wait, or be paused, while production works",
+        "measured on an H200 (only a full pause protects the tail outside MPS)", lambda s: s.pair),
+    _for("production-fills", {Way.WHOLE: 80},
+        "production alone fills the GPU: any share for another job is taken from it; let the other wait",
+        "CERN; CIP203; measured on an H200 (two jobs that fill the memory bandwidth always sum to 1.0)",
+        lambda s: s.pair and s.saturating is True),
+    _against("production-time", {Way.TIMESLICE: 15},
+        "time-slicing gives both jobs equal time: on an H200, production kept 0.51 of its rate",
+        "measured on an H200; NVIDIA GPU Operator", lambda s: s.pair),
+    _for("production-bandwidth", {Way.MIG: 60, Way.WHOLE: 70},
+        "one job saturates the memory bandwidth: give production an instance, or pause the other",
+        "measured on an H200", lambda s: s.pair and s.case.any("bandwidth_bound")),
+    _against("production-bandwidth-cap", {Way.MPS_PRIORITY: 60},
+        "a cap does not help: half of the SMs can use all of the memory bandwidth", "measured on an H200",
+        lambda s: s.pair and s.case.any("bandwidth_bound")),
+    _for("kept-in-share", {Way.MPS_STATIC: 90, Way.MIG: 35, Way.MPS: 15},
+        "needs are known, and each process must stay within its share", "NVIDIA CUDA 13.1",
+        lambda s: s.several and s.case.any("containment")),
+    _for("cuda-graphs", {Way.MEASURE: 100},
+        "CUDA graphs reverse the usual order (H200: time-slicing 99.7 %, MPS 94.4 %, MIG 20 % of running alone)",
+        "H200 co-location study (2026)", lambda s: _free_to_measure(s) and s.case.any("cuda_graphs")),
+    _for("waits-for-input", {Way.FIX: 200},
+        "the GPU waits for input: sharing hides that, more loader workers or larger batches fix it", "CIP203",
+        said("io_bound")),
+    _for("virtual-machines", {Way.VGPU: 400},
+        "the parties are virtual machines", "NVIDIA table 2022", said("vms")),
+    _for("not-trusted", {Way.MIG: 70, Way.WHOLE: 45},
+        "the parties do not trust each other: each gets its own part of the GPU, or its own time",
+        "NVIDIA table 2022; EKS", lambda s: s.several and not s.trusted),
+    _against("not-trusted-time", {Way.TIMESLICE: 40},
+        "any process can use up the shared memory, and a reset affects all of them", "NVIDIA GPU Operator",
+        lambda s: s.several and not s.trusted),
+    _for("isolated", {Way.MIG: 60},
+        "hardware isolation", "NVIDIA table 2022",
+        lambda s: s.several and bool(s.isolation & {Isolation.FAULT, Isolation.FULL}) and s.saturating is not True),
+    _for("quota", {Way.MPS: 10, Way.MIG: 5},
+        "an enforced limit per process", "NVIDIA MPS guide",
+        lambda s: s.several and Isolation.QUOTA in s.isolation),
+    _for("needs-peers", {Way.WHOLE: 60},
+        "work across several GPUs needs whole GPUs", "NVIDIA MIG User Guide", said("nccl", "p2p")),
+    _for("runs-already", {Way.TIMESLICE: 40},
+        "a running program is time-sliced as it is, and can be paused; nothing else can take it over",
+        "NVIDIA MPS guide", said("running")),
+    _against("queue-of-people", {Way.WHOLE: 15},
+        "users would wait for each other", "CIP203",
+        lambda s: s.several and s.case.pattern is Pattern.INTERACTIVE),
+    _against("one-process-shares", dict.fromkeys(tuple(way for way in CONCURRENT if way not in {Way.STREAMS, Way.VGPU}), 30),
+        "there is no other process to share with", "NVIDIA table 2022", _one_process),
+)
+# fmt: on
