@@ -227,7 +227,7 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     """Return the workload of plain values, as a file or the command line gives them; None means: not said.
 
     Raises:
-        BadUsage: an unknown key (`unknown_key`) or a value that is none.
+        BadUsage: an unknown key (`unknown_key`) or an invalid value.
     """
     values: dict[str, Any] = {}
     for key, value in words.items():
@@ -372,10 +372,10 @@ _TOP: Final = ("workloads", "root")
 
 
 def read_case(text: str, path: str) -> Case:
-    """Return the case of a file: a workload, a list of workloads, or ``workloads:`` with ``root:`` beside it.
+    """Return the case of a file: a workload, a list of workloads, or ``workloads:`` next to ``root:``.
 
     Raises:
-        BadUsage: not valid YAML, has an unknown key, or a value that is none; the message names the line.
+        BadUsage: not valid YAML, an unknown key, or an invalid value; the message names the line.
     """
     import yaml
 

@@ -28,7 +28,7 @@ _HOPPER: Final = (9, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether a mechanism can be had on a GPU; ``usable`` None: it cannot be told from here."""
+    """Whether a mechanism is available on a GPU; ``usable`` None: unknown from here."""
 
     usable: bool | None
     why: str
@@ -44,14 +44,14 @@ class _Place:
 
 
 def availability(mechanism: Mechanism, host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether a mechanism can be had on this GPU of this host, and what stands in the way."""
+    """Return whether a mechanism is available on this GPU of this host, and why not."""
     if gpu.error is not None:
         return Availability(usable=None, why=f"unknown: {gpu.error}")
     return _AVAILABLE[mechanism](host, gpu)
 
 
 def cell_here(table: Table, mechanism: Mechanism, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
-    """Return what a cell comes to on this GPU of this host; None where the mechanism cannot be had."""
+    """Return what a cell comes to on this GPU of this host; None where the mechanism is not available."""
     if availability(mechanism, host, gpu).usable is False or gpu.error is not None:
         return None
     computed = _COMPUTED.get((mechanism, row))
@@ -60,7 +60,7 @@ def cell_here(table: Table, mechanism: Mechanism, row: str, host: HostFacts, gpu
 
 
 def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
-    """Return how many MPS clients one server takes on this whole GPU; None when the table has no number.
+    """Return how many MPS clients one server accepts on the whole GPU; None when the table has no number.
 
     16 before Volta; else the table's number for the driver, and 60 only where the program itself is of
     CUDA 13.1 or newer (NVIDIA's MPS guide; the program prints its version with ``-v``).
@@ -76,7 +76,7 @@ def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
     return table.cell(Mechanism.MPS, "max_partitions", driver).limit
 
 
-# -- whether it can be had -------------------------------------------------------------------------
+# -- availability ---------------------------------------------------------------------------------
 
 
 def _streams(_host: HostFacts, _gpu: GpuFacts) -> Availability:
@@ -107,7 +107,7 @@ def _mig(host: HostFacts, gpu: GpuFacts) -> Availability:
     if gpu.mig_capable is False:
         return Availability(usable=False, why=f"no: {gpu.name or 'this GPU'} has no MIG")
     if gpu.mig_capable is None:
-        return Availability(usable=None, why="unknown: the driver does not say")
+        return Availability(usable=None, why="unknown: the driver does not report it")
     if gpu.mig_enabled:
         count = 0 if gpu.layout is None else len(gpu.layout.instances)
         rights = "" if host.root else "; changing it needs root"
@@ -144,7 +144,7 @@ def _mps_max(place: _Place) -> str | None:
     version = "" if place.host.mps_version is None else f" (MPS {place.host.mps_version})"
     if place.gpu.compute_capability is not None and place.gpu.compute_capability < _VOLTA:
         version = " (before Volta)"
-    return f"{clients} clients{version}" + ("; a share of it in each MIG instance" if place.gpu.mig_enabled else "")
+    return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if place.gpu.mig_enabled else "")
 
 
 def _mps_sm(place: _Place) -> str | None:
@@ -189,7 +189,7 @@ def _timeslice_max(place: _Place) -> str | None:
     total, used = place.gpu.memory_total_bytes, place.gpu.memory_used_bytes
     if total is None or used is None:
         return None
-    return f"Unlimited; memory is the bound: {format_bytes(total - used)} of {format_bytes(total)} free"
+    return f"Unlimited; memory is the limit: {format_bytes(total - used)} of {format_bytes(total)} free"
 
 
 def _timeslice_change(place: _Place) -> str | None:
@@ -262,7 +262,7 @@ NOT_HERE: Final = "not here"
 def record(
     table: Table, mechanism: Mechanism, row_key: str, driver: str | None, here: HostFacts | None
 ) -> dict[str, Any]:
-    """Return one cell with its views; ``host`` is None without a host, and where the mechanism cannot be had."""
+    """Return one cell with its views; ``host`` is None without a host, and where the mechanism is not available."""
     cell = table.cell(mechanism, row_key, driver)
     return {
         "row": row_key,
@@ -294,7 +294,7 @@ def text_here(
 
 
 def availability_text(mechanism: Mechanism, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
-    """Return whether a mechanism can be had on these GPUs, and what stands in the way."""
+    """Return whether a mechanism is available on these GPUs, and why not."""
     return _joined([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
 
 

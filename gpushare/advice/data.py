@@ -65,7 +65,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def measured_data(found: MeasuredAdvice, bench: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the final answer as `advice_data`; beside it the rules' answer, what the measurement did, and all of it."""
+    """Return the final answer as `advice_data`, with the rules' answer, the effect of the measurement, and its document."""
     from gpushare.advice.rules import Kind
 
     data, rules = advice_data(found.final), advice_data(found.rules)

@@ -28,7 +28,7 @@ _TELLING: Final = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One error or log line: what it means, what it usually comes from where a GPU is shared, what to do, who says so."""
+    """One error or log line: its meaning, its usual cause on a shared GPU, what to do, and the source."""
 
     # cuda, nvml, xid or mps.
     kind: str
@@ -128,10 +128,8 @@ def _plain(name: str) -> str:
 def _unknown(asked: str) -> NotFound:
     close = _close(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
-    hint = (
-        f"close: {', '.join(close)}" if close else "give a code (805), a name, or a line of a log; a text from stdin: -"
-    )
-    return NotFound(f"nothing is known of '{shown}'", hint, code="not_explained")
+    hint = f"close: {', '.join(close)}" if close else "give a code (805), a name, or a log line; for text from stdin: -"
+    return NotFound(f"no explanation found for '{shown}'", hint, code="not_explained")
 
 
 def _close(asked: str) -> Sequence[str]:

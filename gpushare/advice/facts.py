@@ -39,7 +39,7 @@ class GpuFacts:
     compute_mode: ComputeMode | None = None
     # MPS control daemons that serve this GPU.
     mps_daemons: int = 0
-    # The one of gpushare that serves the whole GPU; None: there is none, or it does not answer.
+    # gpushare's daemon for the whole GPU; None: there is none, or it does not answer.
     mps: MpsFacts | None = None
     # How many processes are on it.
     processes: int | None = None

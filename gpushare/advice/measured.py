@@ -123,8 +123,8 @@ def times(one: Cell, other: Cell) -> str:
     return f"{one.speed / other.speed:.2f} x"
 
 
-# Rules whose question is which way is fastest: a measurement answers it better. Of latency, bursts, isolation, or of who
-# may wait for whom a throughput says nothing: what such a rule chose is not overruled by one.
+# Rules about which way is fastest: a measurement answers that better. Throughput says nothing about latency, bursts,
+# isolation or priority: it does not overrule what such a rule chose.
 ANSWERED: Final = frozenset(
     {
         "small-same-user",
@@ -184,12 +184,12 @@ def bench_ways(advice: Advice) -> tuple[str, ...]:
 def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
     """Return the rules' answer as the final one: nothing was measured, for this reason."""
     return MeasuredAdvice(
-        rules=advice, final=advice, effect=Effect.OPEN, sentence=f"{why}: the rules' answer stands", copies=copies
+        rules=advice, final=advice, effect=Effect.OPEN, sentence=f"{why}; the rules' answer stands", copies=copies
     )
 
 
 def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredAdvice:
-    """Return the answer after a measurement with so many copies: the fastest of what fits, or the rules' answer.
+    """Return the answer after a measurement with a number of copies: the fastest of what fits, or the rules' answer.
 
     The rules' answer stands where nothing differs from it, where it could not be measured, and where it was chosen for
     what a throughput does not tell.
@@ -213,7 +213,7 @@ def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredA
     best = max(cells, key=lambda cell: cell.speed)
     return unmeasured(
         advice,
-        f"{title_of(way)} was not measured{because(bench, copies, way)}; of the others {best.title} was fastest",
+        f"{title_of(way)} was not measured{because(bench, copies, way)}; {best.title} was the fastest of the others",
         copies,
     )
 
@@ -226,7 +226,7 @@ def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvi
     next_best = max(others, key=lambda cell: cell.speed)
     said = "the rules left it to a measurement: "
     if differ(choice, next_best) is False:
-        sentence = f"{said}no difference to {next_best.title}, and the rules like {choice.title} better"
+        sentence = f"{said}no difference from {next_best.title}, and the rules prefer {choice.title}"
     else:
         sentence = f"{said}{choice.title} is {times(choice, next_best)} {next_best.title}, so {choice.title}"
     return _final(advice, Effect.SETTLED, sentence, copies, choice, next_best, certain=certain_of(cells))
@@ -246,8 +246,8 @@ def _compared(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int) ->
     wishes = _not_measured(advice.of(mine.way), advice.of(choice.way))
     if wishes:
         sentence = (
-            f"{choice.title} is {times(choice, mine)} {mine.title}, and the rules' answer stands all the same, for what "
-            f"throughput does not tell: {wishes[0].text}"
+            f"{choice.title} is {times(choice, mine)} {mine.title}, but the rules' answer stands, for a reason that "
+            f"throughput does not show: {wishes[0].text}"
         )
         return _final(advice, Effect.KEPT, sentence, copies, mine, choice, certain=certain)
     sentence = f"the rules said {mine.title}; measured: {choice.title} is {times(choice, mine)} it, so {choice.title}"
@@ -261,7 +261,7 @@ def _stands(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int, *, c
     next_best = others[0]
     if alike(next_best, mine):
         names = ", ".join(dict.fromkeys(title_of(cell.way) for cell in others if alike(cell, mine)))
-        sentence = f"no difference to {names}: the rules' answer stands"
+        sentence = f"no difference from {names}: the rules' answer stands"
         return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, mine, next_best, certain=certain)
     sentence = f"{mine.title} is {times(mine, next_best)} {next_best.title}, the next best: as the rules said"
     return _final(advice, Effect.CONFIRMED, sentence, copies, mine, next_best, certain=certain)
@@ -314,7 +314,7 @@ def _final(
     if effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
         final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name), changes=())
     if effect is not Effect.KEPT and final.recipe is not None:
-        # What it says to measure was measured.
+        # Its suggestions of what to measure are done.
         final = replace(final, recipe=replace(final.recipe, measure=()))
     final = replace(final, changes=_changes(final) if effect is not Effect.KEPT else advice.changes)
     level, why = _confidence(advice, final, effect, certain=certain)
@@ -331,7 +331,7 @@ def _final(
 
 
 def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
-    """Return what makes the rules like one way better than another, and no throughput tells."""
+    """Return why the rules prefer one way to another, as far as throughput does not show it."""
     there = {reason.rule for reason in other.of(Kind.FOR)}
     here = {reason.rule for reason in best.of(Kind.AGAINST)}
     reasons = [one for one in best.of(Kind.FOR) if one.rule not in there]
@@ -365,7 +365,7 @@ def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool)
     if not certain:
         stands = effect in {Effect.CONFIRMED, Effect.NO_DIFFERENCE}
         level = advice.confidence if stands else Confidence.LOW
-        why = f"{why}, but by single runs: noise cannot be told from a difference"
+        why = f"{why}, but from single runs: a difference may be noise"
     fields = list(dict.fromkeys(one.field for one in final.changes if one.open and one.field in DECIDING))
     if fields and effect is not Effect.KEPT:
         level = Confidence.MEDIUM if level is Confidence.HIGH else level
@@ -374,10 +374,10 @@ def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool)
 
 
 _LEVELS: Final = {
-    Effect.CONFIRMED: (Confidence.HIGH, "measured here, and the rules say the same"),
+    Effect.CONFIRMED: (Confidence.HIGH, "measured here, and the rules agree"),
     Effect.NO_DIFFERENCE: (Confidence.MEDIUM, "measured here: none of the others is faster"),
-    Effect.OTHER_CAP: (Confidence.HIGH, "measured here; the rules differ in the cap only"),
-    Effect.CHANGED: (Confidence.MEDIUM, "measured here, and the rules expected something else"),
+    Effect.OTHER_CAP: (Confidence.HIGH, "measured here; the rules differ only in the cap"),
+    Effect.CHANGED: (Confidence.MEDIUM, "measured here, but the rules expected something else"),
     Effect.SETTLED: (Confidence.HIGH, "measured here"),
     Effect.KEPT: (Confidence.MEDIUM, "another way has the higher throughput"),
 }

@@ -71,7 +71,7 @@ def who(workload: Workload) -> str | None:
 
 
 def again(processes: int | None, name: str | None = None, how: str | None = None) -> str:
-    """Return who runs a line, and how often."""
+    """Return which program runs a line, and how often."""
     who = "each program" if name is None and processes is None else name or "the program"
     times = "" if processes in {None, 1} else f", {processes} times"
     return f"{who}{times}" + (f", {how}" if how else "")
@@ -319,7 +319,7 @@ def start_words(now: MpsFacts) -> list[str]:
 
 
 def _set_limits(situation: Situation, what: str, threads: float | None, memory: int | None) -> Line:
-    """Return the line that gives the daemon of the GPU these limits; None is none."""
+    """Return the line that sets the limits of the daemon of the GPU; None: no limit."""
     limit = "none" if memory is None else size(memory)
     share = percent(min(threads or 100.0, 100.0))
     return change(what, "mps", "set", "-g", str(situation.gpu.index), "--threads", share, "--memory", limit)

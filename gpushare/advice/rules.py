@@ -93,7 +93,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What is wanted of a row: ``wanted`` to fit, at least ``floor`` to fit with a condition.
+    """The level of a row that a way must have: ``wanted`` to fit, ``floor`` to fit with a condition.
 
     ``unknown`` is the condition when nobody said whether it is wanted, for ways that would be refused or bound.
     """

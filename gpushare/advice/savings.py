@@ -52,20 +52,20 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What one GPU costs per hour, for how many hours, and who says so."""
+    """Price of one GPU per hour, the number of hours, and the source of the price."""
 
     per_hour: Decimal
     hours: Decimal
     source: str
 
     def cost(self, gpus: int) -> Decimal:
-        """Return what so many GPUs cost, to the cent."""
+        """Return what a number of GPUs costs, to the cent."""
         return (gpus * self.per_hour * self.hours).quantize(_CENT, ROUND_HALF_UP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """The work on so many GPUs. ``verdict`` is fits, above_target or no_headroom; cost is None without a price.
+    """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom; cost is None without a price.
 
     ``places`` tells which GPUs' work goes together. ``max_load`` is of the fullest GPU, ``max_p95`` the largest sum of
     95th percentiles that meet on one, as if all peaks came at once; None where one is unknown.
@@ -128,7 +128,7 @@ def savings(
             continue
         found = _option(bins, now, price, cost, target_load)
         if found.max_load > 100:
-            refused = f"{_on(gpus)} the fullest would have {plain(found.max_load)} % load: more than it can do"
+            refused = f"{_on(gpus)} the fullest would have {plain(found.max_load)} % load: more than 100 %"
             continue
         # More GPUs that take no load off the fullest one only cost.
         if options and found.max_load >= options[-1].max_load:
@@ -178,7 +178,7 @@ def _check(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | N
 
 
 def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Work]] | None:
-    """Return the work on so many GPUs with the load spread evenly, or None when its memory found no place.
+    """Spread the load evenly over a number of GPUs; None if the memory does not fit.
 
     Largest first, each to the GPU with the least load that has room; by load, and where memory then does not fit,
     by memory to the first GPU with room. What fits on fewer GPUs fits: the caller keeps the better of both.
@@ -243,9 +243,9 @@ def _sum_memory(place: Sequence[Work]) -> int | None:
 def _no_room(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
     needed, there = sum(one.memory_bytes or 0 for one in work), gpus * (capacity or 0)
     if needed > there:
-        why = f"{format_bytes(needed)} is needed and {format_bytes(there)} is there, {format_bytes(needed - there)} too little"
+        why = f"{format_bytes(needed)} is needed, {format_bytes(there)} is available: {format_bytes(needed - there)} too little"
     else:
-        why = "the pieces of work do not fit together"
+        why = "the work of the GPUs cannot be split that way"
     return f"{_on(gpus)} the memory does not fit: {why}"
 
 
@@ -271,15 +271,13 @@ def _warnings(
         fullest = plain(option.max_load)
         if option.verdict == "no_headroom":
             load = f"{terms} is {plain(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
-            said.append(f"{where}, {load}: no headroom, every peak makes all of them wait")
+            said.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
         elif option.verdict == "above_target":
             said.append(f"{where}, the fullest has {fullest} % load, above the target of {plain(target)} %")
         if option.recommended and option.max_p95 is not None and option.max_p95 > 100:
-            said.append(
-                f"{where}, peaks that come together ask for {plain(option.max_p95)} % (sum of 95th percentiles)"
-            )
+            said.append(f"{where}, simultaneous peaks need {plain(option.max_p95)} % (sum of the 95th percentiles)")
     if len(work) > 1 and not any(option.recommended for option in options):
-        said.append(f"no fewer than {len(work)} GPUs keep the target load of {plain(target)} % with this memory")
+        said.append(f"the target load of {plain(target)} % needs all {len(work)} GPUs with this memory")
     if len(work) > 1 and (capacity is None or any(one.memory_bytes is None for one in work)):
-        said.append("memory was not checked: all of it must fit together; give --memory and --gpu-memory")
+        said.append("memory was not checked: the work must also fit in memory; give --memory and --gpu-memory")
     return said

@@ -148,9 +148,9 @@ def limit_for(memory: int) -> int:
 
 
 def equal_limit(usable: int, processes: int) -> int | None:
-    """Return the limit for each of so many equal processes, or None when that is next to nothing.
+    """Return the limit of each of N equal processes, or None if that is too little.
 
-    The limits, and what each client takes beside its limit, add up to at most the usable memory.
+    The limits, and what each client takes in addition, add up to at most the usable memory.
     """
     share = usable // processes // _STEP * _STEP
     return share if share > MPS_LIMIT_EXTRA_BYTES else None
@@ -256,7 +256,7 @@ def _most(empty: Layout, profile: Profile) -> int:
 
 
 def _largest_equal(empty: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
-    """Return the profile with the most SMs, and of equals the least memory, that fits so many times."""
+    """Return the profile with the most SMs, and of equals the least memory, that fits ``count`` times."""
     better = [
         one for one in ordinary if (one.memory_bytes or 0) >= (least.memory_bytes or 0) and one.slices >= least.slices
     ]
@@ -302,7 +302,7 @@ def free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None:
 
 
 def addable(layout: Layout, wish: Wish) -> bool:
-    """Return whether a wish fits beside the instances that exist."""
+    """Return whether a wish fits next to the existing instances."""
     return isinstance(plan_add([layout], wish), MigPlan)
 
 
@@ -344,12 +344,12 @@ class Situation:
 
     @cached_property
     def several(self) -> bool:
-        """Return whether more than one process is meant; who does not say how many, asks how to share."""
+        """Return whether there are several processes; without a number there are."""
         return (self.case.processes or 2) > 1
 
     @cached_property
     def pair(self) -> bool:
-        """Return whether a production job and an opportunistic one stand beside each other."""
+        """Return whether there are a production job and an opportunistic one."""
         return self.case.roles == {Role.PRODUCTION, Role.OPPORTUNISTIC}
 
     @cached_property
@@ -359,7 +359,7 @@ class Situation:
 
     @cached_property
     def saturating(self) -> bool | None:
-        """Return whether a process fills the GPU; beside production the opportunistic job may."""
+        """Return whether a process fills the GPU; in a pair, whether production does."""
         ones = self.case.workloads
         if self.pair:
             ones = tuple(one for one in ones if one.role is Role.PRODUCTION)
@@ -391,7 +391,7 @@ class Situation:
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU, and the idle ones beside it that are not divided."""
+        """Return this GPU and the other idle ones without MIG."""
         others = (one for one in self.host.gpus if one.index != self.gpu.index)
         return (self.gpu, *(one for one in others if one.error is None and one.processes == 0 and not one.mig_enabled))
 

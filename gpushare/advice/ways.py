@@ -34,7 +34,7 @@ class Way(str, Enum):
 
     @property
     def outer(self) -> Mechanism | None:
-        """Return the mechanism of the table that stands between the parties; None: nobody shares."""
+        """Return the mechanism that separates the parties; None: nothing is shared."""
         return _OUTER.get(self)
 
     @property

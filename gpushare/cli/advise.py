@@ -373,7 +373,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
     """Return the case of the flags. ``pair`` is how many production and opportunistic processes there are.
 
     Raises:
-        BadUsage: a value that is none, or flags that contradict each other.
+        BadUsage: an invalid value, or flags that contradict each other.
     """
     from gpushare.advice.case import Case, Role, workload_of
 
@@ -446,7 +446,7 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     """Return what runs on a GPU now, as if it were to be started again: one workload per user and program.
 
     Raises:
-        NotFound: nobody is on the GPU, or who is cannot be seen.
+        NotFound: nothing runs on the GPU, or its processes cannot be seen.
     """
     from gpushare.snapshot import Observer
 
@@ -640,7 +640,7 @@ def _half_done(error: GpushareError, recipe: Recipe) -> GpushareError:
 
 
 _MOST_REPEATS = 100
-# Who does not say how many asks how to share, and two are the fewest who do.
+# Without a number of processes: the fewest that share.
 _FEWEST = 2
 
 
@@ -660,7 +660,7 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
     """Return what the options of ``--measure`` say.
 
     Raises:
-        BadUsage: there is no command, or a value is none.
+        BadUsage: there is no command, or a value is invalid.
     """
     from gpushare.cli.limits import positive
     from gpushare.measure.metric import parse_metric
@@ -698,7 +698,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
     """Ask the rules, measure what they leave, and return the final answer as a result.
 
     Raises:
-        NotSupported: the case is a production job beside another one.
+        NotSupported: the case is a production job with another one.
         GpushareError: the command is not there, or already one copy alone failed.
     """
     from gpushare.advice.advise import advise
@@ -742,7 +742,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
 
 
 def _counted(situation: Situation, copies: int | None) -> tuple[Situation, int]:
-    """Return how many copies are measured; who only said that has said how many processes there are."""
+    """Return how many copies are measured; without --processes, that is the number of processes."""
     case = situation.case
     if case.processes is not None:
         return situation, copies or case.processes
@@ -836,7 +836,7 @@ def _measured_answer(
     if bench is not None and bench["cells"]:
         # The mark of the table is that of the final answer.
         chosen = None if found.chosen is None else found.chosen.name
-        # At two copies a cap of 200/n is none: it was measured, and is shown, as that way.
+        # With two copies a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
         same = [cell["same_as"] for cell in bench["cells"] if cell["way"] == chosen and cell["copies"] == found.copies]
         chosen = next((one["way"] for one in same if one is not None and one["copies"] == found.copies), chosen)
         cells = [{**cell, "chosen": cell["way"] == chosen} for cell in bench["cells"]]

@@ -57,8 +57,8 @@ def compare(
 ) -> Any:
     """Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU.
 
-    The view published is NVIDIA's table of 2022, today is what has changed since by driver, and host is
-    what that comes to on this host. A cell with a star is one where sources disagree: --why tells.
+    The view published is NVIDIA's table of 2022, today is the current state by driver, and host is what applies
+    to this host. Sources disagree about a cell with a star: --why explains it.
     """
     from gpushare.advice.table import Mechanism, load_table, mechanism_named
 
@@ -89,10 +89,10 @@ def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> Non
         raise BadUsage(f"{quoted(driver)} is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
     if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
         raise BadUsage(
-            "--driver is for the view today", "a host has the driver it has: leave --driver away", code="two_views"
+            "--driver is only for the view today", "drop --driver: the host has its own driver", code="two_views"
         )
     if gpu is not None and view not in {None, View.HOST}:
-        raise BadUsage("-g is for the view host", "leave --view or -g away", code="two_views")
+        raise BadUsage("-g is only for the view host", "drop --view or -g", code="two_views")
 
 
 def _facts(gpu: str | None) -> HostFacts:
@@ -113,7 +113,9 @@ def _facts(gpu: str | None) -> HostFacts:
         chosen = {device.gpu.index for device in select(gpu, host.nvml.identities())}
         facts = replace(facts, gpus=tuple(one for one in facts.gpus if one.index in chosen))
     if not facts.gpus:
-        raise NotFound("this host has no NVIDIA GPU", "the table itself: gpushare compare --view today", code="no_gpu")
+        raise NotFound(
+            "this host has no NVIDIA GPU", "see the general table: gpushare compare --view today", code="no_gpu"
+        )
     if not answering(facts):
         raise GpuLost("no GPU answers", "see what is wrong: gpushare doctor", gpu=str(facts.gpus[0].index))
     return facts
@@ -177,7 +179,7 @@ def _rows(
     if facts is None:
         return rows
     here = tuple(ComparedCell(text=availability_text(one, facts, answering(facts))) for one in chosen)
-    return [ComparedRow(title="on this host", question="Can it be had?", cells=here), *rows]
+    return [ComparedRow(title="on this host", question="Is it available?", cells=here), *rows]
 
 
 def _data(
@@ -225,8 +227,8 @@ def _names(facts: HostFacts) -> str:
 
 def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
     if facts is None:
-        return (f"shown is the view today; no view of this host: {why_not}",) if why_not else ()
-    return tuple(f"GPU {gpu.index} is left out: {gpu.error}" for gpu in facts.gpus if gpu.error is not None)
+        return (f"showing the view today; nothing is known about this host: {why_not}",) if why_not else ()
+    return tuple(f"GPU {gpu.index} is omitted: {gpu.error}" for gpu in facts.gpus if gpu.error is not None)
 
 
 def _why(
@@ -239,7 +241,7 @@ def _why(
 
     if mechanisms:
         raise BadUsage(
-            "--why names its mechanism itself",
+            "--why already names the mechanism",
             f"for example: gpushare compare --why error-isolation {mechanisms[0]}",
             code="two_names",
         )

@@ -20,10 +20,10 @@ def explain(
         typer.Argument(metavar="CODE|TEXT...", help="805, CUDA_ERROR_..., NVML_..., Xid 31, a log line; - is stdin."),
     ],
 ) -> Any:
-    """Explain an error of CUDA or NVML, an Xid of the kernel's log, or lines of the logs of MPS.
+    """Explain a CUDA or NVML error, an Xid in the kernel log, or lines of MPS logs.
 
-    Says what it means, what it usually comes from where a GPU is shared, what to do next, and who says so.
-    Whole logs come from stdin: gpushare mps logs | gpushare explain -
+    Prints its meaning, its usual cause on a shared GPU, what to do next, and the source.
+    To explain a whole log, pipe it in: gpushare mps logs | gpushare explain -
     """
     from gpushare.advice import explain as facts
     from gpushare.inputs import text_of

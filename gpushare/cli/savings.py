@@ -21,41 +21,41 @@ _MOST_PRICE: Final = Decimal(1_000_000)
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("savings", cls=Command, short_help="Say what sharing fewer GPUs would save.")(savings)
+    app.command("savings", cls=Command, short_help="Estimate what sharing fewer GPUs would save.")(savings)
 
 
 def savings(
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="How many GPUs there are, one an instance.")
+        int | None, typer.Option("--gpus", metavar="N", help="Number of GPUs, one per cloud instance.")
     ] = None,
-    load: Annotated[str | None, typer.Option("--load", metavar="PCT", help="The mean load of each.")] = None,
+    load: Annotated[str | None, typer.Option("--load", metavar="PCT", help="Mean load of each GPU.")] = None,
     price: Annotated[
-        str | None, typer.Option("--price", metavar="PRICE", help="What one GPU costs an hour, in dollars.")
+        str | None, typer.Option("--price", metavar="PRICE", help="Price of one GPU per hour, in dollars.")
     ] = None,
-    hours: Annotated[str, typer.Option("--hours", metavar="HOURS", help="For how many hours; 720 is 30 days.")] = "720",
+    hours: Annotated[str, typer.Option("--hours", metavar="HOURS", help="Number of hours; 720 is 30 days.")] = "720",
     target_load: Annotated[
-        str, typer.Option("--target-load", metavar="PCT", help="The most load that a GPU should have.")
+        str, typer.Option("--target-load", metavar="PCT", help="Highest load that a GPU should have.")
     ] = "80",
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="What the work of one GPU needs at its peak.")
+        str | None, typer.Option("--memory", metavar="SIZE", help="Peak memory of the work of one GPU.")
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="What one GPU has: 15G, 141G.")
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, like 15G or 141G.")
     ] = None,
     instance: Annotated[
-        str | None, typer.Option("--instance", metavar="NAME", help="Its name at the cloud: g4dn.2xlarge.")
+        str | None, typer.Option("--instance", metavar="NAME", help="Cloud instance type, like g4dn.2xlarge.")
     ] = None,
     read: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Loads and memory from a recording of observe.")
+        str | None,
+        typer.Option("--from", metavar="FILE", help="Take loads and memory from a recording of gpushare observe."),
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="With --from: only these GPUs of it.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="With --from: only these GPUs.")] = None,
 ) -> Any:
-    """Say what the work of several GPUs would cost on fewer of them: arithmetic, not a promise.
+    """Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise.
 
-    Loads and memory add up, and every option needs room for the memory of all. What sharing itself costs is not in it, and the mean load hides peaks: measure
-    before machines are given back. The price is yours, or a published one of an instance that is known.
+    Loads and memory add up, and every option must have room for all of the memory. The overhead of sharing is not
+    included, and the mean load hides peaks: measure before you give machines back. The price is the one you give,
+    or a published one of a known instance type.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
     from gpushare.advice.savings import savings as save
@@ -68,8 +68,8 @@ def savings(
     if read is not None:
         if gpus is not None or load is not None or memory is not None:
             raise BadUsage(
-                "--from takes number, load and memory from the recording",
-                f"leave out --gpus, --load and --memory: gpushare savings --from {read}",
+                "--from takes the number of GPUs, load and memory from the recording",
+                f"drop --gpus, --load and --memory: gpushare savings --from {read}",
                 code="bad_combination",
             )
         recording, uses = _recorded(read, gpu)
@@ -79,7 +79,7 @@ def savings(
     else:
         work, notes = _given(gpus, load, memory, gpu), []
     found = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
-    notes.append("sharing has a cost of its own that is not in these figures: measure before machines are given back")
+    notes.append("the overhead of sharing is not included: measure before you give machines back")
     return savings_result(_data(found, work, capacity, instance), notes)
 
 
@@ -111,7 +111,9 @@ def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | N
     known = None if instance is None else known_price(instance)
     if known is None:
         return None
-    return Price(per_hour=known.per_hour, hours=hours, source=f"{known.source}; check yours, and give it with --price")
+    return Price(
+        per_hour=known.per_hour, hours=hours, source=f"{known.source}; check your own price and give it with --price"
+    )
 
 
 def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
@@ -120,13 +122,13 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
 
     if gpus is None or load is None or gpu is not None:
         raise BadUsage(
-            "-g chooses GPUs of a recording" if gpu is not None else "how many GPUs and what load is not said",
+            "-g is only used with --from" if gpu is not None else "the number of GPUs and their load are missing",
             "give --gpus 4 --load 25; or a recording: gpushare savings --from FILE",
             code="bad_combination" if gpu is not None else "no_load",
         )
     if not 1 <= gpus <= MOST_GPUS:
         raise BadUsage(
-            f"--gpus {gpus} is outside 1 to {MOST_GPUS}", "give how many there are: --gpus 4", code="bad_number"
+            f"--gpus {gpus} is outside 1 to {MOST_GPUS}", "give the number of GPUs: --gpus 4", code="bad_number"
         )
     percent = _number("--load", load, Decimal(100), zero=True)
     held = None if memory is None else parse_memory_limit(memory)
@@ -145,15 +147,15 @@ def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
     names = sorted({use.gpu.name or "unknown" for use in uses})
     if len(names) > 1:
         raise BadUsage(
-            f"percent of different GPUs do not add up: {', '.join(names)}",
-            "choose GPUs of one kind: -g 0,1",
+            f"the loads of different GPU models cannot be added: {', '.join(names)}",
+            "choose GPUs of one model: -g 0,1",
             code="different_gpus",
         )
     for use in uses:
         if use.activity is None:
             raise NotSupported(
-                f"the load of GPU {use.gpu.index} is unknown in this recording: {use.error or 'the driver did not tell'}",
-                "choose others with -g, or say it yourself: --gpus 4 --load 25",
+                f"the load of GPU {use.gpu.index} is unknown in this recording: {use.error or 'the driver did not report it'}",
+                "choose other GPUs with -g, or give the load: --gpus 4 --load 25",
                 gpu=str(use.gpu.index),
                 code="load_unknown",
             )
@@ -181,12 +183,12 @@ def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
     from gpushare.show.observe import duration
 
     notes = [
-        f"loads are means of {recording.samples} samples in {duration(recording.seconds)}: record a usual time, and long enough"
+        f"loads are means of {recording.samples} samples in {duration(recording.seconds)}: record a typical period, long enough"
     ]
     if any(use.source == "utilization" for use in uses):
-        notes.append("utilisation says only that a kernel ran: the real load of the SMs is lower, never higher")
+        notes.append("utilization only says that a kernel ran: the real load of the SMs is lower, never higher")
     if len(uses) > 1:
-        notes.append("these GPUs are in one machine: it saves only if GPUs can be given back, or others use them")
+        notes.append("these GPUs are in one machine: it only saves money if GPUs can be given back or used by others")
     return notes
 
 

@@ -24,7 +24,7 @@ _NO_BREAK: Final = "\xa0"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCell:
-    """One cell as it is drawn; ``text`` None: the mechanism cannot be had here."""
+    """One cell as it is drawn; ``text`` None: the mechanism is not available here."""
 
     text: str | None
     # Sources disagree on it.
@@ -151,7 +151,7 @@ def csv_table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
-    """Return what is known of one cell: a heading and a text each, wrapped beside it on a terminal."""
+    """Return what is known about one cell: a heading and a text each, wrapped next to it on a terminal."""
     columns = (Column(key="what", title="what", whole=True), Column(key="says", title="says"))
     rows = tuple({"what": what, "says": says} for what, says in entries)
     return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _entries(entries, width))

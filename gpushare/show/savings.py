@@ -59,7 +59,7 @@ def _line(option: Mapping[str, Any], data: Mapping[str, Any]) -> str:
 
 def _price(price: Mapping[str, Any] | None) -> str:
     if price is None:
-        return "price: none given, so no amounts; give what one GPU costs an hour: --price 0.752"
+        return "price: none given, so no amounts; give the price of one GPU per hour: --price 0.752"
     return f"price: ${price['per_hour']:g} per GPU and hour, {price['hours']:g} hours; source: {price['source']}"
 
 

@@ -93,7 +93,7 @@ def test_mps_clients_by_version_and_generation(host, gpu, clients):
 
 
 def test_clients_in_a_mig_instance_are_a_share():
-    assert "a share of it in each MIG instance" in said(
+    assert "a share of them in each MIG instance" in said(
         Mechanism.MPS, "max_partitions", HOST, replace(H200, mig_enabled=True)
     )
 

@@ -128,7 +128,7 @@ def test_the_cap_is_that_of_the_processes_not_of_the_copies() -> None:
 def test_no_difference_leaves_the_rules_answer() -> None:
     found = after(SURE, {"queue": 101, "timeslice": 100, "mps": 100, "mps:200/n": 100})
     assert (found.effect, way_of(found.final)) == (Effect.NO_DIFFERENCE, Way.MPS)
-    assert found.sentence == "no difference to a queue, time-slicing: the rules' answer stands"
+    assert found.sentence == "no difference from a queue, time-slicing: the rules' answer stands"
     assert found.final.confidence is found.rules.confidence
 
 
@@ -179,7 +179,7 @@ def test_what_could_not_be_measured_stands() -> None:
     found = after(words, {"queue": 100, "timeslice": 120}, copies=3, mig="MIG is off")
     assert (found.effect, way_of(found.final)) == (Effect.OPEN, Way.MIG)
     assert (
-        "MIG was not measured (MIG is off); of the others time-slicing was fastest: the rules' answer stands"
+        "MIG was not measured (MIG is off); time-slicing was the fastest of the others; the rules' answer stands"
         in found.sentence
     )
     assert found.final == found.rules
@@ -194,7 +194,7 @@ def test_a_refused_way_is_never_the_answer_even_if_it_was_measured() -> None:
 def test_nothing_was_measured() -> None:
     found = after(SURE, {}, reason="interrupted")
     assert (found.effect, found.final) == (Effect.OPEN, found.rules)
-    assert found.sentence == "nothing was measured (it ended too early): the rules' answer stands"
+    assert found.sentence == "nothing was measured (it ended too early); the rules' answer stands"
 
 
 def test_single_runs_change_the_answer_only_by_much_and_without_confidence() -> None:

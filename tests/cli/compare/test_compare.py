@@ -119,7 +119,7 @@ def test_a_lost_gpu_is_left_out(cli):
     admin.set_fault(host, "lost", "1", None)
     answer = cli("compare", "mig", host=host).ok()
     assert grid_of(answer)["max partitions", "MIG"] == "4 of 1g.6gb"
-    assert answer.lines("note") == ["note: GPU 1 is left out: GPU 1: the GPU is lost: it fell off the bus"]
+    assert answer.lines("note") == ["note: GPU 1 is omitted: GPU 1: the GPU is lost: it fell off the bus"]
 
 
 def test_no_gpu_that_answers(cli, world, refused):
@@ -141,7 +141,7 @@ def test_without_a_driver_the_table_is_there(cli, world, refused, fault, code, e
     world.fault(fault)
     answer = cli("compare").ok()
     assert answer.out.startswith("# Ways to share a GPU, today, newest drivers\n")
-    assert answer.lines("note") == [f"note: shown is the view today; no view of this host: {why}"]
+    assert answer.lines("note") == [f"note: showing the view today; nothing is known about this host: {why}"]
     for view in ("published", "today"):
         quiet = cli("compare", "--view", view, output="json").ok()
         assert (quiet.data["view"], quiet.data["host"], quiet.err) == (view, None, "")

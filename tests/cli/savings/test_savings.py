@@ -28,7 +28,7 @@ def test_the_example_says_all_of_it(cli: Cli) -> None:
 
 def test_the_warning_stays_with_quiet(cli: Cli) -> None:
     answer = cli("-q", *EXAMPLE).ok()
-    assert "no headroom, every peak" in answer.out
+    assert "no headroom, so every peak" in answer.out
     assert answer.err == ""
 
 
@@ -52,7 +52,7 @@ def test_a_known_price_is_used_with_its_source(cli: Cli) -> None:
     answer = cli("savings", "--gpus", "4", "--load", "25", "--instance", "g4dn.2xlarge", output="json").ok()
     assert answer.data["cost"] == 2165.76
     assert "Karpenter" in answer.data["price"]["source"]
-    assert "check yours" in answer.data["price"]["source"]
+    assert "check your own price" in answer.data["price"]["source"]
 
 
 def test_without_a_price_it_is_a_share(cli: Cli) -> None:
