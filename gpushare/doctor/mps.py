@@ -329,8 +329,9 @@ def _is_percentage(text: str) -> bool:
         return False
 
 
+_PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _PENDING: Final = re.compile(
-    r"^\[([\d-]{10} [\d:]{8})\.\d+ Control +\d+\] NEW CLIENT (\d+) from user (\d+): Server is not ready, push client to pending",
+    r"^\[([\d-]{10} [\d:]{8})\.\d+ Control +\d+\] NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending",
     re.MULTILINE | re.ASCII,
 )
 
@@ -514,12 +515,18 @@ def pending(seen: Examination) -> Iterator[Check]:
 
 
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
+    """Yield who waits by the log, as far as the kernel agrees: whoever may connect can write any line into it."""
     clients = {client.pid for client in daemon.clients}
     served = {server.user for server in daemon.servers}
     for stamp, pid, uid in _PENDING.findall(log_tail(daemon, "control.log")):
+        info = seen.host.processes.describe(int(pid)) if 0 < int(pid) < 1 << 31 else None
+        if info is None or info.uid != int(uid):
+            continue
         user = user_name(int(uid))
-        info = seen.host.processes.describe(int(pid)) if int(pid) else None
-        if info is None or int(pid) in clients or user in served:
+        if int(pid) in clients or user in served:
+            continue
+        if (seen.host.processes.environment(info.pid) or {}).get(_PIPE, daemon.pipe_directory) != daemon.pipe_directory:
+            # It is another daemon's client.
             continue
         # The log is older than the process: its PID was somebody else's then.
         began = info.started_at
