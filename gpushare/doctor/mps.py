@@ -23,7 +23,7 @@ from gpushare.hostfile.look import unit_device
 from gpushare.model import TimeSlice
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
-from gpushare.mps.home import UNIT_PIPES, pipe_users
+from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.units import MIB, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -514,6 +514,22 @@ def pending(seen: Examination) -> Iterator[Check]:
             )
 
 
+def open_limits(seen: Examination) -> Iterator[Check]:
+    """Check for daemons of root whose limits every user may change (before driver 550)."""
+    for found in seen.believed:
+        pipe = Path(found.daemon.pipe_directory or "/nonexistent")
+        if found.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
+            continue
+        yield Check(
+            id="mps.open",
+            verdict=Verdict.WARN,
+            gpu=found.daemon.gpu_index,
+            seen=f"every user may change the limits of MPS daemon {found.daemon.pid}: driver {seen.driver}, and {pipe} is open",
+            why="before driver 550 a daemon takes the settings of everybody who reaches it",
+            remedy=f"name who may come ('users' of mps, gpushare apply); or only root: sudo chmod 0700 {shlex.quote(str(pipe))}",
+        )
+
+
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
     """Yield who waits by the log, as far as the kernel agrees: whoever may connect can write any line into it."""
     clients = {client.pid for client in daemon.clients}
@@ -573,6 +589,7 @@ USE_CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     devices,
     outside,
     pending,
+    open_limits,
     client_environments,
     daemon_environment,
     needs,

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 # The daemon logs every conversation: ask often only while a program usually makes its context.
 _SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
-_PENDING: Final = re.compile(r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list")
+_PENDING: Final = re.compile(
+    r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"
+)
 _ACCEPTED: Final = re.compile(r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server (?:already exists|is not ready)")
 _PENDING_SECONDS: Final = 3.0
 _LOG_TAIL_BYTES: Final = 64 * 1024
