@@ -212,7 +212,7 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotF
     if instances:
         hint = f"its MIG instances have some: -g all, or -g {instances[0]}"
     elif foreign is not None and foreign.pipe_directory is not None:
-        hint = f"the daemon {foreign.pid} is not gpushare's; stop it by: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
+        hint = f"the daemon {foreign.pid} (user {foreign.user or 'unknown'}) is not gpushare's; stop it by: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
     return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
 
 

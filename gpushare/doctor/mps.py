@@ -23,7 +23,7 @@ from gpushare.hostfile.look import unit_device
 from gpushare.model import TimeSlice
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
-from gpushare.mps.home import UNIT_PIPES, pipe_users
+from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.units import MIB, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -329,8 +329,9 @@ def _is_percentage(text: str) -> bool:
         return False
 
 
+_PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _PENDING: Final = re.compile(
-    r"^\[([\d-]{10} [\d:]{8})\.\d+ Control +\d+\] NEW CLIENT (\d+) from user (\d+): Server is not ready, push client to pending",
+    r"^\[([\d-]{10} [\d:]{8})\.\d+ Control +\d+\] NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending",
     re.MULTILINE | re.ASCII,
 )
 
@@ -513,13 +514,35 @@ def pending(seen: Examination) -> Iterator[Check]:
             )
 
 
+def open_limits(seen: Examination) -> Iterator[Check]:
+    """Check for daemons of root whose limits every user may change (before driver 550)."""
+    for found in seen.believed:
+        pipe = Path(found.daemon.pipe_directory or "/nonexistent")
+        if found.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
+            continue
+        yield Check(
+            id="mps.open",
+            verdict=Verdict.WARN,
+            gpu=found.daemon.gpu_index,
+            seen=f"every user may change the limits of MPS daemon {found.daemon.pid}: driver {seen.driver}, and {pipe} is open",
+            why="before driver 550 a daemon takes the settings of everybody who reaches it",
+            remedy=f"name who may come ('users' of mps, gpushare apply); or only root: sudo chmod 0700 {shlex.quote(str(pipe))}",
+        )
+
+
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
+    """Yield who waits by the log, as far as the kernel agrees: whoever may connect can write any line into it."""
     clients = {client.pid for client in daemon.clients}
     served = {server.user for server in daemon.servers}
     for stamp, pid, uid in _PENDING.findall(log_tail(daemon, "control.log")):
+        info = seen.host.processes.describe(int(pid)) if 0 < int(pid) < 1 << 31 else None
+        if info is None or info.uid != int(uid):
+            continue
         user = user_name(int(uid))
-        info = seen.host.processes.describe(int(pid)) if int(pid) else None
-        if info is None or int(pid) in clients or user in served:
+        if int(pid) in clients or user in served:
+            continue
+        if (seen.host.processes.environment(info.pid) or {}).get(_PIPE, daemon.pipe_directory) != daemon.pipe_directory:
+            # It is another daemon's client.
             continue
         # The log is older than the process: its PID was somebody else's then.
         began = info.started_at
@@ -566,6 +589,7 @@ USE_CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     devices,
     outside,
     pending,
+    open_limits,
     client_environments,
     daemon_environment,
     needs,

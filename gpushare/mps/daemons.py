@@ -91,8 +91,8 @@ def _late(pipe: str, seconds: float) -> TimedOut:
 def logged_limit(log_directory: str | None, uuid: str) -> int | None:
     """Return the default memory limit that a daemon was last given for its device, by number or UUID, or None.
 
-    The daemon prints whole G, and nothing for a limit that was set by UUID (seen on 535 and 550): only its log tells.
-    A command that it refused does not count.
+    The daemon prints whole G: its log refines that. Alone it proves nothing: whoever may connect can write any line into
+    it, by a command with newlines (seen with 535). A command that the daemon refused does not count.
     """
     text = read_tail(Path(log_directory or "/nonexistent") / "control.log", _LOG_TAIL_BYTES)
     # A limit that an earlier daemon in this directory was given died with it.
@@ -144,8 +144,8 @@ def _with(host: Host, item: FoundDaemon, overview: Overview) -> MpsDaemon:
     logged = logged_limit(daemon.log_directory, uuid) if item.trusted else None
     held = _exact(overview.memory_limit_bytes, record, logged)
     if held is None:
-        # Set by UUID, or given in its environment: it is in force, and the daemon does not print it.
-        held = logged or parse_pinned_limits(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""), uuid)
+        # Given in its environment: it is in force, and the daemon does not print it. The log adds none: see `logged_limit`.
+        held = parse_pinned_limits(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""), uuid)
     servers = [row for row in overview.servers if _is_of(host, row.pid, believed)]
     return replace(
         daemon,
@@ -165,10 +165,10 @@ def _is_of(host: Host, pid: int, uid: int | None) -> bool:
 
 
 def _exact(held: int | None, record: DaemonRecord | None, logged: int | None = None) -> int | None:
-    """Return the limit of the log or the record where the daemon holds it (it prints whole G), else what it holds."""
+    """Return the limit of the record or the log where the daemon holds it (it prints whole G), else what it holds."""
     if held is None:
         return None
-    for noted in (logged, None if record is None else record.memory_limit_bytes):
+    for noted in (None if record is None else record.memory_limit_bytes, logged):
         if noted and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}:
             return noted
     return held

@@ -407,6 +407,16 @@ def pipe_users(directory: Path) -> tuple[str, ...] | None:
         return None
 
 
+# The first driver whose daemons refuse other users' changes of their limits (535 refuses only "quit").
+_REFUSING_DRIVER: Final = 550
+
+
+def anybody_changes(directory: Path, driver: str | None) -> bool:
+    """Return whether every user may change the limits of the daemon at a pipe directory, also of one still to be made."""
+    branch = re.match(r"\d{1,6}", driver or "", re.ASCII)
+    return branch is not None and int(branch.group()) < _REFUSING_DRIVER and not pipe_users(directory)
+
+
 def _owner(directory: Path) -> tuple[str, ...]:
     return (user_name(directory.stat().st_uid),)
 

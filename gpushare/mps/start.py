@@ -18,7 +18,7 @@ from gpushare.mps import control as mps_control
 from gpushare.mps import control as mps_program
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, live_pid
-from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, home_of
+from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, home_of
 from gpushare.mps.limits import MpsLimits, check_memory, control_command, limit_steps
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
@@ -145,6 +145,18 @@ def notes_of(host: Host, device: Device) -> list[str]:
     return notes
 
 
+def _open_to_changes(host: Host, home: DaemonHome) -> list[str]:
+    driver = host.nvml.driver_version()
+    if host.uid != 0 or not anybody_changes(home.pipe, driver):
+        return []
+    note = (
+        f"under driver {driver} every user may change this daemon's limits (from 550 on only its owner); "
+        "let in only whom you name: 'users' of mps in the file of gpushare apply; "
+        f"or nobody but root: chmod 700 {shlex.quote(str(home.pipe))}"
+    )
+    return [note]
+
+
 _ANSWER_SECONDS: Final = 20.0
 
 
@@ -162,7 +174,7 @@ def plan_start(
     check_memory(device, limits.memory_limit_bytes)
     home = home_of(host.run_directory, device.uuid)
     check_path(home)
-    notes = notes_of(host, device)
+    notes = notes_of(host, device) + _open_to_changes(host, home)
     before = _Before(host, home, home.read())
     # After the record was read: what another start notes from now on is not taken for an interrupted one.
     refuse_second(host, device)

@@ -56,7 +56,7 @@ def stop(
 
     Waits up to ``drain_seconds`` for its clients. If some are left: with ``force`` the servers are
     forced down and the clients lose their contexts; without, nothing is changed and InUse is raised.
-    Then waits for the daemon's process to be gone, clears its files away, and restores the compute mode.
+    A daemon of another user is never told anything: its process gets the signals. Then waits for the daemon's process to be gone, clears its files away, and restores the compute mode.
 
     Raises:
         InUse: clients are left and ``force`` is False.
@@ -66,8 +66,9 @@ def stop(
     """
     home = found.home
     # Before the lock: another user's home cannot even be locked.
-    _may_stop(found)
-    _check_listener(host, found)
+    _may_stop(host, found)
+    if not _may_tell(host, found, force=force):
+        return _stop_by_signals(host, found, drain_seconds, force=force, on_wait=on_wait)
     waited, forced = 0.0, False
     if found.daemon.pid is not None:
         # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
@@ -83,7 +84,8 @@ def stop(
         # Without a process it is the record of a dead daemon: nothing to stop, but to clear away and to restore.
         if pid is not None:
             control = found.control(host)
-            _check_listener(host, found)
+            if not _may_tell(host, found, force=force):
+                return _stop_by_signals(host, found, 0.0, force=force)
             # Somebody may have come while we waited for the lock.
             left = _without_clients(host, found, 0.0, force=force)[1]
             forced = bool(left)
@@ -93,6 +95,57 @@ def stop(
         if home is not None:
             home.clear()
     return Stopped(pid=pid, waited_seconds=waited, forced=forced, compute_mode=restored)
+
+
+def _stop_by_signals(
+    host: Host,
+    found: FoundDaemon,
+    seconds: float,
+    *,
+    force: bool,
+    on_wait: Callable[[list[int], float], None] | None = None,
+) -> Stopped:
+    """Stop a daemon without a word to it: who listens at its directory may be another at the next conversation.
+
+    Its clients are those that the driver shows.
+    """
+    waited = 0.0
+    if not force:
+        waited, left = _wait_for(lambda: _shown_clients(host, found), seconds, on_wait=on_wait)
+        if left:
+            raise _still_used(found, left, waited)
+    _may_tell(host, found, force=force)
+    pid = found.daemon.pid
+    info = None if pid is None else host.processes.describe(pid)
+    if pid is None or info is None or info.started_at is None or found.started_at not in {None, info.started_at}:
+        return Stopped(pid=pid, waited_seconds=waited, forced=force)
+    # A process keeps its PID and its start where it becomes another program, even another user's.
+    if info.uid != found.uid or not _end_by_signals(host, pid, info.started_at):
+        raise OperationFailed(
+            f"the MPS daemon {pid} (user {found.daemon.user or 'unknown'}) is still there after SIGTERM and SIGKILL",
+            f"look at it: ps -fp {pid}",
+            code="daemon_stays",
+        )
+    return Stopped(pid=pid, waited_seconds=waited, forced=force)
+
+
+def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
+    """Return the MPS clients of the user of a daemon on its GPUs, as the driver shows them.
+
+    Raises:
+        InUse: the driver does not show them here.
+    """
+    indexes = found.daemon.gpu_indexes or range(host.nvml.count())
+    shown = [host.nvml.processes(index) for index in indexes]
+    if host.processes.namespace_is_host() is False or None in shown:
+        raise InUse(
+            f"whether the MPS daemon {found.daemon.pid} (user {found.daemon.user or 'unknown'}) has clients cannot be told",
+            f"end it with its clients: gpushare mps stop {_naming(found)} --force",
+            code="clients_unknown",
+        )
+    clients = {one.pid for processes in shown for one in processes or () if one.mps}
+    infos = [host.processes.describe(pid) for pid in sorted(clients)]
+    return [one.pid for one in infos if one is not None and one.uid == found.uid and not is_server(one.name)]
 
 
 def _without_clients(
@@ -179,6 +232,10 @@ def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
         return True
     servers = _servers_below(host, daemon)
     for number in (signal.SIGTERM, signal.SIGKILL):
+        now = host.processes.describe(pid)
+        if now is not None and now.uid != daemon.uid:
+            # It became a program of another user.
+            return False
         signal_known(host.processes, pid, started_at, number)
         if not wait_gone(host.processes, {pid: started_at}, 3.0):
             # Nobody tells them to end any more.
@@ -204,14 +261,29 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
     return found
 
 
-def _check_listener(host: Host, found: FoundDaemon) -> None:
-    """Raise where another process listens at the pipe directory that a daemon only names: it would be the one to end."""
+def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
+    """Return whether a daemon may be told to end by its directory; False: signals only, to its process.
+
+    Another user may turn the way to his directory to a third one's between two looks.
+
+    Raises:
+        InUse: another process listens at the pipe directory that it only names, or, without ``force``, it cannot be told who.
+    """
     if found.daemon.ours or found.daemon.pid is None:
-        return
+        return True
     directory = found.daemon.pipe_directory or ""
     listener = host.programs.listener(directory)
-    if listener is None or listener == (found.daemon.pid, found.uid):
-        return
+    if listener == (found.daemon.pid, found.uid):
+        return found.trusted
+    if listener is None:
+        if force:
+            return False
+        raise InUse(
+            f"it cannot be told who listens at the pipe directory {directory}, which process {found.daemon.pid} "
+            f"(user {found.daemon.user or 'unknown'}) names",
+            f"look at it: ps -fp {found.daemon.pid}; end that process: gpushare mps stop {_naming(found)} --force",
+            code="other_daemon",
+        )
     raise InUse(
         f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) names the pipe directory {directory}, "
         f"but process {listener.pid} (user {user_name(listener.uid)}) listens there",
@@ -231,8 +303,14 @@ def _still_there(found: FoundDaemon) -> None:
         )
 
 
-def _may_stop(found: FoundDaemon) -> None:
+def _may_stop(host: Host, found: FoundDaemon) -> None:
     record = found.record
+    if not found.trusted and host.uid != 0:
+        raise NoPermission(
+            f"the MPS daemon {found.daemon.pid} belongs to user {found.daemon.user or 'unknown'}",
+            f"ask its owner, or run as root: sudo gpushare mps stop {_naming(found)}",
+            code="not_your_daemon",
+        )
     if record is not None and os.geteuid() not in {0, record.uid}:
         raise NoPermission(
             f"the MPS daemon {found.daemon.pid} belongs to user {record.uid}",
@@ -258,8 +336,15 @@ def _wait_for_clients(
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
             return time.monotonic() - started, []
+    return _wait_for(lambda: clients_of(control), seconds, on_wait=on_wait)
+
+
+def _wait_for(
+    clients: Callable[[], list[int]], seconds: float, *, on_wait: Callable[[list[int], float], None] | None
+) -> tuple[float, list[int]]:
+    started = time.monotonic()
     while True:
-        left = clients_of(control)
+        left = clients()
         waited = time.monotonic() - started
         if not left or waited >= seconds:
             return waited, left
@@ -268,16 +353,18 @@ def _wait_for_clients(
         time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
 
 
+def _naming(found: FoundDaemon) -> str:
+    """Return the words of `gpushare mps stop` that name a daemon."""
+    if found.daemon.ours:
+        return f"-g {found.daemon.device_uuid}"
+    return f"--pipe-directory {shlex.quote(found.daemon.pipe_directory or '')} --yes"
+
+
 def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
     pids = ", ".join(map(str, left[:8]))
-    where = (
-        f"-g {found.daemon.device_uuid}"
-        if found.daemon.ours
-        else f"--pipe-directory {shlex.quote(found.daemon.pipe_directory or '')} --yes"
-    )
     return InUse(
         f"the MPS daemon {found.daemon.pid} still has {counted(len(left), 'client')} after {waited:.1f} s: {pids}",
-        f"wait longer and then force: gpushare mps stop {where} --drain 60; or force now: --force",
+        f"wait longer and then force: gpushare mps stop {_naming(found)} --drain 60; or force now: --force",
         gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
         code="clients_left",
     )

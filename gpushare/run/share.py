@@ -15,6 +15,7 @@ from gpushare.errors import GpushareError, NotFound
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.host import make_private_directory
 from gpushare.host.process import known
+from gpushare.host.records import read_tail
 from gpushare.mig.driver import processes_in
 from gpushare.model import device_key
 from gpushare.mps.control import MpsControl
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
 
 # The daemon logs every conversation: ask often only while a program usually makes its context.
 _SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
-_PENDING: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server is not ready, push client to pending list")
-_ACCEPTED: Final = re.compile(r"NEW CLIENT (\d+) from user \d+: Server (?:already exists|is not ready)")
+_PENDING: Final = re.compile(
+    r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"
+)
+_ACCEPTED: Final = re.compile(r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server (?:already exists|is not ready)")
 _PENDING_SECONDS: Final = 3.0
 _LOG_TAIL_BYTES: Final = 64 * 1024
 
@@ -132,18 +135,21 @@ class Attachment:
     def settle(self) -> None:
         """Read the daemon's log for a program that ended between two looks."""
         if not self.attached:
-            accepted = (self._logged(_ACCEPTED) & self.seen) - self.pending
-            self.attached.update(dict.fromkeys(accepted))
+            accepted = (self._logged(_ACCEPTED) & self.seen) - self.pending - self.outside
+            if accepted and self._is_served():
+                self.attached.update(dict.fromkeys(accepted))
+
+    def _is_served(self) -> bool:
+        """Return whether the daemon has a server, as it must once it has accepted a client."""
+        try:
+            return bool(self.control.servers())
+        except GpushareError:
+            return False
 
     def _logged(self, pattern: re.Pattern[str]) -> set[int]:
-        try:
-            with open(self.home.log / "control.log", "rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return set()
-        return {int(match.group(1)) for match in pattern.finditer(text)}
+        """Return the clients of this user that the log names. Whoever may connect can write any line into it."""
+        text = read_tail(self.home.log / "control.log", _LOG_TAIL_BYTES)
+        return {int(pid) for pid, uid in pattern.findall(text) if int(uid) == self.host.uid}
 
 
 _POLL_SECONDS: Final = 2.0

@@ -12,15 +12,15 @@ from gpushare.errors import GpushareError, NotFound
 from gpushare.host.host import Host
 from gpushare.model import ComputeMode
 from gpushare.mps import start
-from gpushare.mps.control import MpsControl
-from gpushare.mps.daemons import find_daemons, own_daemon
+from gpushare.mps.control import MpsControl, parse_memory
+from gpushare.mps.daemons import find_daemons, logged_limit, own_daemon
 from gpushare.mps.home import home_of
 from gpushare.mps.limits import MpsLimits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
 from gpushare.selection import Device
-from gpushare.units import GIB, MIB
+from gpushare.units import MIB
 from tests.real_daemon.conftest import daemons_below, wait_until
 
 
@@ -65,22 +65,32 @@ def test_a_start_that_was_killed_is_completed_by_the_next(host: Host, device: De
     assert MpsControl(host.programs, str(home.pipe)).default_threads() == 50.0
 
 
-@pytest.mark.parametrize(("name", "value", "limit"), [("0", "2000M", 2000 * MIB), ("UUID", "3G", 3 * GIB)])
-def test_a_limit_that_another_set(host: Host, device: Device, name: str, value: str, limit: int) -> None:
+def test_a_limit_that_another_set(host: Host, device: Device) -> None:
     carry_out(plan_start(host, device, MpsLimits()))
     home, _ = own_daemon(host, device)
     control = MpsControl(host.programs, str(home.pipe))
-    key = name.replace("UUID", device.uuid)
-    control.ask(f"set_default_device_pinned_mem_limit {key} {value}")
+    control.ask("set_default_device_pinned_mem_limit 0 2000M")
 
     def held() -> Any:
         (found,) = find_daemons(host, [device.gpu])
         return found.daemon.memory_limit_bytes
 
     # The log is written behind the answer.
-    wait_until(lambda: held() == limit)
-    control.ask(f"set_default_device_pinned_mem_limit {key} 0G")
+    wait_until(lambda: held() == 2000 * MIB)
+    control.ask("set_default_device_pinned_mem_limit 0 0G")
     wait_until(lambda: held() is None)
+
+
+@pytest.mark.parametrize(("limit", "forged"), [(None, "7M"), (1500 * MIB, "1900M")])
+def test_a_line_in_the_log_makes_no_limit(host: Host, device: Device, limit: int | None, forged: str) -> None:
+    """Whoever may connect can have any line logged; what the daemon holds and the record says goes before it."""
+    carry_out(plan_start(host, device, MpsLimits(memory_limit_bytes=limit)))
+    home, _ = own_daemon(host, device)
+    with (home.log / "control.log").open("a") as file:
+        file.write(f"\nCmd:set_default_device_pinned_mem_limit 0 {forged}\n")
+    assert logged_limit(str(home.log), device.uuid) == parse_memory(forged)
+    (found,) = find_daemons(host, [device.gpu])
+    assert found.daemon.memory_limit_bytes == limit
 
 
 def test_a_daemon_that_dies_right_after_its_start(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,3 +300,26 @@ def test_who_only_names_a_directory_does_not_get_what_listens_there_stopped(
         assert f"process {listening} (user {alice.name}) listens" in said.json["errors"][0]["message"]
         assert asked(control, [alices]) == []
         assert alive(pid)
+
+
+def test_root_stops_another_users_daemon_without_a_word(
+    mallory: Stranger, imposter: Path, real_program: str, control: Path
+) -> None:
+    """A word would go to whoever the directory leads to by then."""
+    says(control, "echo 100.0")
+    real = mallory.home / "real-one"
+    mallory.does(real.mkdir)
+    pipe = mallory.home / "turned"
+    program = mallory.home / PROGRAM
+    shutil.copy(real_program, program)
+    program.chmod(0o755)
+    mallory.does(lambda: pipe.symlink_to(real))
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(real)}
+    with mallory.runs([str(program), "-f"], {**environment, "CUDA_VISIBLE_DEVICES": "GPU-0"}) as pid:
+        until((real / "control").exists, "it listens")
+        hint = gpushare("mps", "stop", "-g", "0", output="json").json["errors"][0]["hint"]
+        assert f"the daemon {pid} (user {mallory.name})" in hint
+        said = gpushare("mps", "stop", "--pipe-directory", str(pipe), "--yes", output="json")
+        assert said.code == 0, said
+        assert asked(control, [pipe, real]) == []
+        until(lambda: not alive(pid), "it ends")

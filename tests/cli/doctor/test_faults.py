@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -429,6 +430,20 @@ def test_a_change_that_goes_on_is_no_finding(cli: Cli, world: World) -> None:
     with journal.locked():
         journal.begin("change MIG on GPU 0", (), ())
         assert findings(cli) == {}
+
+
+def test_a_line_in_the_log_lets_nobody_wait(cli: Cli, world: World) -> None:
+    """Whoever may connect can have any line logged, of any process and user."""
+    started(cli)
+    client = world.client()
+    (log,) = world.directory.glob("run/mps/*/log/control.log")
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 60))
+    waits = "Server is not ready, push client to pending list"
+    with log.open("a") as file:
+        for pid, uid in ((os.getpid(), 4321), ("9" * 5000, 0), (os.getpid(), "9" * 5000), (9999999999, 0)):
+            file.write(f"[{stamp}.000 Control     1] NEW CLIENT {pid} from user {uid}: {waits}\n")
+    assert client
+    assert "mps.pending" not in findings(cli)
 
 
 def test_who_waits_is_named(cli: Cli, world: World, sim_dir: Path) -> None:

@@ -1,0 +1,37 @@
+"""What `gpushare run` believes of the log of its daemon: whoever may connect can have any line written into it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpushare.connect import connect
+from gpushare.mps.daemons import own_daemon
+from gpushare.mps.limits import MpsLimits
+from gpushare.mps.start import plan_start
+from gpushare.plan import carry_out
+from gpushare.run.share import Attachment
+from gpushare.selection import Device
+from gpushare.sim import admin
+
+
+@pytest.mark.parametrize(
+    ("served", "foreign", "attached"), [(False, False, False), (True, True, False), (True, False, True)]
+)
+def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached: bool) -> None:
+    """A client was accepted if it is this user's and the daemon has a server."""
+    host = connect("sim:h200")
+    device = Device(gpu=host.nvml.sweep()[0])
+    carry_out(plan_start(host, device, MpsLimits()))
+    home, _ = own_daemon(host, device)
+    if served:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
+        admin.add_process("sim:h200", "0", mps=True, environment=environment)
+    seen = Attachment(host, device, home, os.getpid(), seen={os.getpid()})
+    uid = host.uid + 1 if foreign else host.uid
+    with (home.log / "control.log").open("a") as file:
+        file.write(f"NEW CLIENT {'9' * 5000} from user {uid}: Server already exists\n")
+        file.write(f"NEW CLIENT {os.getpid()} from user {uid}: Server already exists\n")
+    seen.settle()
+    assert (os.getpid() in seen.attached) == attached
