@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gpushare.cli.limits import Limits
 from gpushare.cli.options import GPU_HELP, ChangingCommand, Command, Group, confirm, gpus_of, note, settings
-from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, OperationFailed
+from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NoPermission, NotFound, OperationFailed
 from gpushare.units import counted
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def logs(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     homes = [home_of(directory, device.uuid) for directory in (host.run_directory, *host.shared_run_directories)]
-    home = next((home for home in homes if (home.log / "control.log").exists()), None)
+    # A directory that others may write comes last: it hides no other.
+    written = [home for home in homes if (home.log / "control.log").exists()]
+    home = min(written, key=lambda one: not one.is_trusted(), default=None)
     if home is None:
         raise NotFound(
             f"no MPS daemon of gpushare has written a log for {device.title}",
@@ -76,29 +78,39 @@ def logs(
             gpu=str(device.gpu.index),
             code="no_log",
         )
+    if not home.is_trusted():
+        raise NoPermission(
+            f"others may have written the logs in {home.directory}: it, or a directory above it, is not yours or root's alone",
+            f"see who may write there: ls -ld {shlex.join(str(one) for one in (home.directory, *home.directory.parents[:2]))}",
+            gpu=str(device.gpu.index),
+            code="directory_open",
+        )
     names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
     found = {name: tail(home.log / name, lines) for name in names}
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(found[name]) for name in names)
     return Result(command="mps logs", data={"log_directory": str(home.log), "lines": found}, text=text)
 
 
+_MOST_OF_A_LOG: Final = 16 << 20
+
+
 def tail(path: Path, lines: int) -> list[str]:
     """Return the last lines of a file; none when it does not exist.
 
     Raises:
-        OperationFailed: it may not be read.
+        OperationFailed: it may not be read, or others may have written it.
     """
+    from gpushare.host.records import understood_tail
+
+    name = shlex.quote(str(path))
     try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 300 * lines - 4096))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+        return understood_tail(path, min(300 * lines + 4096, _MOST_OF_A_LOG)).splitlines()[-lines:]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise OperationFailed(
-            f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {shlex.quote(str(path))}"
-        ) from None
+        raise OperationFailed(f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {name}") from None
+    except ValueError as error:
+        raise OperationFailed(f"cannot read {path}: {error}", f"look at it: ls -l {name}; sudo tail {name}") from None
 
 
 def env(

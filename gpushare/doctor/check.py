@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, TimedOut
 from gpushare.model import Gpu, TimeSlice
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.hostfile.file import Entry
     from gpushare.mps.daemons import FoundDaemon
+
+
+# How much of a text is shown that other users choose, such as a variable of their program.
+MOST_SHOWN: Final = 100
 
 
 class Verdict(str, Enum):

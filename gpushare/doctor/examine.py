@@ -7,12 +7,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.doctor.check import Check, Examination, Verdict, remedy_of
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
-from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing
+from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing, cut
 from gpushare.host.machine import Xid
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
@@ -124,11 +125,22 @@ _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
 
 
+# A path has at most 4,096 bytes, and a hundred UUIDs have as many; a user may give a variable a megabyte.
+_MOST_CHARACTERS: Final = 4096
+_MOST_VALUES: Final = 10
+_MOST_LOOKED_AT: Final = 256
+
+Key = TypeVar("Key")
+
+
 def environments(seen: Examination) -> Iterator[Check]:
     """Check what live programs, also shells that will start some, were told to use (their environment)."""
     if seen.nvml_error is not None or len(seen.answering) != len(seen.gpus):
         return
-    found = seen.host.machine.environments((*_DEVICES, _PIPE))
+    found = {
+        pid: {name: value for name, value in environment.items() if len(value) <= _MOST_CHARACTERS}
+        for pid, environment in seen.host.machine.environments((*_DEVICES, _PIPE)).items()
+    }
     yield from _gone(seen, found)
     yield from _other_size(seen, found)
     yield from _no_daemon(seen, found)
@@ -142,7 +154,9 @@ def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator
             for uuid in _UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
-    for (variable, uuid), pids in by_value.items():
+    shown = _shown(seen, by_value)
+    for variable, uuid in shown:
+        pids = by_value[variable, uuid]
         mig = uuid.startswith("MIG-")
         yield Check(
             id="mig.environment" if mig else "gpu.environment",
@@ -153,6 +167,27 @@ def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator
             remedy="start it again with what is there now: "
             + ('eval "$(gpushare mig env NAME)", or gpushare run --mig NAME' if mig else "nvidia-smi -L"),
         )
+    if len(by_value) > len(shown):
+        yield Check(
+            id="gpu.environment",
+            verdict=Verdict.WARN,
+            seen=f"{' or '.join(_DEVICES)} names {len(by_value) - len(shown)} more that are not there",
+            why="CUDA finds no device (error 100)",
+            remedy="start them again with what is there now: nvidia-smi -L",
+        )
+
+
+def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
+    """Return the values that are shown: the first few, those of this shell, this user and root before those of others."""
+
+    def of_others(value: Key) -> bool:
+        info = seen.host.processes.describe(by_value[value][0])
+        return info is None or info.uid not in {seen.host.uid, 0}
+
+    own = [value for value, pids in by_value.items() if os.getpid() in pids]
+    # Among very many it is not worth a look at each.
+    others = islice((value for value in by_value if value not in own), _MOST_LOOKED_AT)
+    return [*own, *sorted(others, key=of_others)][:_MOST_VALUES]
 
 
 def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
@@ -162,12 +197,13 @@ def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> It
     if not waiting.keys() - running:
         return
     meant = dict(_meant_otherwise(seen))
-    for pid, uuid in waiting.items():
-        if uuid in meant and pid not in running:
+    for uuid in dict.fromkeys(waiting.values()):
+        pids = [pid for pid, one in waiting.items() if one == uuid and pid not in running] if uuid in meant else []
+        if pids:
             yield Check(
                 id="mig.environment",
                 verdict=Verdict.WARN,
-                seen=f"CUDA_VISIBLE_DEVICES={uuid} means {meant[uuid]}, in {_who(seen, [pid])}",
+                seen=f"CUDA_VISIBLE_DEVICES={uuid} means {meant[uuid]}, in {_who(seen, pids)}",
                 why="a MIG UUID tells a place, not a size: what it starts runs with other memory and other SMs",
                 remedy='start it again with what is there now: eval "$(gpushare mig env NAME)"',
             )
@@ -203,20 +239,43 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
         return
     if seen.host.processes.namespace_is_host() is False:
         return
-    there = {os.path.realpath(one.daemon.pipe_directory or "") for one in seen.daemons}
+    there = {
+        place for one in seen.daemons if one.trusted for place in _places(one.daemon.pipe_directory or "", ours=True)
+    }
+    there |= {place for one in seen.daemons for place in _places(one.daemon.pipe_directory or "", ours=False)}
     by_value: dict[str, list[int]] = {}
     for pid, environment in sorted(found.items()):
         pipe = environment.get(_PIPE)
-        if pipe and os.path.realpath(pipe) not in there:
+        # Only root sees values of others, also in programs that became root with a variable of theirs.
+        ours = seen.host.uid != 0 or pid == os.getpid()
+        if pipe and there.isdisjoint(_places(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
-    for pipe, pids in by_value.items():
+    shown = _shown(seen, by_value)
+    for pipe in shown:
+        pids = by_value[pipe]
         yield Check(
             id="mps.environment",
             verdict=Verdict.WARN,
-            seen=f"{_PIPE}={pipe}, where no daemon listens, in {_who(seen, pids)}",
+            seen=f"{_PIPE}={cut(pipe, MOST_SHOWN)}, where no daemon listens, in {_who(seen, pids)}",
             why="CUDA then says nothing and runs without MPS: on the whole GPU, without limits",
             remedy="start the daemon first: gpushare mps start; or let gpushare check it: gpushare run -- CMD",
         )
+    if len(by_value) > len(shown):
+        yield Check(
+            id="mps.environment",
+            verdict=Verdict.WARN,
+            seen=f"{_PIPE} has {len(by_value) - len(shown)} more values where no daemon listens",
+            why="CUDA then says nothing and runs without MPS: on the whole GPU, without limits",
+            remedy="see where the daemons listen: gpushare mps status",
+        )
+
+
+def _places(path: str, *, ours: bool) -> set[str]:
+    """Return a path without detours. Only ``ours`` is looked up: another's may lead into a file system that hangs."""
+    plain = "/" + os.path.normpath(path).lstrip("/") if path.startswith("/") else path
+    # A link to /run on every distribution.
+    plain = plain.removeprefix("/var") if plain.startswith("/var/run/") else plain
+    return {plain, os.path.realpath(path)} if ours else {plain}
 
 
 def _who(seen: Examination, pids: list[int]) -> str:
@@ -226,7 +285,7 @@ def _who(seen: Examination, pids: list[int]) -> str:
         return "the environment of this shell" + (f" and of {others} other processes" if others else "")
     first = pids[0]
     info = seen.host.processes.describe(first)
-    told = ", ".join(filter(None, (info.name, info.user))) if info else ""
+    told = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user))) if info else ""
     one = f"process {first}" + (f" ({told})" if told else "")
     return one if len(pids) == 1 else f"{len(pids)} processes, the first {one}"
 
@@ -308,6 +367,17 @@ def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
             # A GPU that was lost, or a program that ended, since the first look.
             said = f"'{check.__name__.strip('_')}' could not be looked at: {error.message}"
             found.append(Check(id="doctor.unseen", verdict=Verdict.SKIP, seen=said))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other checks are shown
+            said = f"'{check.__name__.strip('_')}' failed: {type(error).__name__}: {cut(str(error), MOST_SHOWN)}"
+            found.append(
+                Check(
+                    id="doctor.unseen",
+                    verdict=Verdict.WARN,
+                    seen=said,
+                    why="what this check would have found is not known; this is an error in gpushare",
+                    remedy="please report it, with this line: gpushare doctor -o json",
+                )
+            )
     return found
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.doctor.check import Check, Examination, Verdict, remedy_of
-from gpushare.errors import GpushareError
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, remedy_of
+from gpushare.errors import GpushareError, cut
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
 from gpushare.host.machine import SHARED_MEMORY
@@ -282,7 +282,7 @@ def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[s
         id="mps.limits_dropped",
         verdict=Verdict.WARN,
         gpu=daemon.gpu_index,
-        seen=f"client {client.pid} has {_LIMIT}={text}, and sees one GPU only",
+        seen=f"client {client.pid} has {_LIMIT}={cut(text, MOST_SHOWN)}, and sees one GPU only",
         why="one entry for a GPU that it does not see drops all its memory limits, the server's too",
         remedy="start it again with 0=SIZE alone: gpushare run --memory SIZE -- CMD",
     )
@@ -296,12 +296,14 @@ def _names_other(entry: str, uuid: str) -> bool:
 
 def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
     text = environment.get(_CONNECTIONS, "")
-    if text.isascii() and text.isdigit() and int(text) > _USUAL_CONNECTIONS:
+    # Another user may have written thousands of digits: int() refuses them.
+    digits = text.lstrip("0") or "0"
+    if text.isascii() and text.isdigit() and (len(digits) > 9 or int(digits) > _USUAL_CONNECTIONS):
         yield Check(
             id="mps.connections",
             verdict=Verdict.WARN,
             gpu=daemon.gpu_index,
-            seen=f"client {client.pid} has {_CONNECTIONS}={text}",
+            seen=f"client {client.pid} has {_CONNECTIONS}={cut(text, MOST_SHOWN)}",
             why="connections are what a GPU runs out of: fewer clients fit, and the next gets CUDA error 809",
             remedy=f"start it again without it: unset {_CONNECTIONS}",
         )
@@ -316,7 +318,7 @@ def daemon_environment(seen: Examination) -> Iterator[Check]:
                 id="mps.threads_ignored",
                 verdict=Verdict.WARN,
                 gpu=found.daemon.gpu_index,
-                seen=f"MPS daemon {found.daemon.pid} was started with {_THREADS}={text}",
+                seen=f"MPS daemon {found.daemon.pid} was started with {_THREADS}={cut(text, MOST_SHOWN)}",
                 why="it takes 0 to 100 only; with anything else it says nothing, and every client gets 100 %",
                 remedy=f"restart it with a number from 1 to 100 in {_THREADS}; or: gpushare mps start --threads 50",
             )
@@ -490,7 +492,7 @@ def _named(seen: Examination, processes: list[GpuProcess]) -> str:
     words = []
     for one in processes[:3]:
         info = seen.host.processes.describe(one.pid)
-        told = () if info is None else filter(None, (info.name, info.user))
+        told = () if info is None else filter(None, (cut(info.name or "", MOST_SHOWN), info.user))
         words.append(f"{one.pid} ({', '.join(told)})" if info else str(one.pid))
     more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
     return ", ".join(words) + more

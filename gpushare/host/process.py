@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -475,11 +476,19 @@ class OpenFiles:
         return tuple(pid for pid, paths in self.by_pid.items() if path in paths)
 
 
+# Whoever may open half a million of them makes root look at each.
+_MOST_DESCRIPTORS: Final = 16 << 10
+
+
 def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
     """Return who has files open whose path starts with ``prefix`` (``fuser``, ``lsof``), by PID.
 
-    Only root sees the files of other users' processes. A file that was removed since counts under its old name.
+    Only root sees the files of other users' processes. A file that was removed since counts under its old name; a path
+    below ``/dev`` only if the open file is that device. Of a process with very many descriptors the first are looked at.
     """
+    from gpushare.host.device_nodes import is_device
+
+    devices = prefix.startswith("/dev/")
     found: dict[int, tuple[str, ...]] = {}
     complete = True
     try:
@@ -488,7 +497,15 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
         return OpenFiles(by_pid={}, complete=False)
     for pid in sorted(entries):
         try:
-            paths = sorted({path for path in _files_of(f"{proc}/{pid}/fd") if path.startswith(prefix)})
+            paths = set()
+            for number, (opened, path) in enumerate(_files_of(f"{proc}/{pid}/fd")):
+                if number >= _MOST_DESCRIPTORS:
+                    complete = False
+                    break
+                # It was closed meanwhile, or its file system refuses: that hides nothing else of the process.
+                with contextlib.suppress(OSError):
+                    if path.startswith(prefix) and (not devices or path in paths or is_device(opened, path)):
+                        paths.add(path)
         except PermissionError:
             complete = False
         except OSError:
@@ -496,19 +513,22 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
             continue
         else:
             if paths:
-                found[pid] = tuple(paths)
+                found[pid] = tuple(sorted(paths))
     return OpenFiles(by_pid=found, complete=complete)
 
 
-def _files_of(directory: str) -> Iterator[str]:
-    for descriptor in os.listdir(directory):
-        try:
-            yield os.readlink(f"{directory}/{descriptor}").removesuffix(" (deleted)")
-        except PermissionError:
-            raise
-        except OSError:
-            # Closed meanwhile.
-            continue
+def _files_of(directory: str) -> Iterator[tuple[str, str]]:
+    """Yield the descriptors of a process, one after the other as the kernel lists them, and what they are open on."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                path = os.readlink(entry.path)
+            except PermissionError:
+                raise
+            except OSError:
+                # Closed meanwhile.
+                path = ""
+            yield entry.path, path.removesuffix(" (deleted)")
 
 
 class Child:

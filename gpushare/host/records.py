@@ -63,17 +63,10 @@ def read_bounded(path: Path) -> bytes:
         OSError: there is no such file (FileNotFoundError), or it cannot be read.
         ValueError: it is no regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _SAFE)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("it is a symbolic link") from None
-        raise
+    descriptor = _opened(path)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        why = _distrusted(found)
-        if why is None and found.st_mode & 0o022:
-            why = f"others may write it (mode {stat.S_IMODE(found.st_mode):o})"
+        why = _distrusted(found) or _open_to_others(found, 0o022)
         if why is not None:
             raise ValueError(why)
         text = file.read(_MOST_BYTES + 1)
@@ -83,16 +76,41 @@ def read_bounded(path: Path) -> bytes:
 
 
 def read_tail(path: Path, most: int) -> str:
-    """Return the end of a log that this user or root wrote; nothing where it may not be read.
-
-    A link, a FIFO or a device in its place is never followed and never waited for.
-    """
-    with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | _SAFE), "rb") as file:
-        found = os.fstat(file.fileno())
-        if _distrusted(found) is None:
-            file.seek(max(0, found.st_size - most))
-            return file.read(most).decode(errors="replace")
+    """Return the end of a log that only this user or root can have written; nothing where it may not be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return understood_tail(path, most)
     return ""
+
+
+def understood_tail(path: Path, most: int) -> str:
+    """Like `read_tail`, but raises. A link, a FIFO or a device in its place is never followed and never waited for.
+
+    Raises:
+        OSError: there is no such file (FileNotFoundError), or it cannot be read.
+        ValueError: it is no regular file, another user's, or writable for others; the message says which.
+    """
+    with open(_opened(path), "rb") as file:
+        found = os.fstat(file.fileno())
+        # A daemon makes its logs with the umask of its user: 002 where everybody has a group of the same number.
+        forbidden = 0o002 if found.st_gid == found.st_uid else 0o022
+        why = _distrusted(found) or _open_to_others(found, forbidden)
+        if why is not None:
+            raise ValueError(why)
+        file.seek(max(0, found.st_size - most))
+        return file.read(most).decode(errors="replace")
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | _SAFE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a symbolic link") from None
+        raise
+
+
+def _open_to_others(found: os.stat_result, forbidden: int) -> str | None:
+    return f"others may write it (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & forbidden else None
 
 
 def _distrusted(found: os.stat_result) -> str | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,23 +70,23 @@ def proc_of(root: Path, files: dict[int, list[str]]) -> str:
 
 
 def test_the_whole_of_proc_is_read(tmp_path: Path) -> None:
-    proc = proc_of(tmp_path, {7: ["/dev/nvidia0", "/dev/null"], 9: ["/dev/null"], 12: ["/dev/nvidiactl"]})
+    proc = proc_of(tmp_path, {7: ["/dev/zero", "/etc/passwd"], 9: ["/etc/passwd"], 12: ["/dev/null"]})
     (tmp_path / "20").mkdir()
-    found = open_files("/dev/nvidia", proc)
-    assert found == OpenFiles(by_pid={7: ("/dev/nvidia0",), 12: ("/dev/nvidiactl",)}, complete=True)
+    found = open_files("/dev/", proc)
+    assert found == OpenFiles(by_pid={7: ("/dev/zero",), 12: ("/dev/null",)}, complete=True)
 
 
 def test_what_may_not_be_read_is_skipped_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proc = proc_of(tmp_path, {7: ["/dev/nvidia0"], 9: ["/dev/nvidia0"]})
-    real = os.listdir
+    proc = proc_of(tmp_path, {7: ["/dev/null"], 9: ["/dev/null"]})
+    real = os.scandir
 
-    def listdir(path: str) -> list[str]:
-        if path.endswith("/9/fd"):
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/9/fd"):
             raise PermissionError(13, "Permission denied", path)
         return real(path)
 
-    monkeypatch.setattr(module.os, "listdir", listdir)
-    assert open_files("/dev/nvidia", proc) == OpenFiles(by_pid={7: ("/dev/nvidia0",)}, complete=False)
+    monkeypatch.setattr(module.os, "scandir", scandir)
+    assert open_files("/dev/null", proc) == OpenFiles(by_pid={7: ("/dev/null",)}, complete=False)
 
 
 def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
@@ -95,3 +96,72 @@ def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
 def test_another_pid_namespace_is_never_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalProcesses, "namespace_is_host", lambda _: False)
     assert not LocalProcesses().open_files("/dev/nvidia").complete
+
+
+IMPOSTER = """
+mount -t tmpfs none /dev && mkdir /dev/nvidia-caps && : > /dev/nvidia-caps/nvidia-cap5 && : > /dev/null &&
+exec 7< /dev/nvidia-caps/nvidia-cap5 8< /dev/null && echo open && read -r _
+"""
+
+
+def test_a_file_of_ones_own_with_the_name_of_a_node_is_none() -> None:
+    """In a name space of their own all users may put any file at any path."""
+    command = ["unshare", "-Urm", "bash", "-c", IMPOSTER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        if child.stdout.readline() != "open\n":
+            pytest.skip("no user name spaces here")
+        assert os.readlink(f"/proc/{child.pid}/fd/7") == "/dev/nvidia-caps/nvidia-cap5"
+        assert os.readlink(f"/proc/{child.pid}/fd/8") == "/dev/null"
+        assert child.pid not in open_files("/dev/").by_pid
+        child.communicate("\n")
+
+
+def test_another_device_in_the_place_of_a_node_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc = proc_of(tmp_path, {7: ["/dev/zero"], 9: ["/dev/null"]})
+    real = os.readlink
+    monkeypatch.setattr(module.os, "readlink", lambda path: real(path).replace("/dev/zero", "/dev/null"))
+    assert open_files("/dev/null", proc).by_pid == {9: ("/dev/null",)}
+
+
+def test_a_node_that_is_not_there_is_known_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another container has nodes that this one lacks."""
+    from gpushare.host import device_nodes
+
+    proc = proc_of(tmp_path, {7: ["/dev/zero"], 9: ["/dev/null"]})
+    names = {"/dev/zero": "/dev/nvidia-caps/nvidia-cap5", "/dev/null": "/dev/nvidia-caps/nvidia-cap3"}
+    real = os.readlink
+    monkeypatch.setattr(module.os, "readlink", lambda path: names[real(path)])
+    assert open_files("/dev/nvidia", proc).by_pid == {}
+    # /dev/zero is 1:5, /dev/null 1:3; the driver of both is called mem.
+    monkeypatch.setattr(device_nodes, "drivers", lambda: {1: "nvidia-caps"})
+    assert open_files("/dev/nvidia", proc).by_pid == {7: (names["/dev/zero"],), 9: (names["/dev/null"],)}
+    names["/dev/zero"] = "/dev/nvidia-caps/nvidia-cap6"
+    assert open_files("/dev/nvidia", proc).by_pid == {9: (names["/dev/null"],)}
+
+
+def test_many_descriptors_are_not_all_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_DESCRIPTORS", 50)
+    proc = proc_of(tmp_path, {7: ["/dev/null"] * 50, 9: ["/dev/null"] * 51})
+    seen: list[str] = []
+    real = os.readlink
+    monkeypatch.setattr(module.os, "readlink", lambda path: seen.append(path) or real(path))  # type: ignore[func-returns-value]
+    assert open_files("/dev/null", proc) == OpenFiles(by_pid={7: ("/dev/null",), 9: ("/dev/null",)}, complete=False)
+    # The one after the last tells that there are more.
+    assert len(seen) <= 101
+
+
+def test_a_file_system_that_refuses_hides_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE answers root EACCES, and ENOTCONN when its program has ended."""
+    from gpushare.host import device_nodes
+
+    proc = proc_of(tmp_path, {7: ["/dev/zero", "/dev/null"]})
+    real = device_nodes.is_device
+
+    def is_device(opened: str, path: str) -> bool:
+        if path == "/dev/zero":
+            raise PermissionError(13, "Permission denied", opened)
+        return real(opened, path)
+
+    monkeypatch.setattr(device_nodes, "is_device", is_device)
+    assert open_files("/dev/", proc) == OpenFiles(by_pid={7: ("/dev/null",)}, complete=True)

@@ -13,7 +13,7 @@ import pytest
 
 from gpushare.errors import OperationFailed
 from gpushare.host import records
-from gpushare.host.records import clear_leftovers, open_lock, read_trusted, read_understood, replace_file
+from gpushare.host.records import clear_leftovers, open_lock, read_tail, read_trusted, read_understood, replace_file
 
 
 def test_what_was_written_is_read_and_everybody_may(tmp_path: Path) -> None:
@@ -211,3 +211,23 @@ def test_a_file_that_others_may_write_is_not_believed(mode: int, tmp_path: Path)
     assert records.read_trusted(path) is None
     with pytest.raises(ValueError, match="others may write"):
         records.read_understood(path)
+
+
+@pytest.mark.parametrize(("mode", "text"), [(0o644, "end"), (0o600, "end"), (0o646, ""), (0o666, "")])
+def test_a_log_that_others_may_write_says_nothing(tmp_path: Path, mode: int, text: str) -> None:
+    path = tmp_path / "control.log"
+    path.write_text("the end")
+    path.chmod(mode)
+    assert read_tail(path, 3) == text
+
+
+def test_a_log_may_be_open_to_the_own_group_of_its_owner_only(tmp_path: Path) -> None:
+    """With umask 002 a daemon makes its logs so where every user has a group of one's own."""
+    path = tmp_path / "control.log"
+    path.write_text("the end")
+    path.chmod(0o664)
+    own = path.stat().st_gid == path.stat().st_uid
+    assert read_tail(path, 3) == ("end" if own else "")
+    if os.geteuid() == 0:
+        os.chown(path, 0, 1234)
+        assert read_tail(path, 3) == ""

@@ -486,6 +486,85 @@ def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, world: World, mon
     assert "'persistence' could not be looked at" in checks["doctor.unseen"]["seen"]
 
 
+def test_an_error_in_one_check_hides_nothing_else(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpushare.host.nvml import NvmlReader
+
+    def broken(*_: object) -> bool:
+        raise ValueError("x" * 5000)
+
+    world.fault("xid", "79")
+    monkeypatch.setattr(NvmlReader, "persistence", broken)
+    found = findings(cli)
+    assert found.keys() == {"doctor.unseen", "gpu.xid"}
+    assert "'persistence'" in found["doctor.unseen"]["seen"]
+    assert len(found["doctor.unseen"]["seen"]) < 200
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "0" * 5000 + "8"])
+def test_the_variables_of_a_client_end_no_look(cli: Cli, world: World, digits: str) -> None:
+    started(cli)
+    limits = ",".join(["1=1G"] * 1000)
+    world.client(environment={"CUDA_DEVICE_MAX_CONNECTIONS": digits, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits})
+    found = findings(cli)
+    assert found.keys() == {"mps.connections", "mps.limits_dropped"}
+    assert all(len(one["seen"]) < 250 for one in found.values())
+
+
+def told(world: World, environments_of: dict[int, dict[str, str]]) -> list[Any]:
+    """Return what the check of the environments says when these processes have these."""
+
+    class Machine:
+        def environments(self, names: object) -> dict[int, dict[str, str]]:
+            return environments_of
+
+    host = replace(world.host, machine=Machine())  # type: ignore[arg-type]
+    return list(environments(Examination(host, gpus=host.nvml.sweep())))
+
+
+def test_the_value_of_others_is_no_path_to_look_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    real = os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path: looked.append(path) or real(path))  # type: ignore[func-returns-value]
+    (check,) = told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/home/bob/fuse/pipe"}})
+    assert check.id == "mps.environment"
+    assert "/home/bob/fuse/pipe" not in looked
+
+
+def test_a_long_value_is_no_path_and_no_list(world: World) -> None:
+    gone = ",".join(f"MIG-00000000-0000-0000-0000-{number:012}" for number in range(1000))
+    assert told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/a" * 250_000, "CUDA_VISIBLE_DEVICES": gone}}) == []
+
+
+def test_many_values_are_counted_and_the_first_shown(world: World) -> None:
+    values = {
+        pid: {
+            "CUDA_MPS_PIPE_DIRECTORY": f"/{pid}/" + "x" * 4000,
+            "CUDA_VISIBLE_DEVICES": f"MIG-00000000-0000-0000-0000-{pid:012}",
+        }
+        for pid in range(2000, 3000)
+    }
+    checks = told(world, values)
+    assert len(checks) == 22
+    assert all(one.why and one.remedy and len(one.seen) < 300 for one in checks)
+    assert [one.seen for one in checks if "more" in one.seen] == [
+        "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names 990 more that are not there",
+        "CUDA_MPS_PIPE_DIRECTORY has 990 more values where no daemon listens",
+    ]
+
+
+def test_the_values_of_others_do_not_push_ours_out(world: World) -> None:
+    values = {pid: {"CUDA_MPS_PIPE_DIRECTORY": f"/{pid}"} for pid in range(2, 100)}
+    values[os.getpid()] = {"CUDA_MPS_PIPE_DIRECTORY": "/ours"}
+    assert "/ours" in told(world, values)[0].seen
+
+
+def test_a_value_in_other_words_is_the_same_place(cli: Cli, world: World) -> None:
+    started(cli)
+    pipe = world.state.daemons[0].pipe_directory
+    admin.add_process(world.spec, holder=True, memory_bytes=0, environment={"CUDA_MPS_PIPE_DIRECTORY": f"/{pipe}/./"})
+    assert findings(cli) == {}
+
+
 def test_a_change_of_root_that_was_interrupted_is_seen_by_all(cli: Cli, world: World, tmp_path: Path) -> None:
     from dataclasses import replace
 

@@ -94,6 +94,37 @@ def test_logs_that_cannot_be_read(cli: Cli, world: World) -> None:
     assert "sudo tail" in answer.lines("hint")[0]
 
 
+def test_logs_in_a_directory_of_others_are_not_read(cli: Cli, world: World) -> None:
+    cli("mps", "start").ok()
+    home = Path(world.state.daemons[0].log_directory).parent
+    home.chmod(0o777)
+    answer = cli("mps", "logs")
+    assert answer.code == 4, answer
+    assert "Starting control daemon" not in answer.out
+    assert str(home) in answer.lines("error")[0]
+    assert "ls -ld" in answer.lines("hint")[0]
+
+
+@pytest.mark.parametrize("put", ["link", "fifo", "open"])
+def test_logs_that_others_may_have_put_there_are_not_read(cli: Cli, world: World, tmp_path: Path, put: str) -> None:
+    cli("mps", "start").ok()
+    log = Path(world.state.daemons[0].log_directory) / "server.log"
+    log.unlink()
+    secret = tmp_path / "secret"
+    secret.write_text("a secret\n")
+    if put == "link":
+        log.symlink_to(secret)
+    elif put == "fifo":
+        os.mkfifo(log)
+    else:
+        log.write_text("a secret\n")
+        log.chmod(0o666)
+    answer = cli("mps", "logs", "--server")
+    assert answer.code == 1
+    assert "a secret" not in answer.out
+    assert str(log) in answer.lines("error")[0]
+
+
 def test_env_in_a_real_shell(cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     text = cli("mps", "env", "--threads", "25", "--memory", "4G", "--priority", "low").ok().out
