@@ -267,6 +267,16 @@ def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> Found
     return chosen
 
 
+def _plain_stop(found: FoundDaemon) -> str | None:
+    """Return the plain command that a stop equals; another user's daemon is told nothing, its process is ended."""
+    if found.daemon.pid is None:
+        return None
+    if not found.trusted:
+        return f"kill {found.daemon.pid}"
+    pipe = shlex.quote(found.daemon.pipe_directory or "")
+    return f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} nvidia-cuda-mps-control"
+
+
 def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: float, force: bool) -> dict[str, Any]:
     """Stop one daemon and return what is said of it; with --dry-run only say it."""
     from gpushare.mps.stop import stop as stop_daemon
@@ -275,9 +285,7 @@ def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: 
         "pid": found.daemon.pid,
         "gpu": found.daemon.gpu_index,
         "pipe_directory": found.daemon.pipe_directory,
-        "command": None
-        if found.daemon.pid is None
-        else f"echo quit | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(found.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
+        "command": _plain_stop(found),
         "waited_seconds": None,
         "forced": None,
         "compute_mode": None if found.record is None else found.record.previous_compute_mode,
