@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpushare.cli import mps
 from gpushare.model import ComputeMode
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
@@ -372,3 +373,10 @@ def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
         by_pid[forged].environment["CUDA_MPS_PIPE_DIRECTORY"] = by_pid[real].pipe_directory
     cli("mps", "stop", "--pipe-directory", str(sim_dir / "p"), "--yes").ok()
     assert [daemon.pid for daemon in world.state.daemons] == [forged]
+
+
+def test_the_plain_command_tells_nothing_to_another_users_daemon() -> None:
+    ours = SimpleNamespace(daemon=SimpleNamespace(pid=7, pipe_directory="/run/a b"), trusted=True)
+    assert mps._plain_stop(ours) == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"  # type: ignore[arg-type]
+    theirs = SimpleNamespace(daemon=SimpleNamespace(pid=7, pipe_directory="/tmp/x"), trusted=False)
+    assert mps._plain_stop(theirs) == "kill 7"  # type: ignore[arg-type]
