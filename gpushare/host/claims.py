@@ -116,7 +116,7 @@ def claim_directory(host: Host) -> Path:
 
 
 def take_claim(host: Host, key: str) -> HeldClaim | Claim:
-    """Take something for this process, or return the claim of who has it. Never waits for who has it.
+    """Take something for this process, or return the claim of who has it. Never waits for the holder.
 
     Raises:
         NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).

@@ -36,7 +36,9 @@ def is_device(opened: str, path: str) -> bool:
     except OSError:
         number = re.search(r"\d+$", path, re.ASCII)
         own = number is None or number[0] == str(device[1])
-        return own and drivers().get(device[0], "").startswith("nvidia")
+        # Minor 5 of nvidia-caps is another device than minor 5 of nvidia.
+        driver = "nvidia-caps" if path.startswith("/dev/nvidia-caps/") else "nvidia"
+        return own and drivers().get(device[0], "").startswith(driver)
     return stat.S_ISCHR(here.st_mode) and device == (os.major(here.st_rdev), os.minor(here.st_rdev))
 
 

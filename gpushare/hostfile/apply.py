@@ -165,10 +165,10 @@ class _GpuWork:
         wishes, gone = self._wishes(), set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
-            anew = wish is not None and daemon.wish is not None and wish.exclusive != daemon.wish.exclusive
+            restarts = wish is not None and daemon.wish is not None and wish.exclusive != daemon.wish.exclusive
             if (
                 (wish is None and not daemon.transient)
-                or anew
+                or restarts
                 or (daemon.transient and (wish is not None or self._changes_gpu))
             ):
                 gone.add(uuid)

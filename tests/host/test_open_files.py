@@ -134,6 +134,8 @@ def test_a_node_that_is_not_there_is_known_by_its_driver(tmp_path: Path, monkeyp
     monkeypatch.setattr(module.os, "readlink", lambda path: names[real(path)])
     assert open_files("/dev/nvidia", proc).by_pid == {}
     # /dev/zero is 1:5, /dev/null 1:3; the driver of both is called mem.
+    monkeypatch.setattr(device_nodes, "drivers", lambda: {1: "nvidia"})
+    assert open_files("/dev/nvidia", proc).by_pid == {}, "a GPU's node is no capability"
     monkeypatch.setattr(device_nodes, "drivers", lambda: {1: "nvidia-caps"})
     assert open_files("/dev/nvidia", proc).by_pid == {7: (names["/dev/zero"],), 9: (names["/dev/null"],)}
     names["/dev/zero"] = "/dev/nvidia-caps/nvidia-cap6"
