@@ -72,6 +72,12 @@ class OperationFailed(GpushareError):
     """The host refused, or did not do what it accepted."""
 
 
+class NotHeld(OperationFailed):
+    """A change was accepted, and read back the host has something else."""
+
+    code = "not_held"
+
+
 class TimedOut(OperationFailed):
     """A program or a condition did not answer within its bound."""
 

@@ -6,10 +6,11 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
-from gpushare.errors import GpushareError, Interrupted, OperationFailed, system_error
+from gpushare.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
 
+T = TypeVar("T")
 # The code of an error that names all that could not come back, and the command for it.
 NOT_RESTORED: Final = "not_restored"
 
@@ -41,6 +42,58 @@ class Plan:
     steps: tuple[Step, ...]
     undo: str | None = None
     notes: tuple[str, ...] = ()
+
+
+def setting_step(
+    *,
+    what: str,
+    command: str,
+    undo: str | None = None,
+    setting: str,
+    read: Callable[[], T | None],
+    write: Callable[[T], object],
+    wanted: T,
+    in_words: Callable[[T], object] = str,
+    see: str,
+    gpu: str | None = None,
+    allowed: Callable[[], object] = lambda: None,
+) -> Step:
+    """Return a step that gives one setting a value: read, write, read back; undone, the value found is written back.
+
+    ``read`` returns None where the host does not tell the value; such a value cannot come back. ``setting`` names it in
+    the error of a value that is not held (`NotHeld`), ``in_words`` prints a value and ``see`` is the command that shows
+    it. ``allowed`` raises for a user who may not change it; a setting that has its value already needs no permission.
+
+    The value to restore is the one found when the step acts, not the one at planning: what another process changed
+    before is its own. Nothing is written on the way back where the host has that value, so a step that failed before
+    it changed anything undoes nothing.
+    """
+    found: list[T] = []
+
+    def put(value: T) -> None:
+        allowed()
+        write(value)
+        held = read()
+        if held != value:
+            now = "unknown" if held is None else in_words(held)
+            raise NotHeld(f"{setting} was set to {in_words(value)} but reads back as {now}", f"see: {see}", gpu=gpu)
+
+    def act() -> None:
+        now = read()
+        if now == wanted:
+            return
+        if now is not None:
+            # Noted before the write, which may fail half way.
+            found.append(now)
+        put(wanted)
+
+    def back() -> None:
+        while found:
+            before = found.pop()
+            if read() != before:
+                put(before)
+
+    return Step(what=what, command=command, undo=undo, do=act, revert=back)
 
 
 def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None:

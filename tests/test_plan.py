@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.errors import ExitCode, GpushareError, Interrupted, NoPermission, OperationFailed
-from gpushare.plan import Plan, Step, carry_out, roll_back
+from gpushare.errors import ExitCode, GpushareError, Interrupted, NoPermission, NotHeld, OperationFailed
+from gpushare.plan import Plan, Step, carry_out, roll_back, setting_step
 
 
 def step(log: list[str], name: str, *, fails: BaseException | None = None, stays: Exception | None = None) -> Step:
@@ -121,3 +121,147 @@ def test_roll_back_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert log == ["undo a"]
+
+
+class Dial:
+    """A setting of a host: a value, and what happens to those who write it."""
+
+    def __init__(self, value: int | None) -> None:
+        self.value = value
+        self.written: list[int] = []
+        self.fails: Callable[[int], None] = lambda _: None
+        self.permitted = True
+
+    def write(self, value: int) -> None:
+        self.written.append(value)
+        self.fails(value)
+        self.value = value
+
+    def allowed(self) -> None:
+        if not self.permitted:
+            raise NoPermission("turning the dial needs root", "be root")
+
+    def step(self, wanted: int) -> Step:
+        return setting_step(
+            what="turn the dial",
+            command=f"dial {wanted}",
+            setting="the dial of GPU 1",
+            read=lambda: self.value,
+            write=self.write,
+            wanted=wanted,
+            in_words=lambda value: f"<{value}>",
+            see="dial --show",
+            gpu="1",
+            allowed=self.allowed,
+        )
+
+
+def test_a_setting_is_written_and_comes_back() -> None:
+    dial = Dial(1)
+    step = dial.step(5)
+    step.do()
+    assert dial.value == 5
+    assert roll_back([step]) == []
+    assert dial.written == [5, 1]
+    # Once: what others do then is theirs.
+    dial.value = 7
+    assert roll_back([step]) == []
+    assert dial.value == 7
+
+
+def test_a_setting_that_is_there_is_neither_written_nor_taken_back() -> None:
+    """Another process may have made it, after the plan: it needs no permission, and is not this step's to undo."""
+    dial = Dial(5)
+    dial.permitted = False
+    step = dial.step(5)
+    step.do()
+    assert roll_back([step]) == []
+    assert (dial.value, dial.written) == (5, [])
+
+
+def test_the_value_found_when_the_step_acts_comes_back() -> None:
+    dial = Dial(1)
+    step = dial.step(5)
+    dial.value = 3
+    step.do()
+    assert roll_back([step]) == []
+    assert dial.value == 3
+
+
+def test_a_value_that_is_not_held_is_an_error_and_the_old_one_comes_back() -> None:
+    dial = Dial(1)
+    write = dial.write
+
+    def write_badly(value: int) -> None:
+        write(value)
+        if value == 5:
+            dial.value = 4
+
+    dial.write = write_badly  # type: ignore[method-assign]
+    with pytest.raises(NotHeld) as caught:
+        carry_out(plan(dial.step(5)))
+    assert caught.value.message == "the dial of GPU 1 was set to <5> but reads back as <4>"
+    assert (caught.value.hint, caught.value.code, caught.value.gpu) == ("see: dial --show", "not_held", "1")
+    assert dial.value == 1
+
+
+def test_a_value_that_cannot_be_read_back_is_not_held() -> None:
+    dial = Dial(1)
+    write = dial.write
+
+    def write_unseen(value: int) -> None:
+        write(value)
+        dial.value = None if value == 5 else value
+
+    dial.write = write_unseen  # type: ignore[method-assign]
+    with pytest.raises(NotHeld, match=r"but reads back as unknown$"):
+        carry_out(plan(dial.step(5)))
+    assert dial.value == 1
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["before", "half way"])
+@pytest.mark.parametrize("error", [failure(), KeyboardInterrupt(), OSError("disk full")])
+def test_a_write_that_fails_is_taken_back_where_it_did_something(error: BaseException, half: bool) -> None:
+    dial = Dial(1)
+
+    def fails(value: int) -> None:
+        if value == 5:
+            dial.value = 2 if half else 1
+            raise error
+
+    dial.fails = fails
+    with pytest.raises(type(error)):
+        carry_out(plan(dial.step(5)))
+    assert dial.value == 1
+    assert dial.written == ([5, 1] if half else [5])
+
+
+def test_a_setting_without_permission_is_not_touched() -> None:
+    dial = Dial(1)
+    dial.permitted = False
+    with pytest.raises(NoPermission) as caught:
+        carry_out(plan(dial.step(5)))
+    # Nothing to undo, and so nothing that could not be undone.
+    assert caught.value.message == "turning the dial needs root"
+    assert dial.written == []
+
+
+def test_an_unknown_value_cannot_come_back() -> None:
+    dial = Dial(None)
+    step = dial.step(5)
+    step.do()
+    assert roll_back([step]) == []
+    assert dial.value == 5
+
+
+def test_a_value_that_does_not_come_back_is_named() -> None:
+    dial = Dial(1)
+
+    def sticks(value: int) -> None:
+        if value == 1:
+            raise failure("stuck")
+
+    dial.fails = sticks
+    later = step([], "b", fails=failure("no"))
+    with pytest.raises(OperationFailed, match=r"no; and could not be undone: turn the dial .stuck."):
+        carry_out(plan(dial.step(5), later))

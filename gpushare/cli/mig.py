@@ -261,11 +261,12 @@ def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence
 
     from gpushare.cli.mig_change import planned_or_refused
     from gpushare.mig.plan import rows
+    from gpushare.plan import Step
     from gpushare.show.mig import plan_text
     from gpushare.show.plan import plan_result
 
     found = planned_or_refused(found)
-    steps = rows(found)
+    steps = [Step(what=row.what, command=row.command, undo=row.undo, do=lambda: None) for row in rows(found)]
     notes = _plan_notes(found, off, made_ids=any("-gi GI" in step.command for step in steps))
     result = plan_result("mig plan", steps, dry_run=True, notes=notes)
     return replace(

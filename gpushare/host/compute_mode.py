@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpushare.errors import NoPermission, OperationFailed
+from gpushare.errors import NoPermission
+from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
+from gpushare.plan import Step, setting_step
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
+
+
+def compute_mode_step(
+    host: Host, device: Device, mode: ComputeMode, *, before: ComputeMode | None, why: str = ""
+) -> Step:
+    """Return the step that sets a compute mode; ``before`` is the mode at planning, ``why`` follows what it does."""
+    index, nvml = device.gpu.index, host.nvml
+    setting = f"the compute mode of {device.title}"
+    return setting_step(
+        what=f"set {setting} to {mode.title}{why}",
+        command=compute_mode_command(device.uuid, mode.name),
+        undo=None if before is None else compute_mode_command(device.uuid, before.name),
+        setting=setting,
+        read=lambda: nvml.compute_mode(index),
+        write=lambda value: nvml.set_compute_mode(index, value),
+        wanted=mode,
+        in_words=lambda value: value.title,
+        see=f"nvidia-smi -i {index} -q -d COMPUTE",
+        gpu=str(index),
+        allowed=lambda: need_root(host, f"setting {setting}"),
+    )
 
 
 def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
@@ -17,21 +40,9 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
 
     Raises:
         NoPermission: not root.
-        OperationFailed: the GPU holds another mode.
+        NotHeld: the GPU has another mode.
     """
-    index = device.gpu.index
-    if host.nvml.compute_mode(index) is mode:
-        return
-    need_root(host, f"setting the compute mode of {device.title}")
-    host.nvml.set_compute_mode(index, mode)
-    held = host.nvml.compute_mode(index)
-    if held is not mode:
-        raise OperationFailed(
-            f"{device.title} holds compute mode {'unknown' if held is None else held.title} instead of {mode.title}",
-            f"see: nvidia-smi -i {index} -q -d COMPUTE",
-            gpu=str(index),
-            code="not_held",
-        )
+    compute_mode_step(host, device, mode, before=None).do()
 
 
 def need_root(host: Host, what: str) -> None:

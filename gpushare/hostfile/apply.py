@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpuLost, InUse, NotFound, NotSupported
+from gpushare.host.compute_mode import compute_mode_step
 from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
 from gpushare.hostfile.live import Device as Seated
@@ -21,7 +22,6 @@ from gpushare.hostfile.steps import (
     check_step,
     grant_steps,
     level_step,
-    mode_step,
     names_steps,
     revoke_steps,
 )
@@ -201,7 +201,7 @@ class _GpuWork:
         steps += revoke_steps(self.host, self.live, self.names, staying)
         steps += names_steps(self.host, self.live, self.names)
         if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_now() is not ComputeMode.DEFAULT:
-            steps.append(mode_step(self.host, self.live.gpu, ComputeMode.DEFAULT))
+            steps.append(self._mode_step(ComputeMode.DEFAULT))
         return steps
 
     def _mode_now(self) -> ComputeMode:
@@ -237,13 +237,18 @@ class _GpuWork:
         """Return the steps that start the daemons and set their limits."""
         return self._instance_daemons() if self.wants_mig else self._gpu_daemon()
 
+    def _mode_step(self, mode: ComputeMode) -> Step:
+        # No note of the mode before, as `timeslice set` makes one: the file is what counts.
+        gpu = self.live.gpu
+        return compute_mode_step(self.host, Device(gpu=gpu), mode, before=gpu.compute_mode)
+
     def _mode_steps(self) -> list[Step]:
         exclusive, mps = self.entry.sharing is Sharing.EXCLUSIVE, self.entry.mps
         running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
         # A daemon that starts sets its mode itself, and remembers the one to come back to.
         wanted = exclusive or (mps is not None and mps.exclusive and running)
         mode = ComputeMode.EXCLUSIVE_PROCESS if wanted else ComputeMode.DEFAULT
-        return [] if self._mode_now() is mode else [mode_step(self.host, self.live.gpu, mode)]
+        return [] if self._mode_now() is mode else [self._mode_step(mode)]
 
     def _level_steps(self) -> list[Step]:
         level, live = self.entry.time_slice, self.live

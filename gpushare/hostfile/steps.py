@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
-from gpushare.host.compute_mode import set_compute_mode
+from gpushare.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
 from gpushare.host.program import missing_program
-from gpushare.host.smi import compute_mode_command, set_argv
+from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MpsWish
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, start_command
 from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke
 from gpushare.mig.names import NamedInstance, names_changed, names_of
-from gpushare.model import ComputeMode, MigInstance, Priority
+from gpushare.model import MigInstance, Priority
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, let_in, pipe_users
@@ -59,30 +58,6 @@ def deferred(
                 step.revert()
 
     return Step(what=what, command=command, undo=undo, do=act, revert=back)
-
-
-def mode_step(host: Host, gpu: Gpu, mode: ComputeMode) -> Step:
-    """Return the step that sets a compute mode, and notes nothing to restore: the file is what holds."""
-    device, before = Device(gpu=gpu), gpu.compute_mode
-    changed: list[ComputeMode] = []
-
-    def act() -> None:
-        now = host.nvml.compute_mode(gpu.index)
-        if now is not None and now is not mode:
-            changed.append(now)
-        set_compute_mode(host, device, mode)
-
-    def back() -> None:
-        while changed:
-            set_compute_mode(host, device, changed.pop())
-
-    return Step(
-        what=f"set the compute mode of GPU {gpu.index} to {mode.title}",
-        command=compute_mode_command(device.uuid, mode.name),
-        undo=None if before is None else compute_mode_command(device.uuid, before.name),
-        do=act,
-        revert=back,
-    )
 
 
 def ask_levels(host: Host) -> None:
@@ -219,11 +194,10 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> CheckSt
     def act() -> None:
         left = points(look(), entry)
         if left:
-            raise OperationFailed(
-                f"GPU {index}: all was done, and it is not as the file has it: {'; '.join(map(str, left))}",
+            raise NotHeld(
+                f"GPU {index}: every step was done, and it is not as in the file: {'; '.join(map(str, left))}",
                 "see: gpushare diff -f FILE; gpushare doctor",
                 gpu=str(index),
-                code="not_held",
             )
 
     return CheckStep(what=f"check that GPU {index} is as the file has it", command="gpushare diff -f FILE", do=act)

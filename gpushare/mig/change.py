@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld, NotSupported
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
@@ -523,11 +523,10 @@ class _Instances:
         now = look(self._host, self._change.gpu.index)
         wrong = differences(now, shape_after(self._change.plan, mig_enabled=True))
         if wrong:
-            raise OperationFailed(
-                f"the driver accepted all, and the layout is another: {'; '.join(wrong)}",
+            raise NotHeld(
+                f"the driver accepted every call, but the layout is another: {'; '.join(wrong)}",
                 "see: gpushare mig status",
                 gpu=str(self._change.gpu.index),
-                code="not_held",
             )
 
     def restore(self) -> None:

@@ -14,7 +14,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import (
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotHeld,
+    NotSupported,
+    OperationFailed,
+    TimedOut,
+)
 from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, read_processes
 from gpushare.mig.profile import (
     ComputeInstance,
@@ -327,12 +336,11 @@ class MigChanges:
             # It is known to be ours, and at a place where nobody would look for it.
             with contextlib.suppress(GpushareError):
                 self.destroy_gpu_instance(index, int(info.id))
-            raise OperationFailed(
+            raise NotHeld(
                 f"GPU {index}: profile {profile_id} was asked for at {placement} "
                 f"and came as {info.profileId} at {info.placement.start}",
                 "see: gpushare mig status",
                 gpu=gpu,
-                code="not_held",
             )
         return int(info.id)
 
@@ -443,11 +451,10 @@ class MigChanges:
             self._nvml.demand(partial(find), str(index))
         except NotFound:
             return
-        raise OperationFailed(
-            f"GPU {index}: the driver said that {what} was destroyed, and it is still there",
+        raise NotHeld(
+            f"GPU {index}: the driver reported that {what} was destroyed, and it is still there",
             "see: gpushare mig status",
             gpu=str(index),
-            code="not_held",
         )
 
     def _demand(self, call: Any, gpu: str) -> Any:

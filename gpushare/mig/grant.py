@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotHeld, NotSupported
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.mig.driver import MigReader
 from gpushare.mig.names import NamedInstance, check_name, names_changed, names_of
@@ -305,9 +305,7 @@ def _need_root(host: Host) -> None:
 
 
 def _not_held(path: str, wanted: str) -> GpushareError:
-    return OperationFailed(
-        f"{path} was changed, but does not hold {wanted}", f"see: ls -l {shlex.quote(str(path))}", code="not_held"
-    )
+    return NotHeld(f"{path} was changed, but does not hold {wanted}", f"see: ls -l {shlex.quote(str(path))}")
 
 
 def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotHeld, NotSupported, OperationFailed
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
@@ -441,11 +441,7 @@ def let_in(directory: Path, users: Sequence[str]) -> None:
     except OSError as error:
         raise _refused(directory, error) from None
     if pipe_users(directory) != tuple(sorted(map(user_name, ids))):
-        raise OperationFailed(
-            f"{directory} was changed, but lets others in",
-            f"see: getfacl {shlex.quote(str(directory))}",
-            code="not_held",
-        )
+        raise NotHeld(f"{directory} was changed, but lets others in", f"see: getfacl {shlex.quote(str(directory))}")
 
 
 def _list_of(ids: Sequence[int]) -> bytes:

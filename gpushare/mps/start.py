@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage, InUse, NotSupported, OperationFailed, TimedOut
-from gpushare.host.compute_mode import set_compute_mode
-from gpushare.host.smi import compute_mode_command
+from gpushare.host.compute_mode import compute_mode_step
 from gpushare.model import ComputeMode
 from gpushare.mps import control
 from gpushare.mps import control as mps_control
@@ -293,27 +292,8 @@ def _exclusive_allowed(host: Host, device: Device) -> ComputeMode | None:
 
 
 def _exclusive_step(host: Host, device: Device, previous: ComputeMode | None) -> Step:
-    changed: list[ComputeMode | None] = []
-
-    def act() -> None:
-        now = host.nvml.compute_mode(device.gpu.index)
-        if now is not ComputeMode.EXCLUSIVE_PROCESS:
-            changed.append(now)
-        set_compute_mode(host, device, ComputeMode.EXCLUSIVE_PROCESS)
-
-    def back() -> None:
-        # Only what this step changed: another start may have set the mode for its own daemon.
-        for mode in changed:
-            if mode is not None:
-                set_compute_mode(host, device, mode)
-
-    return Step(
-        what=f"set the compute mode of {device.title} to exclusive-process, so that no program runs beside MPS",
-        command=compute_mode_command(device.uuid, "EXCLUSIVE_PROCESS"),
-        undo=None if previous is None else compute_mode_command(device.uuid, previous.name),
-        do=act,
-        revert=back,
-    )
+    why = ", so that no program runs beside MPS"
+    return compute_mode_step(host, device, ComputeMode.EXCLUSIVE_PROCESS, before=previous, why=why)
 
 
 def _daemon_step(host: Host, device: Device, home: DaemonHome) -> Step:

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gpushare.errors import GpushareError
+from gpushare.plan import Step
 from gpushare.show.result import Column, Result, Table
 
 
-class PlanStep(Protocol):
-    """What is shown of a step."""
-
-    @property
-    def what(self) -> str:
-        """What the step does, in words."""
-
-    @property
-    def command(self) -> str:
-        """The plain vendor command that it equals."""
-
-    @property
-    def undo(self) -> str | None:
-        """The command that takes it back, or None."""
-
-
-def plan_result(command: str, steps: Sequence[PlanStep], *, dry_run: bool, notes: Sequence[str] = ()) -> Result:
+def plan_result(command: str, steps: Sequence[Step], *, dry_run: bool, notes: Sequence[str] = ()) -> Result:
     """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}]}``.
 
     People read the commands in a dry run; of what was done they read what it was, and the undo as a note.
@@ -60,12 +45,12 @@ def plan_result(command: str, steps: Sequence[PlanStep], *, dry_run: bool, notes
     )
 
 
-def _done(steps: Sequence[PlanStep]) -> list[tuple[str, str | None]]:
+def _done(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
     margin = len(str(len(steps)))
     return [(f"{number:>{margin}}. {step.what}", None) for number, step in enumerate(steps, 1)]
 
 
-def _lines(steps: Sequence[PlanStep]) -> list[tuple[str, str | None]]:
+def _lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
     margin = len(str(len(steps)))
     indent = " " * (margin + 2)
     lines: list[tuple[str, str | None]] = []

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, InUse, NotSupported, OperationFailed
-from gpushare.host.compute_mode import need_root, set_compute_mode  # moved
+from gpushare.errors import BadUsage, InUse, NotSupported
+from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, replace_file, writing
-from gpushare.host.smi import compute_mode_command, parse_level, set_argv
+from gpushare.host.smi import parse_level, set_argv
 from gpushare.model import ComputeMode, TimeSlice
 from gpushare.mps.daemons import find_daemons
-from gpushare.plan import Plan, Step
+from gpushare.plan import Plan, Step, setting_step
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
@@ -111,70 +112,51 @@ def _steps(
 
 
 def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:
-    def set_to(wanted: TimeSlice) -> None:
-        need_root(host, f"setting the time-slice of {device.title}")
-        host.policy.set(device.uuid, wanted)
-        held = host.policy.read().get(device.gpu.index)
-        if held is not wanted:
-            holds = "an unknown level" if held is None else held.title
-            raise OperationFailed(
-                f"{device.title}: nvidia-smi accepted time-slice {wanted.title}, but the GPU holds {holds}",
-                "see: nvidia-smi compute-policy -l",
-                gpu=str(device.gpu.index),
-                code="not_held",
-            )
-
-    def back() -> None:
-        # A step that failed before it changed anything (no root, no nvidia-smi) has nothing to undo.
-        if before is not None and host.policy.read().get(device.gpu.index) is not before:
-            set_to(before)
-
-    return Step(
-        what=f"set the time-slice of {device.title} to {level.title}",
+    setting = f"the time-slice of {device.title}"
+    return setting_step(
+        what=f"set {setting} to {level.title}",
         command=" ".join(set_argv(device.uuid, level)),
         undo=None if before is None else " ".join(set_argv(device.uuid, before)),
-        do=lambda: set_to(level),
-        revert=back,
+        setting=setting,
+        read=lambda: host.policy.read().get(device.gpu.index),
+        write=lambda value: host.policy.set(device.uuid, value),
+        wanted=level,
+        in_words=lambda value: value.title,
+        see="nvidia-smi compute-policy -l",
+        gpu=str(device.gpu.index),
+        allowed=lambda: need_root(host, f"setting {setting}"),
     )
 
 
 def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, keep: bool) -> Step:
     """Return the step that sets a compute mode.
 
-    With ``keep`` the mode that was there is written to ``record``, unless an earlier one stands in it;
-    without, the record has done its duty and goes.
+    With ``keep`` the mode that was there is written to ``record``, unless the record has an earlier one;
+    without, the record is removed: the mode is back.
     """
     before = host.nvml.compute_mode(device.gpu.index)
+    setting = compute_mode_step(host, device, mode, before=before)
     recorded = _recorded_mode(record)
-    # What this step did itself: what another gpushare did meanwhile is not taken back.
-    changed: list[ComputeMode] = []
+    # Another gpushare may have written it meanwhile: then it is not ours to restore.
     noted: list[Path] = []
 
     def act() -> None:
         now = host.nvml.compute_mode(device.gpu.index)
-        if now is not None and now is not mode:
-            changed.append(now)
-            if keep and recorded is None:
-                noted.append(record)
-                _note(record, now)
-        set_compute_mode(host, device, mode)
+        if keep and recorded is None and now not in {None, mode}:
+            noted.append(record)
+            _note(record, now)
+        setting.do()
         if not keep:
             noted.append(record)
             _note(record, None)
 
     def back() -> None:
-        for previous in changed:
-            set_compute_mode(host, device, previous)
+        if setting.revert is not None:
+            setting.revert()
         if noted and _recorded_mode(record) is not recorded:
             _note(record, recorded)
 
-    return Step(
-        what=f"set the compute mode of {device.title} to {mode.title}",
-        command=compute_mode_command(device.uuid, mode.name),
-        undo=None if before is None else compute_mode_command(device.uuid, before.name),
-        do=act,
-        revert=back,
-    )
+    return replace(setting, do=act, revert=back)
 
 
 def _note(record: Path, previous: ComputeMode | None) -> None:

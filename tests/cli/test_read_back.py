@@ -27,7 +27,7 @@ def test_a_compute_mode_that_does_not_hold_is_an_error(
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     monkeypatch.setattr(NvmlReader, "set_compute_mode", lambda *_: None)
     said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
-    assert "GPU 0 holds compute mode exclusive-process instead of default" in said
+    assert "the compute mode of GPU 0 was set to default but reads back as exclusive-process" in said
 
 
 def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
@@ -42,7 +42,7 @@ def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
     monkeypatch.setattr(ComputePolicy, "set", heard)
     monkeypatch.setattr(ComputePolicy, "read", lambda self: {0: None} if told[-1:] == [TimeSlice.SHORT] else read(self))
     said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
-    assert "the GPU holds an unknown level" in said
+    assert "the time-slice of GPU 0 was set to short but reads back as unknown" in said
     assert told[:2] == [TimeSlice.SHORT, TimeSlice.DEFAULT]
 
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpushare.plan import Step
 from gpushare.show.plan import plan_result
 from gpushare.show.result import OutputFormat
 from tests.show.hosts import uuid
 
 
-@dataclass(frozen=True)
-class Step:
-    what: str
-    command: str
-    undo: str | None = None
+def step(what: str, command: str, undo: str | None = None) -> Step:
+    return Step(what=what, command=command, undo=undo, do=lambda: None)
 
 
 STEPS = (
-    Step(
+    step(
         "put GPU 0 into compute mode exclusive-process",
         f"nvidia-smi -i {uuid(0)} -c EXCLUSIVE_PROCESS",
         f"nvidia-smi -i {uuid(0)} -c DEFAULT",
     ),
-    Step(
+    step(
         "start an MPS control daemon for GPU 0",
         f"CUDA_VISIBLE_DEVICES=0 CUDA_MPS_PIPE_DIRECTORY=/run/gpushare/mps/{uuid(0)} nvidia-cuda-mps-control -d",
         f"echo quit | CUDA_MPS_PIPE_DIRECTORY=/run/gpushare/mps/{uuid(0)} nvidia-cuda-mps-control",
     ),
-    Step("read back that the daemon answers", "echo get_server_list |\n  nvidia-cuda-mps-control"),
+    step("read back that the daemon answers", "echo get_server_list |\n  nvidia-cuda-mps-control"),
 )
 
 

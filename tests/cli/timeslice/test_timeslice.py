@@ -156,7 +156,7 @@ def test_a_lying_smi_is_caught(refused: Callable[..., str], world: World, monkey
 
     monkeypatch.setattr(ComputePolicy, "set", lambda *_: Completed(("nvidia-smi",), 0, "Successfully set", ""))
     said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
-    assert "holds default" in said
+    assert "set to short but reads back as default" in said
 
 
 def test_failure_on_the_second_gpu_rolls_the_first_back(
