@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Final
+
+from gpushare.values import dataclass
 
 
 class ComputeMode(IntEnum):
@@ -57,21 +58,8 @@ class Priority(IntEnum):
         return self.name.lower()
 
 
-class _Value:
-    """What the classes below have in common. `dataclass` would generate it again for each, at every start of a command."""
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GpuProcess(_Value):
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
     """One process on one GPU (``nvidia-smi pmon``). ``sm_percent`` 0 is idle, None is unknown."""
 
     pid: int
@@ -97,8 +85,8 @@ class GpuProcess(_Value):
         return "+".join(letters)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Holder(_Value):
+@dataclass(frozen=True, kw_only=True)
+class Holder:
     """A process that holds an instance or a GPU and is not in NVML's lists: by an open file, or by a lease."""
 
     pid: int
@@ -108,8 +96,8 @@ class Holder(_Value):
     name: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MigInstance(_Value):
+@dataclass(frozen=True, kw_only=True)
+class MigInstance:
     """One MIG device: a compute instance in its GPU instance (``nvidia-smi -L``)."""
 
     uuid: str
@@ -121,8 +109,8 @@ class MigInstance(_Value):
     memory_used_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MpsClient(_Value):
+@dataclass(frozen=True, kw_only=True)
+class MpsClient:
     """One client of an MPS server (``ps`` of nvidia-cuda-mps-control)."""
 
     pid: int
@@ -135,8 +123,8 @@ class MpsClient(_Value):
     priority: Priority | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MpsServer(_Value):
+@dataclass(frozen=True, kw_only=True)
+class MpsServer:
     """One MPS server: one user's clients (``get_server_list``, ``get_server_status``)."""
 
     pid: int
@@ -146,8 +134,8 @@ class MpsServer(_Value):
     clients: tuple[MpsClient, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MpsDaemon(_Value):
+@dataclass(frozen=True, kw_only=True)
+class MpsDaemon:
     """One MPS control daemon. ``ours`` is False for one that gpushare did not start."""
 
     pid: int | None
@@ -191,8 +179,8 @@ HIDDEN_DEVICES: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Gpu(_Value):
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
     """One GPU as NVML tells it. ``error`` is set, and the rest unknown, when it does not answer."""
 
     index: int
@@ -216,15 +204,15 @@ class Gpu(_Value):
     error: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Snapshot(_Value):
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
     """One look at a host: GPUs, MPS daemons, and what could not be seen."""
 
     host: str
     driver_version: str | None = None
     gpus: tuple[Gpu, ...] = ()
     daemons: tuple[MpsDaemon, ...] = ()
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
     taken_at: float | None = None
 
 

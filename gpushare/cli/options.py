@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -18,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from gpushare.errors import BadUsage, Interrupted
 from gpushare.show.plan import plan_result
 from gpushare.units import quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

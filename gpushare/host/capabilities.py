@@ -16,18 +16,18 @@ import shlex
 import stat
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 from gpushare.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.values import dataclass
 
 # GPU instance id, and compute instance id; None is the node of the GPU instance itself.
 Place = tuple[int, int | None]
 
 NODES: Final = "/dev/nvidia-caps"
 DEFAULT_MODE: Final = 0o444
-_FIELD: Final = re.compile(r"^DeviceFile(Minor|Mode|Modify):\s*(\d{1,9})\b", re.MULTILINE | re.ASCII)
+_FIELD: Final = r"(?am)^DeviceFile(Minor|Mode|Modify):\s*(\d{1,9})\b"
 # linux/posix_acl_xattr.h: a version, then entries of tag, permissions and id.
 _ACL: Final = "system.posix_acl_access"
 _ACL_VERSION, _NO_ID = 2, 0xFFFFFFFF
@@ -166,7 +166,7 @@ class LocalCapabilities:
 
 def parse(path: str, text: str) -> Capability | None:
     """Return the capability that a file's text tells; None when it tells no minor number."""
-    fields = {name: int(value) for name, value in _FIELD.findall(text)}
+    fields = {name: int(value) for name, value in re.findall(_FIELD, text)}
     if "Minor" not in fields:
         return None
     return Capability(

@@ -6,7 +6,7 @@ import errno
 import os
 import shlex
 import stat
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.host.process import LocalProcesses, Processes
 from gpushare.host.program import LocalPrograms, Programs
 from gpushare.host.smi import ComputePolicy
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

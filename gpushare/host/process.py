@@ -12,11 +12,11 @@ import signal as signals
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
 from gpushare.units import quoted
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     import psutil

@@ -11,10 +11,10 @@ import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Final, NamedTuple, Protocol
 
 from gpushare.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
+from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

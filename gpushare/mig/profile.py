@@ -7,13 +7,13 @@ machine that is not there, the catalogue's), and is passed in.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
 from gpushare.model import GpuProcess, Holder
+from gpushare.values import dataclass
 
-_NAME: Final = re.compile(r"(\d+)g(?:\.(\d+)gb)?((?:[+-][a-z]+(?:\.[a-z]+)?)*)", re.ASCII)
+_NAME: Final = r"(?a)(\d+)g(?:\.(\d+)gb)?((?:[+-][a-z]+(?:\.[a-z]+)?)*)"
 # NVML_GPU_INSTANCE_PROFILE_{1,2,3,4,7,8,6}_SLICE; the numbers behind are revisions and extensions of these.
 _PLAIN_NVML_PROFILES: Final = range(7)
 _REV2: Final = 9
@@ -99,7 +99,7 @@ class Profile:
     @cached_property
     def attributes(self) -> frozenset[str]:
         """Return the extensions in the name: ``+me``, ``+me.all``, ``-me``, ``+gfx``."""
-        match = _NAME.fullmatch(self.name)
+        match = re.fullmatch(_NAME, self.name)
         return frozenset(re.findall(r"[+-][a-z.]+", match.group(3))) if match else frozenset()
 
     @property

@@ -7,12 +7,12 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
 from gpushare.show.text import in_json, one_line, paragraphs, put, visible, well_formed
+from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,11 +7,12 @@ numbers, units stand in the keys, unknown is null.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from typing import Any, Final
 
 from gpushare.errors import ExitCode, GpushareError
+from gpushare.values import dataclass
 
 SCHEMA: Final = 1
 
@@ -40,8 +41,7 @@ def plain_value(value: Any) -> str:
     return str(value)
 
 
-# Nobody compares or prints these three, and every start of a command pays for each generated method.
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Column:
     """One column: ``key`` of the row, ``title`` for people, and when it goes.
 
@@ -64,7 +64,7 @@ class Column:
     style: Callable[[Any], str | None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows of raw values under columns. ``empty`` is what to say when there are no rows.
 
@@ -81,7 +81,7 @@ class Table:
     draw: Callable[[int], list[Any]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What a command answers with.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from gpushare.host.capabilities import Place
 from gpushare.sim.state import (
@@ -13,6 +12,7 @@ from gpushare.sim.state import (
     SimulatedMigInstance,
     SimulatedNode,
 )
+from gpushare.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from gpushare.sim.devices import Device, daemon_devices
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer
+from gpushare.values import dataclass
 
 CONTROL = "control.log"
 SERVER = "server.log"
@@ -55,8 +55,8 @@ def append(lines: Iterable[LogLine]) -> None:
 
 
 _UINT64 = 1 << 64
-_NUMBER = re.compile(r"([+-]?)(\d+)(.*)", re.DOTALL)
-_INTEGER = re.compile(r"\s*([+-]?[0-9]+)")
+_NUMBER = r"(?s)([+-]?)(\d+)(.*)"
+_INTEGER = r"\s*([+-]?[0-9]+)"
 # Seen on 535: 31 is the last one, 32 and -1 are "Invalid device ordinal!" in the log.
 _MAX_DEVICES = 32
 # The branch whose daemon knows a GPU by its UUID; the older ones read "GPU-..." as device 0.
@@ -70,7 +70,7 @@ def parse_memory(text: str) -> int | None:
     Seen on nvidia-cuda-mps-control 535, 550 and 555: the number ends at the first other character, and
     only a ``G`` right after it counts; so ``1.5G`` is 1M, ``1024K`` is 1024M. It wraps at 64 bits of bytes.
     """
-    match = _NUMBER.match(text)
+    match = re.match(_NUMBER, text)
     if match is None:
         return None
     sign, digits, rest = match.groups()
@@ -90,7 +90,7 @@ def readback(mebibytes: int | None) -> str:
 
 def leading_integer(text: str) -> tuple[int, str]:
     """Return a number as C's strtol and a cast to int read it, and the rest: 0 and all of it when there is none."""
-    match = _INTEGER.match(text)
+    match = re.match(_INTEGER, text)
     if match is None:
         return 0, text
     # A Python int of thousands of digits takes its time; from 20 on each of them is the same.

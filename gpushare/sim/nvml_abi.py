@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Final, NamedTuple
 
 from gpushare.gpu_models import GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
+from gpushare.values import dataclass
 
 # "No GPU or compute instance" in nvmlProcessInfo_t.
 NO_INSTANCE: Final = 0xFFFFFFFF
@@ -88,7 +88,7 @@ class Kind(IntEnum):
     GPM_SAMPLE = 5
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Handle:
     """An opaque pointer. It holds the place, not an address, so it stays valid across state changes."""
 

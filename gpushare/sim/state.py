@@ -15,7 +15,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,15 +23,15 @@ from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.host.process import SAME_START_SECONDS
 from gpushare.host.records import replace_file, writing
+from gpushare.values import dataclass
 
 # Above the largest PID that Linux gives out (PID_MAX_LIMIT): a simulated PID is never a real one.
 FIRST_SIMULATED_PID = 4_194_305
 _OWN_DIRECTORY = "set GPUSHARE_SIM_DIR to a short directory that you may write"
 
 
-# Without eq and repr: nobody compares or prints these, and each generated method is paid
-# for at the start of every command.
-@dataclass(eq=False, repr=False)
+# Compared by identity: two processes with equal fields are still two.
+@dataclass(eq=False)
 class SimulatedGpuInstance:
     """One GPU instance of a simulated GPU."""
 
@@ -40,7 +40,7 @@ class SimulatedGpuInstance:
     gpu_instance_id: int
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedMigInstance(SimulatedGpuInstance):
     """One MIG device of a simulated GPU: a compute instance, with what is known of its GPU instance."""
 
@@ -52,7 +52,7 @@ class SimulatedMigInstance(SimulatedGpuInstance):
     compute_start: int = 0
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedNode:
     """What differs from the default at the capability node of an instance: see `capabilities.NodeAccess`."""
 
@@ -63,7 +63,7 @@ class SimulatedNode:
     modify: bool = True
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedGpu:
     """One simulated GPU: what differs from its model, and its faults."""
 
@@ -91,7 +91,7 @@ class SimulatedGpu:
     nodes: dict[str, SimulatedNode] = field(default_factory=dict)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedProcess:
     """A process on a simulated GPU: simulated (PID above every real one) or a real one that `run` started."""
 
@@ -134,7 +134,7 @@ class SimulatedProcess:
     open_files: list[str] = field(default_factory=list)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedServer:
     """One nvidia-cuda-mps-server."""
 
@@ -147,7 +147,7 @@ class SimulatedServer:
     priority: int = 0
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedDaemon:
     """One nvidia-cuda-mps-control daemon."""
 
@@ -172,7 +172,7 @@ class SimulatedDaemon:
     static: bool = False
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SimulatedHostState:
     """Everything about one simulated host."""
 
