@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
@@ -20,23 +21,66 @@ if TYPE_CHECKING:
     from gpushare.advice.case import Workload
     from gpushare.advice.facts import MpsFacts
     from gpushare.advice.situation import Situation
+    from gpushare.mig.wish import Wish
+
+
+class Verb(str, Enum):
+    """The commands that `advise --apply` carries out."""
+
+    TIMESLICE_SET = "timeslice set"
+    MPS_START = "mps start"
+    MPS_SET = "mps set"
+    MPS_STOP = "mps stop"
+    MIG_APPLY = "mig apply"
+    MIG_CREATE = "mig create"
+    # With --destroy: idle instances go first.
+    MIG_DISABLE = "mig disable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change of a GPU: `advise` prints it as a command, `advise --apply` plans and carries it out."""
+
+    verb: Verb
+    gpu: int
+    limits: Limits | None = None
+    level: TimeSlice | None = None
+    wish: Wish = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the arguments of gpushare."""
+        limits = self.limits or Limits()
+        return (
+            *self.verb.value.split(),
+            *(() if self.level is None else (self.level.title,)),
+            *("-g", str(self.gpu)),
+            *(limits.all_words if self.verb is Verb.MPS_SET else limits.words),
+            *map(str, self.wish),
+            *(("--destroy",) if self.verb is Verb.MIG_DISABLE else ()),
+        )
 
 
 @dataclass(frozen=True)
 class Line:
     """What to do, and the line to type; None: it is not done on this command line.
 
-    ``words`` are the arguments of gpushare in a line that changes the host: `advise --apply` runs those of a recipe.
+    ``change`` is the same as data, for the lines that `advise --apply` carries out.
     """
 
     what: str
     command: str | None
-    words: tuple[str, ...] = ()
+    change: Change | None = None
 
 
-def change(what: str, *words: str, root: str = "") -> Line:
+def command(what: str, *words: str, root: str = "") -> Line:
     """Return a line of gpushare that changes the host; ``root`` is `sudo`."""
-    return Line(what, f"{root}gpushare {shlex.join(words)}", words)
+    return Line(what, f"{root}gpushare {shlex.join(words)}")
+
+
+def change(what: str, made: Change, root: str = "") -> Line:
+    """Return the line of a change; ``root`` is `sudo`."""
+    return replace(command(what, *made.words, root=root), change=made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +145,9 @@ def mig_as_it_was(situation: Situation) -> Line:
     """Return the line that brings MIG back as it is now: on, with its instances in their places."""
     gpu, root, layout = str(situation.gpu.index), sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
-        return change("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
+        return command("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
     before = map(str, wish_of(layout.instances))
-    return change("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)
+    return command("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)
 
 
 def off_first(situation: Situation) -> list[Line]:
@@ -114,7 +158,7 @@ def off_first(situation: Situation) -> list[Line]:
 
 
 def _mig_off(situation: Situation, what: str) -> Line:
-    return change(what, "mig", "disable", "-g", str(situation.gpu.index), "--destroy", root=sudo(situation))
+    return change(what, Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index), sudo(situation))
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
@@ -130,17 +174,17 @@ def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...
             Line("list the profiles that the driver offers, and choose", f"gpushare mig profiles {' '.join(gpu)}")
         )
         return lines, () if on else (off,), []
-    words, names = slices.words, [one.name for one in slices.profiles]
+    names = [one.name for one in slices.profiles]
+    apply = Change(verb=Verb.MIG_APPLY, gpu=situation.gpu.index, wish=slices.wish)
     if not on:
-        return [change("turn MIG on and create the instances", "mig", "apply", *gpu, *words, root=root)], (off,), names
+        return [change("turn MIG on and create the instances", apply, root)], (off,), names
     if layout is None or not layout.instances:
-        undo = change("destroy the instances again", "mig", "destroy", *gpu, "all", root=root)
-        return [change("create the instances", "mig", "apply", *gpu, *words, root=root)], (undo,), names
+        undo = command("destroy the instances again", "mig", "destroy", *gpu, "all", root=root)
+        return [change("create the instances", apply, root)], (undo,), names
     if addable(layout, slices.wish):
-        line = change("create the instances next to the existing ones", "mig", "create", *gpu, *words, root=root)
+        line = change("create the instances next to the existing ones", replace(apply, verb=Verb.MIG_CREATE), root)
     else:
-        what = "create the instances; idle ones that are not in the list are destroyed"
-        line = change(what, "mig", "apply", *gpu, *words, root=root)
+        line = change("create the instances; idle ones that are not in the list are destroyed", apply, root)
     return [line], (mig_as_it_was(situation),), names
 
 
@@ -176,7 +220,7 @@ def mig_shared_lines(
     room: list[Line] = []
     if layout is not None and layout.instances and not addable(layout, slices.wish):
         idle = [f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy]
-        room = [change("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
+        room = [command("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
     lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
         lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
@@ -191,7 +235,7 @@ def mig_shared_lines(
     if on:
         undo = _mig_off(situation, "undo all of it, after the programs have ended")
     else:
-        undo = change("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
+        undo = command("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
     return Recipe(
         lines=tuple(lines),
         undo=(undo, mig_as_it_was(situation)) if room else (undo,),
@@ -205,9 +249,9 @@ def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profil
     create, root = ("mig", "create", "-g", str(situation.gpu.index)), sudo(situation)
     if len(situation.case.workloads) == 1 and len(parties) > 1:
         words = (f"{profiles[0]}*{len(parties)}", "--name", "group")
-        return [change("create an instance for each group", *create, *words, root=root)]
+        return [command("create an instance for each group", *create, *words, root=root)]
     return [
-        change(f"create the instance of {name}", *create, profile, "--name", name, root=root)
+        command(f"create the instance of {name}", *create, profile, "--name", name, root=root)
         for (name, _, _), profile in zip(parties, profiles, strict=True)
     ]
 
@@ -264,6 +308,12 @@ class Limits:
         threads = [] if self.threads is None or self.threads >= 100 else ["--threads", percent(self.threads)]
         return threads + ([] if self.memory is None else ["--memory", size(self.memory)])
 
+    @property
+    def all_words(self) -> list[str]:
+        """Return the options with those that say that there is no limit."""
+        memory = "none" if self.memory is None else size(self.memory)
+        return ["--threads", percent(min(self.threads or 100.0, 100.0)), "--memory", memory]
+
 
 def threads_for(situation: Situation, processes: int) -> float:
     """Return the cap of each of N clients: as measured, else 100/n to keep each within its share, or 200/n.
@@ -318,19 +368,16 @@ def start_words(now: MpsFacts) -> list[str]:
     ]
 
 
-def _set_limits(situation: Situation, what: str, threads: float | None, memory: int | None) -> Line:
-    """Return the line that sets the limits of the daemon of the GPU; None: no limit."""
-    limit = "none" if memory is None else size(memory)
-    share = percent(min(threads or 100.0, 100.0))
-    return change(what, "mps", "set", "-g", str(situation.gpu.index), "--threads", share, "--memory", limit)
-
-
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
     """Return the line that starts the daemon, or that sets the limits of the running one."""
     limits = limits or Limits()
     if not situation.mps_serves:
-        return change(what, "mps", "start", "-g", str(situation.gpu.index), *limits.words)
-    return _set_limits(situation, "set the limits of the running MPS daemon", limits.threads, limits.memory)
+        return change(what, Change(verb=Verb.MPS_START, gpu=situation.gpu.index, limits=limits))
+    return _set_limits(situation, "set the limits of the running MPS daemon", limits)
+
+
+def _set_limits(situation: Situation, what: str, limits: Limits) -> Line:
+    return change(what, Change(verb=Verb.MPS_SET, gpu=situation.gpu.index, limits=limits))
 
 
 def limits_back(situation: Situation) -> Line:
@@ -338,13 +385,13 @@ def limits_back(situation: Situation) -> Line:
     now = situation.gpu.mps
     if now is None:
         return Line("restore the limits with the line that `gpushare mps set` printed", None)
-    return _set_limits(situation, "restore the limits", now.threads_percent, now.memory_limit_bytes)
+    return _set_limits(situation, "restore the limits", Limits(now.threads_percent, now.memory_limit_bytes))
 
 
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
         return (limits_back(situation),)
-    return (change("stop MPS; waits for its programs", "mps", "stop", "-g", str(situation.gpu.index)),)
+    return (change("stop MPS; waits for its programs", Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index)),)
 
 
 def mps_lines(situation: Situation) -> Recipe:
@@ -466,8 +513,10 @@ def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
         stop = Line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status", None)
         start = Line("start the MPS daemon again the same way", None)
     else:
-        stop = change("stop the running MPS daemon; waits for its programs", "mps", "stop", *gpu)
-        start = change("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
+        stop = change(
+            "stop the running MPS daemon; waits for its programs", Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index)
+        )
+        start = command("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
 
 
@@ -573,13 +622,13 @@ def _elsewhere(situation: Situation, way: Way) -> list[Line]:
 
 def _timeslice(situation: Situation) -> Recipe:
     case, index = situation.case, situation.gpu.index
-    level = {Pattern.INTERACTIVE: "short", Pattern.STEADY: "long"}.get(case.pattern) if case.pattern else None
+    level = _LEVELS.get(case.pattern) if case.pattern else None
     blocked = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
     lines = off_first(situation)
     undo: tuple[Line, ...] = ()
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
-        what, words = _LEVELS.get(level or "", "admit several programs"), ("timeslice", "set", level or "default")
-        lines.append(change(what, *words, "-g", str(index), root=sudo(situation)))
+        what, wanted = level or ("admit several programs", TimeSlice.DEFAULT)
+        lines.append(change(what, Change(verb=Verb.TIMESLICE_SET, gpu=index, level=wanted), sudo(situation)))
         undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
         lines.append(Line("running programs share the GPU as they do now; see", f"gpushare status -g {index}"))
@@ -604,15 +653,19 @@ def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
     level = situation.gpu.time_slice
     level = None if level is TimeSlice.DEFAULT else level
     if level is not None and not blocked:
-        return (change("restore the level", "timeslice", "set", level.title, "-g", index, root=root),)
-    back = [change("restore the default", "timeslice", "reset", "-g", index, root=root)]
+        made = Change(verb=Verb.TIMESLICE_SET, gpu=situation.gpu.index, level=level)
+        return (change("restore the level", made, root),)
+    back = [command("restore the default", "timeslice", "reset", "-g", index, root=root)]
     if level is not None:
         what = "then the level, which gpushare sets only in a compute mode that admits several programs"
         back.append(Line(what, f"{root}nvidia-smi compute-policy -i {index} --set-timeslice {int(level)}"))
     return tuple(back)
 
 
-_LEVELS: Final = {"short": "short slices: lower latency", "long": "long slices: fewer context switches"}
+_LEVELS: Final = {
+    Pattern.INTERACTIVE: ("short slices: lower latency", TimeSlice.SHORT),
+    Pattern.STEADY: ("long slices: fewer context switches", TimeSlice.LONG),
+}
 
 
 def _streams(situation: Situation) -> Recipe:

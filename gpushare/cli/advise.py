@@ -22,6 +22,7 @@ from gpushare.cli.options import (
     MeasuredTime,
     PrintedNumber,
     answered,
+    carried_out,
     gpus_of,
     settings,
 )
@@ -35,12 +36,18 @@ if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.advice.measured import MeasuredAdvice
-    from gpushare.advice.recipe import Recipe
+    from gpushare.advice.recipe import Change, Recipe
     from gpushare.advice.situation import Situation
     from gpushare.host.host import Host
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.metric import Metric
+    from gpushare.mig.change import MigChange
+    from gpushare.mig.journal import Journal
+    from gpushare.model import Gpu
+    from gpushare.mps.limits import MpsLimits
+    from gpushare.plan import Plan, Step
     from gpushare.selection import Device
+    from gpushare.show.result import Result
 
 
 class _AdviseCommand(ChangingCommand):
@@ -573,40 +580,125 @@ def asked(situation: Situation) -> Situation:
 
 
 def applied(advice: Advice, notes: Sequence[str]) -> Any:
-    """Carry the set-up of the winner out, or with --dry-run only show it.
+    """Carry the set-up of the winner out as one plan, or with --dry-run only show it.
 
     Raises:
         NotSupported: nothing fits, or the lines belong into several shells.
-        GpushareError: what a line itself raises; the lines before it are taken back.
+        GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
     from gpushare.show.plan import plan_result
 
     recipe = _set_up(advice)
-    lines = [line.words for line in recipe.lines if line.words]
-    steps: list[Any] = []
-    said = list(notes)
-    # Where the way back is known only when it is done, the line itself says it.
+    changes = [line.change for line in recipe.lines if line.change is not None]
+    result = _carried(changes) if changes else plan_result("advise", (), dry_run=settings.dry_run)
+    # Where the way back is known only when it is done, the plan itself says it.
     keeps_undo = any(line.command is None for line in recipe.undo)
-    for number, words in enumerate(lines):
-        try:
-            result = _run(words)
-        except GpushareError as error:
-            if number and not settings.dry_run:
-                raise _half_done(error, recipe) from error
-            raise
-        steps += [_Step(**step) for step in (result.data or {}).get("steps", ())]
-        said += [note for note in result.notes if keeps_undo or not note.startswith("undo: ")]
-    said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and not line.words]
-    if not settings.dry_run and lines:
+    said = [*notes, *(one for one in result.notes if keeps_undo or not one.startswith("undo: "))]
+    said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
+    if not settings.dry_run and changes:
         said += [f"undo: {line.command}" for line in recipe.undo if line.command]
-    return plan_result("advise", steps, dry_run=settings.dry_run, notes=said)
+    return replace(result, notes=tuple(said))
 
 
-class _Step:
-    """A step as the command's document has it."""
+def _carried(changes: Sequence[Change]) -> Result:
+    """Carry the changes out in order, as one: one transaction where MIG changes, else one plan."""
+    from gpushare.advice.recipe import Verb
+    from gpushare.selection import select_one
 
-    def __init__(self, what: str, command: str, undo: str | None) -> None:
-        self.what, self.command, self.undo = what, command, undo
+    mig = next((one for one in changes if one.verb.value.startswith("mig ")), None)
+    if mig is not None:
+        from gpushare.cli.mig_change import carried
+
+        then = changes[changes.index(mig) + 1 :]
+        return carried("advise", lambda host, journal: _mig_change(host, journal, mig, then))
+    host = settings.connect()
+    device = select_one(str(changes[0].gpu), gpus_of(host))
+    homes = []
+    if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
+        from gpushare.mps.home import home_of
+
+        homes = [home_of(host.run_directory, device.uuid)]
+    return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
+
+
+def _mig_change(host: Host, journal: Journal, mig: Change, then: Sequence[Change]) -> MigChange:
+    """Return the change of MIG with what follows it. A daemon of ours that is in its way is stopped by it."""
+    from gpushare.advice.recipe import Verb
+    from gpushare.cli.mig_change import change_of, current, planned_or_refused
+    from gpushare.mig.planner import plan_add, plan_exact
+
+    gpus, layouts = current(host, str(mig.gpu))
+    adds = mig.verb is Verb.MIG_CREATE
+    found = plan_add(layouts, mig.wish, beside=True) if adds else plan_exact(layouts, {mig.gpu: mig.wish})
+    modes = {} if adds else {mig.gpu: mig.verb is Verb.MIG_APPLY}
+    title = " ".join(mig.words[1:])
+    after = [_later(host, gpus[0], one) for one in then]
+    return change_of(host, journal, gpus, layouts, planned_or_refused(found), title, modes=modes, after=after)
+
+
+def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
+    """Return the plan of changes without MIG: the first is planned now, what follows it when its turn comes."""
+    from gpushare.advice.recipe import Verb
+    from gpushare.mps.limits import plan_limits
+    from gpushare.mps.start import plan_start
+    from gpushare.timeslice.policy import plan_level
+
+    first = changes[0]
+    if first.verb is Verb.MPS_START:
+        plan = plan_start(host, device, _limits(first), exclusive=False)
+    elif first.verb is Verb.MPS_SET:
+        plan = plan_limits(host, device, _limits(first))
+    elif first.level is not None:
+        plan = plan_level(host, [device], first.level)
+    else:
+        plan = _plan_stop(host, device)
+    return replace(plan, steps=(*plan.steps, *(_later(host, device.gpu, one) for one in changes[1:])))
+
+
+def _plan_stop(host: Host, device: Device) -> Plan:
+    from gpushare.hostfile.steps import stop_step
+    from gpushare.mig.daemons import own_daemons, refuse_used
+    from gpushare.plan import Plan
+
+    steps = []
+    for own in own_daemons(host, device.gpu):
+        if own.device.uuid == device.uuid:
+            refuse_used(host, own)
+            steps.append(stop_step(host, own))
+    return Plan(title=f"stop MPS on {device.title}", steps=tuple(steps))
+
+
+def _later(host: Host, gpu: Gpu, change: Change) -> Step:
+    """Return the step of a change that follows another: it is planned when that one is done."""
+    from gpushare.hostfile.file import MpsWish
+    from gpushare.hostfile.steps import daemon_step, level_step
+    from gpushare.selection import Device
+
+    if change.level is not None:
+        return level_step(host, gpu, change.level, gpu.time_slice)
+    limits = _limits(change)
+    wish = MpsWish(threads_percent=limits.threads_percent, memory_limit_bytes=limits.memory_limit_bytes)
+
+    def find() -> Device:
+        return Device(gpu=host.nvml.gpu(gpu.index))
+
+    return daemon_step(host, f"GPU {gpu.index}", find, wish, selector=str(gpu.index))
+
+
+def _limits(change: Change) -> MpsLimits:
+    """Return the limits as the line of the change has them."""
+    from gpushare.advice.recipe import Limits, Verb, percent
+    from gpushare.mps.limits import MpsLimits
+
+    limits = change.limits or Limits()
+    capped = limits.threads is not None and limits.threads < 100
+    threads = float(percent(limits.threads or 0)) if capped else None
+    if change.verb is Verb.MPS_SET:
+        threads = threads or 100.0
+        return MpsLimits(
+            threads_percent=threads, memory_limit_bytes=limits.memory, no_memory_limit=limits.memory is None
+        )
+    return MpsLimits(threads_percent=threads, memory_limit_bytes=limits.memory)
 
 
 def _set_up(advice: Advice) -> Recipe:
@@ -621,22 +713,6 @@ def _set_up(advice: Advice) -> Recipe:
             code="several_shells",
         )
     return advice.recipe
-
-
-def _run(words: tuple[str, ...]) -> Any:
-    """Run one line in this process: the common options stay as they were given."""
-    from gpushare.cli import root
-
-    return root()(args=list(words), prog_name="gpushare", standalone_mode=False)
-
-
-def _half_done(error: GpushareError, recipe: Recipe) -> GpushareError:
-    commands = [line.command for line in recipe.undo if line.command]
-    return error.restated(
-        message=f"{error.message}; the steps before it were done",
-        hint=f"undo them: {'; '.join(commands)}" if commands else None,
-        kind=OperationFailed,
-    )
 
 
 _MOST_REPEATS = 100
@@ -723,9 +799,9 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
         prepared = _prepared(host, device, advice, wanted, copies)
         if settings.dry_run:
             return _planned(prepared, advice)
-        from gpushare.cli.bench import carried_out
+        from gpushare.cli.bench import carried_out as measured_out
 
-        data, measurement, number = carried_out(host, device, prepared)
+        data, measurement, number = measured_out(host, device, prepared)
     except NotSupported as error:
         # The rules know an answer all the same.
         found = unmeasured(advice, f"nothing could be measured: {error.message}", copies)

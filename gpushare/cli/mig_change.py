@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpushare.mig.profile import GpuInstance, Layout
     from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
-    from gpushare.plan import Plan
+    from gpushare.plan import Plan, Step
     from gpushare.show.result import Result
 
 
@@ -399,7 +399,7 @@ def create(
         if off and isinstance(found, NoPlan):
             found = replace(found, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(found)
-        return _change(host, journal, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
+        return change_of(host, journal, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
 
     return carried("mig create", make, refresh_cdi=refresh_cdi)
 
@@ -426,7 +426,7 @@ def destroy(
         targets = [target for word in instance for target in find_targets(word, layouts)]
         may_go = evicted(evict, layouts)
         plan = planned_or_refused(plan_destroy(layouts, targets, evict=may_go))
-        return _change(host, journal, gpus, layouts, plan, f"destroy {' '.join(instance)}", evict=may_go)
+        return change_of(host, journal, gpus, layouts, plan, f"destroy {' '.join(instance)}", evict=may_go)
 
     return carried("mig destroy", make, refresh_cdi=refresh_cdi)
 
@@ -474,7 +474,7 @@ def apply(
         plan = planned_or_refused(plan_exact(layouts, _wishes(layouts, demands, from_file=bool(file)), evict=may_go))
         modes = {n: one.mig_enabled for n, one in demands.items()}
         title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
-        change = _change(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes)
+        change = change_of(host, journal, gpus, layouts, plan, title, evict=may_go, modes=modes)
         return replace(change, notes=(*notes, *change.notes))
 
     return carried("mig apply", make, refresh_cdi=refresh_cdi)
@@ -522,12 +522,12 @@ def _switched(
         wishes = {} if enable else {layout.gpu: () for layout in layouts}
         plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
         modes = {one.index: enable for one in gpus}
-        return _change(host, journal, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
+        return change_of(host, journal, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
 
     return carried(command, make, refresh_cdi=refresh_cdi)
 
 
-def _change(
+def change_of(
     host: Host,
     journal: Journal,
     gpus: Sequence[Gpu],
@@ -538,7 +538,9 @@ def _change(
     evict: Sequence[tuple[int, int, int | None]] = (),
     modes: dict[int, bool] | None = None,
     name: str | None = None,
+    after: Sequence[Step] = (),
 ) -> MigChange:
+    """Return the transaction for a plan; ``modes`` are MIG modes to set, ``after`` steps that follow all others."""
     from gpushare.mig.change import plan_change
     from gpushare.mig.grant import bind_step, name_steps, named
 
@@ -549,7 +551,7 @@ def _change(
     names = [] if name is None else named(host, name, plan.gpus)
     index = {one.uuid or "": one.gpu for one in plan.gpus}
     first = [bind_step(host, one, index[one.gpu_uuid]) for one in names]
-    after = name_steps(host, plan.gpus)
+    after = [*name_steps(host, plan.gpus), *after]
     may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(host, changes, journal, title=title, evict=may_go, first=first, after=after)
     return replace(change, names=tuple(one.name for one in names))

@@ -217,7 +217,7 @@ def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
     for own in own_daemons(host, live.gpu):
         if own.device.uuid in unwanted:
             refuse_used(host, own)
-            steps.append(_stop_step(host, own))
+            steps.append(stop_step(host, own))
     running = {own.device.uuid for own in own_daemons(host, live.gpu)}
     dead = [uuid for uuid in live.daemons if uuid in unwanted - running]
     for found in find_daemons(host, [live.gpu], deep=False) if dead else ():
@@ -226,7 +226,8 @@ def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
     return steps
 
 
-def _stop_step(host: Host, own: OwnDaemon) -> Step:
+def stop_step(host: Host, own: OwnDaemon) -> Step:
+    """Return the step that stops a daemon which nobody uses."""
     users = pipe_users(own.home.pipe) or ()
 
     def act() -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -332,24 +333,58 @@ def test_measure_refuses_a_command_with_an_open_quote(refused: Any) -> None:
     refused("advise", "--measure", "--command", "echo it's", code="bad_command", exit_code=2)
 
 
-def test_apply_that_fails_half_way_names_the_way_back(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.cli import advise
+@pytest.mark.parametrize(
+    ("there", "words", "spec", "steps"),
+    [
+        ("mig apply -g 0 3g.40gb", FARM, "sim:a100-80gb", ["switch MIG off", "let an MPS daemon serve GPU 0"]),
+        ("mps start -g 0", PEOPLE, "sim:t4", ["stop the idle MPS daemon", "set the time-slice of GPU 0 to short"]),
+        ("mps start -g 0", USERS, "sim:a100-80gb", ["stop the idle MPS daemon", "switch MIG on"]),
+    ],
+    ids=["mig-mps", "mps-timeslice", "mps-mig"],
+)
+def test_apply_of_several_lines_is_one_plan(cli: Any, there: str, words: Any, spec: str, steps: list[str]) -> None:
+    cli(*there.split(), host=spec).ok()
+    before = cli("capture", host=spec).ok().out
+    planned = cli("advise", *words, "--apply", "-n", host=spec, output="json").ok().data["steps"]
+    assert cli("capture", host=spec).ok().out == before
+    texts = [one["what"] for one in planned]
+    positions = [next(n for n, text in enumerate(texts) if step in text) for step in steps]
+    assert positions == sorted(positions)
+    undo = commands(cli("advise", *words, host=spec, output="json").ok().data, "undo")
+    done = cli("advise", *words, "--apply", host=spec, output="json").ok()
+    assert [one["what"] for one in done.data["steps"]] == texts
+    assert cli("capture", host=spec).ok().out != before
+    for command in undo:
+        cli(*shlex.split(command)[1:], host=spec).ok()
+    assert cli("capture", host=spec).ok().out == before
+
+
+@pytest.mark.parametrize(
+    ("there", "words", "spec", "module"),
+    [
+        ("mig apply -g 0 3g.40gb", FARM, "sim:a100-80gb", "gpushare.hostfile.steps.plan_start"),
+        ("mps start -g 0 --threads 30", PEOPLE, "sim:t4", "gpushare.hostfile.steps.plan_level"),
+    ],
+    ids=["mig-mps", "mps-timeslice"],
+)
+def test_apply_that_fails_half_way_takes_all_of_it_back(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, there: str, words: Any, spec: str, module: str
+) -> None:
     from gpushare.errors import OperationFailed
 
-    spec = "sim:a100-80gb"
-    cli("mig", "apply", "-g", "0", "3g.40gb", host=spec).ok()
-    run = advise._run
+    cli(*there.split(), host=spec).ok()
+    before = cli("capture", host=spec).ok().out
 
-    def failing(words: tuple[str, ...]) -> Any:
-        if words[:2] == ("mps", "start"):
-            raise OperationFailed("the daemon did not start", "look", code="no_daemon")
-        return run(words)
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OperationFailed("the last step failed", "look", code="no_daemon")
 
-    monkeypatch.setattr(advise, "_run", failing)
-    answer = cli("advise", *FARM, "--apply", host=spec)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, failing)
+        answer = cli("advise", *words, "--apply", host=spec)
     assert answer.code == 1
-    assert "the daemon did not start; the steps before it were done" in answer.err
-    assert "gpushare mig apply -g 0 3g.40gb:" in answer.err
+    assert "the last step failed" in answer.err
+    assert answer.err.count("error:") == answer.err.count("hint:") == 1
+    assert cli("capture", host=spec).ok().out == before
 
 
 def test_a_lost_gpu_is_an_error(cli: Any) -> None:
