@@ -43,7 +43,7 @@ from gpushare.measure.pair import TuneOptions
 from gpushare.measure.search import Goal, Search, Setting, judge
 from gpushare.measure.statistics import ratio, summarize
 from gpushare.measure.tune import TrialReport, TuneReporter, compare
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.share import PlainShare, Share, open_mps_share
 from gpushare.selection import select_one
 
@@ -104,7 +104,7 @@ def pairs(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         )
         sys.stderr.write(f"{pair.name}: {setting.title}, measured anew\n")
         uncapped = [] if setting.production_threads is None else [Setting(threads=10.0)]
-        share = open_mps_share(bench.host, bench.device, sys.executable, MpsLimits())
+        share = open_mps_share(bench.host, bench.device, sys.executable, Limits())
         reports = compare(bench.host, share, options_of(bench, pair), [*uncapped, *[setting] * pair.starts], Lines())
         # Right after it: what tune saw minutes ago may have been another state of the machine's CPU.
         alone = [alone_rate(bench, pair.opportunistic) for _ in range(pair.starts)]
@@ -128,7 +128,7 @@ def ways(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         openers: tuple[tuple[Callable[[], Share], Mapping[str, Setting]], ...] = (
             (lambda: PlainShare(bench.host, bench.device), {"time-slicing": Setting(threads=100.0, low=False)}),
             (
-                lambda: open_mps_share(bench.host, bench.device, sys.executable, MpsLimits()),
+                lambda: open_mps_share(bench.host, bench.device, sys.executable, Limits()),
                 {"MPS": Setting(threads=100.0, low=False), "MPS, low priority": Setting(threads=100.0)},
             ),
         )

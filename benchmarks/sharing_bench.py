@@ -17,7 +17,7 @@ from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import WINDOW_SECONDS, Progress, Window
 from gpushare.measure.statistics import summarize
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
 from gpushare.run.share import PlainShare
 from gpushare.selection import Device
@@ -75,7 +75,7 @@ def alone(bench: Bench, name: str) -> Iterator[Callable[[], Window]]:
     """Run a job alone; what is yielded measures a window of it."""
     seen = Progress(Metric(pattern=bench.metric(name)))
     with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
-        several.start(name, bench.job(name), MpsLimits(), listen=seen.listen)
+        several.start(name, bench.job(name), Limits(), listen=seen.listen)
         several.wait(180.0, lambda: seen.count(0.0, float("inf")) > 0)
         several.wait(1.0)
 

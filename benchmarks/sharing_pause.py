@@ -27,7 +27,7 @@ from gpushare.host.process import Processes
 from gpushare.measure.metric import Metric
 from gpushare.measure.pair import Progress
 from gpushare.measure.statistics import paired_ratio
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
 from gpushare.run.share import PlainShare
 
@@ -100,7 +100,7 @@ def pause(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
         words = bench.job("membw", "--on", str(on), "--off", str(off))
         if bench.pretend:
             words = [sys.executable, "-c", _DUTY, str(on), str(off)]
-        program = several.start("production", words, MpsLimits(), listen=production.listen)
+        program = several.start("production", words, Limits(), listen=production.listen)
         several.wait(180.0, lambda: bool(production.values))
         with _beside(bench, program.pid) as beside:
             _wait(several, beside, lambda: bool(beside.seen.values), 180.0)

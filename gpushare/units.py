@@ -131,6 +131,11 @@ def mps_memory(size_bytes: int) -> str:
     return f"{size_bytes // MIB}M"
 
 
+def size_option(size_bytes: int) -> str:
+    """Return a size as users give it to an option: ``4G`` where it is whole, else ``1500M``."""
+    return f"{size_bytes // GIB}G" if size_bytes % GIB == 0 else mps_memory(size_bytes)
+
+
 def mps_memory_readback(size_bytes: int) -> str:
     """Return what ``get_default_device_pinned_mem_limit`` prints for a limit of this size.
 

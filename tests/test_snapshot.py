@@ -16,7 +16,7 @@ from gpushare.host.host import Host
 from gpushare.host.program import Completed, Pending, Programs
 from gpushare.host.smi import ComputePolicy
 from gpushare.model import Snapshot, TimeSlice
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.selection import select_one
@@ -220,7 +220,7 @@ def test_looking_again_asks_neither_nvidia_smi_nor_an_mps_daemon(monkeypatch: py
     monkeypatch.setattr("gpushare.snapshot._SLOW_SECONDS", 3600.0)
     host = connect("sim:h200")
     device = select_one("0", host.nvml.sweep())
-    carry_out(plan_start(host, device, MpsLimits(threads_percent=30.0)))
+    carry_out(plan_start(host, device, Limits(threads_percent=30.0)))
     counted = CountedPrograms(host.programs)
     observer = Observer(replace(host, programs=counted))
     first = observer.look()

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpushare.mig.profile import Layout
     from gpushare.model import ComputeMode, TimeSlice
-
-
-@dataclass(frozen=True, kw_only=True)
-class MpsFacts:
-    """What the MPS daemon of gpushare that serves a GPU gives its new clients; None: no limit."""
-
-    threads_percent: float | None = None
-    memory_limit_bytes: int | None = None
-    low_priority: bool = False
+    from gpushare.mps.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +31,8 @@ class GpuFacts:
     compute_mode: ComputeMode | None = None
     # MPS control daemons that serve this GPU.
     mps_daemons: int = 0
-    # gpushare's daemon for the whole GPU; None: there is none, or it does not answer.
-    mps: MpsFacts | None = None
+    # The limits of gpushare's daemon for the whole GPU; None: there is none, or it does not answer.
+    mps: Limits | None = None
     # How many processes are on it.
     processes: int | None = None
     # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.

@@ -14,12 +14,12 @@ from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, Way
 from gpushare.mig.wish import wish_of
-from gpushare.model import ComputeMode, TimeSlice
-from gpushare.units import GIB, MIB
+from gpushare.model import ComputeMode, Priority, TimeSlice
+from gpushare.mps.limits import Limits
+from gpushare.units import MIB
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload
-    from gpushare.advice.facts import MpsFacts
     from gpushare.advice.situation import Situation
     from gpushare.mig.wish import Wish
 
@@ -50,12 +50,11 @@ class Change:
     @property
     def words(self) -> tuple[str, ...]:
         """Return the arguments of gpushare."""
-        limits = self.limits or Limits()
         return (
             *self.verb.value.split(),
             *(() if self.level is None else (self.level.title,)),
             *("-g", str(self.gpu)),
-            *(limits.all_words if self.verb is Verb.MPS_SET else limits.words),
+            *(() if self.limits is None else self.limits.options()),
             *map(str, self.wish),
             *(("--destroy",) if self.verb is Verb.MIG_DISABLE else ()),
         )
@@ -284,35 +283,16 @@ def _name(text: str | None, number: int) -> str:
 OPPORTUNISTIC_CAP: Final = 60
 
 
-def size(number: int) -> str:
-    """Return a size as ``--memory`` takes it: ``8G``, ``1500M``."""
-    return f"{number // GIB}G" if number % GIB == 0 else f"{number // MIB}M"
-
-
-def percent(share: float) -> str:
-    """Return a percentage as ``--threads`` takes it, rounded down to one decimal."""
+def one_decimal(share: float) -> float:
+    """Return a percentage rounded down to the one decimal that MPS keeps."""
     # 28.6 is a little less in binary.
-    return f"{int(share * 10 + 1e-6) / 10:g}"
+    return int(share * 10 + 1e-6) / 10
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one kind of client, as words of a command line."""
-
-    threads: float | None = None
-    memory: int | None = None
-
-    @property
-    def words(self) -> list[str]:
-        """Return the options."""
-        threads = [] if self.threads is None or self.threads >= 100 else ["--threads", percent(self.threads)]
-        return threads + ([] if self.memory is None else ["--memory", size(self.memory)])
-
-    @property
-    def all_words(self) -> list[str]:
-        """Return the options with those that say that there is no limit."""
-        memory = "none" if self.memory is None else size(self.memory)
-        return ["--threads", percent(min(self.threads or 100.0, 100.0)), "--memory", memory]
+def _limits(share: float | None, memory: int | None) -> Limits:
+    """Return limits for clients; all of the threads is no limit."""
+    threads = None if share is None or share >= 100 else one_decimal(share)
+    return Limits(threads_percent=threads, memory_limit_bytes=memory)
 
 
 def threads_for(situation: Situation, processes: int) -> float:
@@ -360,14 +340,6 @@ def memory_limits(situation: Situation) -> list[int | None]:
     return [rest if limit is None else limit for limit in limits]
 
 
-def start_words(now: MpsFacts) -> list[str]:
-    """Return the options with which a daemon has the limits of another."""
-    return [
-        *Limits(now.threads_percent, now.memory_limit_bytes).words,
-        *(["--priority", "low"] if now.low_priority else []),
-    ]
-
-
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
     """Return the line that starts the daemon, or that sets the limits of the running one."""
     limits = limits or Limits()
@@ -377,7 +349,9 @@ def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Li
 
 
 def _set_limits(situation: Situation, what: str, limits: Limits) -> Line:
-    return change(what, Change(verb=Verb.MPS_SET, gpu=situation.gpu.index, limits=limits))
+    """Return the line that sets the limits of the daemon of the GPU to exactly these, but leaves its priority."""
+    exactly = replace(limits.explicit, priority=None)
+    return change(what, Change(verb=Verb.MPS_SET, gpu=situation.gpu.index, limits=exactly))
 
 
 def limits_back(situation: Situation) -> Line:
@@ -385,7 +359,7 @@ def limits_back(situation: Situation) -> Line:
     now = situation.gpu.mps
     if now is None:
         return Line("restore the limits with the line that `gpushare mps set` printed", None)
-    return _set_limits(situation, "restore the limits", Limits(now.threads_percent, now.memory_limit_bytes))
+    return _set_limits(situation, "restore the limits", now)
 
 
 def _back(situation: Situation) -> tuple[Line, ...]:
@@ -404,12 +378,12 @@ def mps_lines(situation: Situation) -> Recipe:
     if len(ones) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None:
         lines += _weighted(situation, processes, limits[0])
     elif len(ones) == 1:
-        lines.append(_daemon(situation, "start MPS with limits for each process", Limits(share, limits[0])))
+        lines.append(_daemon(situation, "start MPS with limits for each process", _limits(share, limits[0])))
         lines.append(Line(again(processes), f"gpushare run {gpu} -- {program(ones[0])}"))
     else:
         lines.append(_daemon(situation, "start MPS"))
         for one, limit in zip(ones, limits, strict=True):
-            words = shlex.join(Limits(share, limit).words)
+            words = shlex.join(_limits(share, limit).options())
             command = " ".join(filter(None, [f"gpushare run {gpu}", words, f"-- {program(one)}"]))
             lines.append(Line(again(one.processes or 1, who(one)), command))
     return Recipe(
@@ -429,7 +403,7 @@ def _weighted(situation: Situation, processes: int, limit: int | None) -> list[L
     """Return the lines of unequal shares: one process with twice the share of each other, together 100 %."""
     gpu, one = f"-g {situation.gpu.index}", situation.case.workloads[0]
     small = 100.0 / (processes + 1)
-    larger, other = (shlex.join(Limits(share, limit).words) for share in (2 * small, small))
+    larger, other = (shlex.join(_limits(share, limit).options()) for share in (2 * small, small))
     return [
         _daemon(situation, "start MPS"),
         Line(
@@ -455,15 +429,12 @@ def mps_priority_lines(situation: Situation) -> Recipe:
     lines = [*off_first(situation), _daemon(situation, "start MPS without a cap for production")]
     limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
     for one in ones:
-        memory = None if limits[id(one)] is None else ["--memory", size(limits[id(one)] or 0)]
-        if one in giving:
-            words = ["--threads", percent(OPPORTUNISTIC_CAP / count), *(memory or []), "--priority", "low"]
-            title = again(one.processes or 1, who(one))
-        else:
-            # Production has no limit: what is left to the other is what production does not need.
-            words = []
-            title = again(one.processes or 1, who(one))
-        lines.append(Line(title, " ".join([f"gpushare run {gpu}", *words, "--", program(one)])))
+        # Production has no limit: what is left to the other is what production does not need.
+        words = replace(_limits(OPPORTUNISTIC_CAP / count, limits[id(one)]), priority=Priority.LOW).options()
+        words = words if one in giving else []
+        lines.append(
+            Line(again(one.processes or 1, who(one)), " ".join([f"gpushare run {gpu}", *words, "--", program(one)]))
+        )
     return Recipe(
         lines=tuple(lines),
         undo=_back(situation),
@@ -516,7 +487,7 @@ def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
         stop = change(
             "stop the running MPS daemon; waits for its programs", Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index)
         )
-        start = command("start MPS again with its current limits", "mps", "start", *gpu, *start_words(now))
+        start = command("start MPS again with its current limits", "mps", "start", *gpu, *now.options())
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
 
 
@@ -741,7 +712,7 @@ def _mig_mps(situation: Situation) -> Recipe:
         wanted = None if one.memory is None else limit_for(one.memory)
         room = None if memory is None else equal_limit(memory * 98 // 100, inside)
         fitting = wanted if wanted is not None and (room is None or wanted <= room) else room
-        return Limits(threads_for(situation, inside), fitting).words
+        return _limits(threads_for(situation, inside), fitting).options()
 
     return mig_shared_lines(situation, Way.MIG_MPS, limits)
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from gpushare.mig.change import MigChange
     from gpushare.mig.journal import Journal
     from gpushare.model import Gpu
-    from gpushare.mps.limits import MpsLimits
     from gpushare.plan import Plan, Step
     from gpushare.selection import Device
     from gpushare.show.result import Result
@@ -639,15 +638,16 @@ def _mig_change(host: Host, journal: Journal, mig: Change, then: Sequence[Change
 def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     """Return the plan of changes without MIG: the first is planned now, what follows it when its turn comes."""
     from gpushare.advice.recipe import Verb
-    from gpushare.mps.limits import plan_limits
+    from gpushare.mps.limits import Limits
+    from gpushare.mps.set import plan_limits
     from gpushare.mps.start import plan_start
     from gpushare.timeslice.policy import plan_level
 
     first = changes[0]
     if first.verb is Verb.MPS_START:
-        plan = plan_start(host, device, _limits(first), exclusive=False)
+        plan = plan_start(host, device, first.limits or Limits(), exclusive=False)
     elif first.verb is Verb.MPS_SET:
-        plan = plan_limits(host, device, _limits(first))
+        plan = plan_limits(host, device, first.limits or Limits())
     elif first.level is not None:
         plan = plan_level(host, [device], first.level)
     else:
@@ -672,33 +672,17 @@ def _later(host: Host, gpu: Gpu, change: Change) -> Step:
     """Return the step of a change that follows another: it is planned when that one is done."""
     from gpushare.hostfile.file import MpsWish
     from gpushare.hostfile.steps import daemon_step, level_step
+    from gpushare.mps.limits import Limits
     from gpushare.selection import Device
 
     if change.level is not None:
         return level_step(host, gpu, change.level, gpu.time_slice)
-    limits = _limits(change)
-    wish = MpsWish(threads_percent=limits.threads_percent, memory_limit_bytes=limits.memory_limit_bytes)
+    wish = MpsWish(limits=change.limits or Limits())
 
     def find() -> Device:
         return Device(gpu=host.nvml.gpu(gpu.index))
 
     return daemon_step(host, f"GPU {gpu.index}", find, wish, selector=str(gpu.index))
-
-
-def _limits(change: Change) -> MpsLimits:
-    """Return the limits as the line of the change has them."""
-    from gpushare.advice.recipe import Limits, Verb, percent
-    from gpushare.mps.limits import MpsLimits
-
-    limits = change.limits or Limits()
-    capped = limits.threads is not None and limits.threads < 100
-    threads = float(percent(limits.threads or 0)) if capped else None
-    if change.verb is Verb.MPS_SET:
-        threads = threads or 100.0
-        return MpsLimits(
-            threads_percent=threads, memory_limit_bytes=limits.memory, no_memory_limit=limits.memory is None
-        )
-    return MpsLimits(threads_percent=threads, memory_limit_bytes=limits.memory)
 
 
 def _set_up(advice: Advice) -> Recipe:
@@ -738,7 +722,7 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
     Raises:
         BadUsage: there is no command, or a value is invalid.
     """
-    from gpushare.cli.limits import positive
+    from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 

@@ -180,7 +180,7 @@ def _request(
     words: tuple[Any, ...],
 ) -> tuple[Request, Mapping[str, Any] | None]:
     """Return what to measure, and what the built-in workload is, if it is that."""
-    from gpushare.cli.limits import positive
+    from gpushare.cli.options import positive
     from gpushare.measure.bench import Request
     from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.facts import GpuFacts, HostFacts, MpsFacts
+from gpushare.advice.facts import GpuFacts, HostFacts
 from gpushare.errors import GpushareError, NoPermission
+from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,7 @@ def _gpu(host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Any, *, b
         "uuid": gpu.uuid,
         "name": gpu.name,
         "mps_daemons": sum(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in daemons),
-        "mps": next((_mps(daemon) for daemon in daemons if _only_serves(daemon, gpu)), None),
+        "mps": next((Limits.of(daemon) for daemon in daemons if _only_serves(daemon, gpu)), None),
     }
     if gpu.error is not None:
         return GpuFacts(**facts, error=gpu.error)
@@ -83,16 +84,6 @@ def _gpu(host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Any, *, b
 def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
     """Return whether a daemon is ours, answers, and serves this whole GPU and no other."""
     return daemon.ours and daemon.error is None and daemon.device_uuid is not None and daemon.device_uuid == gpu.uuid
-
-
-def _mps(daemon: MpsDaemon) -> MpsFacts:
-    from gpushare.model import Priority
-
-    return MpsFacts(
-        threads_percent=daemon.threads_percent,
-        memory_limit_bytes=daemon.memory_limit_bytes,
-        low_priority=daemon.priority is Priority.LOW,
-    )
 
 
 def _static(host: Host, gpu: Gpu) -> dict[str, Any]:

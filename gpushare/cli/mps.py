@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.limits import Limits
 from gpushare.cli.options import GPU_HELP, ChangingCommand, Command, Group, confirm, gpus_of, note, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NoPermission, NotFound, OperationFailed
 from gpushare.units import counted
@@ -127,19 +126,13 @@ def env(
 
     A program that runs so is not watched: `gpushare run` also proves that it is attached.
     """
-    from gpushare.cli.limits import priority_of
     from gpushare.mps.daemons import own_daemon
     from gpushare.mps.environment import client_environment
-    from gpushare.mps.limits import MpsLimits, check_memory
+    from gpushare.mps.limits import Limits, check_memory
     from gpushare.selection import select_one
     from gpushare.show.result import Result
-    from gpushare.units import parse_memory_limit, parse_thread_percentage
 
-    limits = MpsLimits(
-        threads_percent=None if threads is None else parse_thread_percentage(threads),
-        memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
-        priority=priority_of(priority),
-    )
+    limits = Limits.typed(threads, memory, priority)
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     check_memory(device, limits.memory_limit_bytes)
@@ -390,10 +383,11 @@ def start(
     """
     from gpushare.cli.options import carried_out, one_plan
     from gpushare.mps.home import home_of
+    from gpushare.mps.limits import LimitOptions
     from gpushare.mps.start import plan_start
     from gpushare.selection import select_for_change
 
-    wanted = Limits(threads, memory, priority)
+    wanted = LimitOptions(threads, memory, priority)
     host = settings.connect()
     gpus = gpus_of(host)
     devices = select_for_change(gpu, gpus)
@@ -415,12 +409,13 @@ def set_limits(gpu: GpuOption = None, threads: Threads = None, memory: NewMemory
     """
     from gpushare.cli.options import carried_out, one_plan
     from gpushare.mps.daemons import own_daemon
-    from gpushare.mps.limits import plan_limits
+    from gpushare.mps.limits import LimitOptions
+    from gpushare.mps.set import plan_limits
     from gpushare.selection import select_for_change
 
     if threads is None and memory is None and priority is None:
         raise BadUsage("nothing to set", "give --threads, --memory or --priority", code="nothing_to_set")
-    wanted = Limits(threads, memory, priority, removable=True)
+    wanted = LimitOptions(threads, memory, priority, removable=True)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     limits = wanted.for_devices(devices)

@@ -526,3 +526,34 @@ def others_note(others: Mapping[int, str]) -> str:
     """Return what to say of other processes on the GPU, by PID."""
     named = ", ".join(f"{pid} {name}".rstrip() for pid, name in list(others.items())[:_NAMED])
     return f"other processes were on the GPU while it was measured ({named}): the figures may be theirs too"
+
+
+def percentage(option: str, text: str, *, example: str, hint: str, code: str) -> float:
+    """Return a part of something in percent, as typed: ``97%`` or ``97``.
+
+    Raises:
+        BadUsage: it is not from 0.1 to 100, or may as well be a share: ``0.97``.
+    """
+    from gpushare.units import parse_thread_percentage
+
+    try:
+        percent = parse_thread_percentage(text)
+    except BadUsage:
+        raise BadUsage(f"{option} '{text[:40]}' is not a percentage from 0.1 to 100", hint, code=code) from None
+    if percent <= 1 and "%" not in text:
+        raise BadUsage(f"{option} {text} may be a share or a percentage", f"say which: {example}", code=code)
+    return percent
+
+
+def positive(option: str, text: str, example: str) -> float:
+    """Return a time in seconds, as typed.
+
+    Raises:
+        BadUsage: it is none, or zero.
+    """
+    from gpushare.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise BadUsage(f"{option} {text} is no time", f"give {option} {example}", code="bad_duration")
+    return seconds

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.host import Host
     from gpushare.mig.places import Place
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.run.program import RunOptions
     from gpushare.run.roles import SparedProcess
     from gpushare.selection import Device
@@ -196,16 +196,12 @@ def run(
     With --copies each copy has a cap of 200/N percent and a share of the free memory, unless limits are
     given; a copy whose memory would not fit waits. A failed copy leaves the others alone.
     """
-    from gpushare.cli.limits import percentage, priority_of
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.cli.options import percentage
+    from gpushare.mps.limits import Limits
     from gpushare.selection import select_one
-    from gpushare.units import parse_memory_limit, parse_seconds, parse_thread_percentage
+    from gpushare.units import parse_seconds
 
-    limits = MpsLimits(
-        threads_percent=None if threads is None else parse_thread_percentage(threads),
-        memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
-        priority=priority_of(priority),
-    )
+    limits = Limits.typed(threads, memory, priority)
     from gpushare.run.program import RunOptions
     from gpushare.run.program import run as run_program
     from gpushare.run.report import RunReport
@@ -256,13 +252,13 @@ def run_role(host: Host, device: Device, command: list[str], options: RunOptions
 def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
     """Run a program in a MIG instance that is free, or the one that a name means."""
     from gpushare.mps.environment import check_program
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.run.mig import free_place, run_mig, take_place
     from gpushare.run.report import InstanceReport, RunReport
     from gpushare.run.share import check_mps_share, dropped_variables
 
     check_program(command[0])
-    mps = options.strict or options.limits != MpsLimits()
+    mps = options.strict or options.limits != Limits()
     dropped = [] if mps else dropped_variables(os.environ)
     if dropped:
         note(
@@ -299,13 +295,13 @@ def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
-def planned(host: Any, device: Device, command: list[str], limits: MpsLimits, when: str = "") -> Any:
+def planned(host: Any, device: Device, command: list[str], limits: Limits, when: str = "") -> Any:
     """Return what a run would do, as a plan; ``when`` says when the program is paused."""
     from gpushare.errors import NotFound
     from gpushare.mps.daemons import check_device, own_daemon
     from gpushare.mps.environment import check_command, client_environment
     from gpushare.mps.home import home_of
-    from gpushare.mps.limits import MpsLimits, check_memory
+    from gpushare.mps.limits import Limits, check_memory
     from gpushare.mps.start import plan_start
     from gpushare.plan import Step
     from gpushare.show.plan import plan_result
@@ -317,7 +313,7 @@ def planned(host: Any, device: Device, command: list[str], limits: MpsLimits, wh
     try:
         home, _ = own_daemon(host, device)
     except NotFound:
-        steps += plan_start(host, device, MpsLimits(), transient=True).steps
+        steps += plan_start(host, device, Limits(), transient=True).steps
         home = home_of(host.run_directory, device.uuid)
     line = command_line(client_environment({}, device, home, limits), command)
     what = f"run {command[0]} as a client of the MPS daemon of {device.title}{when}"
@@ -511,7 +507,7 @@ def _capped(host: Host, device: Device, command: Sequence[str], options: RunOpti
     return run(host, device, command, given, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits))
 
 
-def _words(limits: MpsLimits) -> str:
+def _words(limits: Limits) -> str:
     """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
     from gpushare.units import format_bytes, format_percent
 

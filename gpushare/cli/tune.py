@@ -114,7 +114,7 @@ def tune(
     Where a job draws the memory's bandwidth, which no cap limits, and no --p99 is asked for, settings that cost too much
     are tried for a part of the time too (a duty cycle: the opportunistic job is stopped for the rest of each half second).
     """
-    from gpushare.cli.limits import positive
+    from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.pair import TuneOptions
     from gpushare.run.roles import check_job_name
@@ -210,7 +210,7 @@ def words_of(option: str, command: str) -> list[str]:
 
 
 def _keep(text: str) -> float:
-    from gpushare.cli.limits import percentage
+    from gpushare.cli.options import percentage
 
     return percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep") / 100
 

@@ -53,12 +53,12 @@ class Share:
         if self.mps is None:
             return {}
         found = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
-        if self.mps.threads_percent is not None:
-            found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.threads_percent:g}"
-        if self.mps.memory_limit_bytes is not None:
+        if self.mps.limits.threads_percent is not None:
+            found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.limits.threads_percent:g}"
+        if self.mps.limits.memory_limit_bytes is not None:
             # The container sees this one device. An entry for another would drop all limits.
-            found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.memory_limit_bytes // MIB}M"
-        if self.mps.priority is Priority.LOW:
+            found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.limits.memory_limit_bytes // MIB}M"
+        if self.mps.limits.priority is Priority.LOW:
             found["CUDA_MPS_CLIENT_PRIORITY"] = "1"
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed
@@ -13,7 +13,8 @@ from gpushare.hostfile.live import Device, Seat, seated
 from gpushare.hostfile.look import users_of, with_units
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import parse_wish, resolve
-from gpushare.model import ComputeMode, Mechanism, MpsDaemon, Priority, Sharing, TimeSlice, mechanism
+from gpushare.model import ComputeMode, Mechanism, MpsDaemon, Sharing, TimeSlice, mechanism
+from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -28,9 +29,7 @@ _PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
 class MpsDescription:
     """An MPS daemon: its limits per client process. None is no limit."""
 
-    threads_percent: float | None = None
-    memory_limit_bytes: int | None = None
-    priority: Priority | None = None
+    limits: Limits = field(default_factory=Limits)
     # Who may be its client; empty: everybody.
     users: tuple[str, ...] = ()
     # None: it has none yet.
@@ -215,10 +214,7 @@ def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsDescript
 
 def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
     return MpsDescription(
-        # A daemon without a limit says 100.
-        threads_percent=None if daemon.threads_percent == 100 else daemon.threads_percent,
-        memory_limit_bytes=daemon.memory_limit_bytes,
-        priority=daemon.priority,
+        limits=Limits.of(daemon),
         # A daemon of a user who is not root serves that user alone.
         users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
         pipe_directory=daemon.pipe_directory,
@@ -305,12 +301,7 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
 
 
 def _wished_mps(wish: MpsWish) -> MpsDescription:
-    return MpsDescription(
-        threads_percent=None if wish.threads_percent == 100 else wish.threads_percent,
-        memory_limit_bytes=wish.memory_limit_bytes,
-        priority=wish.priority,
-        users=wish.users,
-    )
+    return MpsDescription(limits=Limits.of(wish.limits), users=wish.users)
 
 
 def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
@@ -399,12 +390,7 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
 def _held(mps: MpsDescription | None) -> MpsWish | None:
     if mps is None:
         return None
-    return MpsWish(
-        threads_percent=mps.threads_percent,
-        memory_limit_bytes=mps.memory_limit_bytes,
-        priority=mps.priority or Priority.NORMAL,
-        users=mps.users,
-    )
+    return MpsWish(limits=mps.limits, users=mps.users)
 
 
 def _with_pipe(

@@ -227,16 +227,16 @@ def _mig(gpu: GpuDescription, mig: MigDescription, version: str, *, any_gpu: boo
 
 def _mps(mps: MpsDescription, where: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    if mps.threads_percent is not None:
-        if mps.threads_percent != int(mps.threads_percent):
+    if mps.limits.threads_percent is not None:
+        if mps.limits.threads_percent != int(mps.limits.threads_percent):
             raise NotSupported(
-                f"the DRA driver takes a whole percentage; {where} has {format_percent(mps.threads_percent)}",
+                f"the DRA driver takes a whole percentage; {where} has {format_percent(mps.limits.threads_percent)}",
                 "round it: gpushare mps set --threads; or: gpushare export systemd, which keeps it",
                 code="fractional_threads",
             )
-        config["defaultActiveThreadPercentage"] = int(mps.threads_percent)
-    if mps.memory_limit_bytes is not None:
-        config["defaultPinnedDeviceMemoryLimit"] = f"{mps.memory_limit_bytes // MIB}Mi"
+        config["defaultActiveThreadPercentage"] = int(mps.limits.threads_percent)
+    if mps.limits.memory_limit_bytes is not None:
+        config["defaultPinnedDeviceMemoryLimit"] = f"{mps.limits.memory_limit_bytes // MIB}Mi"
     return {"strategy": "MPS", **({"mpsConfig": config} if config else {})}
 
 
@@ -341,7 +341,7 @@ def _needs(host: HostDescription, kubernetes: str) -> list[str]:
 def _lost(host: HostDescription) -> list[str]:
     lost = []
     daemons = [gpu.mps for gpu in host.gpus] + [mig.mps for _, mig in host.instances()]
-    if any(mps is not None and mps.priority is Priority.LOW for mps in daemons):
+    if any(mps is not None and mps.limits.priority is Priority.LOW for mps in daemons):
         lost.append("MPS priority low: the DRA driver sets none")
     if any(gpu.replicas for gpu in host.gpus) or any(gpu.sharing is Sharing.TIMESLICE for gpu in host.gpus):
         lost.append("a number of programs: any number of pods may name a claim (256 at most)")

@@ -291,8 +291,12 @@ def _way(gpu: GpuDescription) -> str:
     number = f", {gpu.replicas} replicas" if gpu.replicas and gpu.sharing is not Sharing.EXCLUSIVE else ""
     limits = ""
     if gpu.mps is not None:
-        parts = [f"{format_percent(gpu.mps.threads_percent)} of the threads"] if gpu.mps.threads_percent else []
-        parts += [format_bytes(gpu.mps.memory_limit_bytes)] if gpu.mps.memory_limit_bytes else []
+        parts = (
+            [f"{format_percent(gpu.mps.limits.threads_percent)} of the threads"]
+            if gpu.mps.limits.threads_percent
+            else []
+        )
+        parts += [format_bytes(gpu.mps.limits.memory_limit_bytes)] if gpu.mps.limits.memory_limit_bytes else []
         limits = f" ({', '.join(parts)})" if parts else ""
     return f"{gpu.sharing.value}{number}{limits}"
 
@@ -323,7 +327,7 @@ def _chosen() -> str:
 
 def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> int:
     """Return the replicas whose equal part is what the daemon's limits say; the plugin knows no other limits."""
-    threads = mps.threads_percent
+    threads = mps.limits.threads_percent
     number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
     check_mps(number, gpu.compute_capability)
     if threads is not None and 100 // number != threads:
@@ -334,7 +338,7 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> 
             "uneven_limits",
         )
     part = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // number // MIB
-    wanted = None if mps.memory_limit_bytes is None else mps.memory_limit_bytes // MIB
+    wanted = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
     if wanted is not None and wanted != part:
         raise _cannot(
             f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; GPU {gpu.index} has {wanted} MiB",
@@ -346,7 +350,7 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> 
         lost.append(f"no limit of threads: the plugin caps each client at {100 // number} %")
     if wanted is None and part is not None:
         lost.append(f"no limit of memory: the plugin caps each client process at {part} MiB")
-    if mps.priority is Priority.LOW:
+    if mps.limits.priority is Priority.LOW:
         lost.append("priority low: the plugin sets none")
     return number
 

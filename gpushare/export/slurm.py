@@ -304,9 +304,9 @@ def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
     if with_mps:
         uuids = {minor: gpu.uuid for minor, gpu in with_mps.items() if minor is not None}
         limits = {
-            gpu.uuid: mps_memory(gpu.mps.memory_limit_bytes)
+            gpu.uuid: mps_memory(gpu.mps.limits.memory_limit_bytes)
             for gpu in with_mps.values()
-            if gpu.mps is not None and gpu.mps.memory_limit_bytes is not None
+            if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes is not None
         }
         documents += [
             Document(name="gpushare-prolog.sh", text=prolog(uuids, limits), kind="sh"),
@@ -479,7 +479,7 @@ def _lost(host: HostDescription) -> list[str]:
     if Sharing.MPS in ways:
         lost.append("the thread limit of the daemon: Slurm gives each job its own, --gres=mps:25 is 25 %")
         lost.append("users side by side: an MPS server serves one user, another user's job waits for it")
-    if any(gpu.mps is not None and gpu.mps.priority for gpu in host.gpus):
+    if any(gpu.mps is not None and gpu.mps.limits.priority for gpu in host.gpus):
         lost.append("priority low: Slurm sets none")
     if any(mig.name for _, mig in host.instances()):
         lost.append("names of instances: Slurm has types")

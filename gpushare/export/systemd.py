@@ -206,10 +206,10 @@ def _entries(users: tuple[str, ...]) -> str:
 
 
 def _ready_arguments(mps: MpsDescription) -> str:
-    threads = "-" if mps.threads_percent is None else mps_percentage(mps.threads_percent)
-    limit = mps.memory_limit_bytes
+    threads = "-" if mps.limits.threads_percent is None else mps_percentage(mps.limits.threads_percent)
+    limit = mps.limits.memory_limit_bytes
     memory = "- -" if limit is None else f"{mps_memory(limit)} {mps_memory_readback(limit)}"
-    priority = "1" if mps.priority is Priority.LOW else "-"
+    priority = "1" if mps.limits.priority is Priority.LOW else "-"
     return f"{threads} {memory} {priority}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare.errors import NotSupported
-from gpushare.hostfile.file import Entry, MpsWish, size_text
+from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps, Seat, Seats, devices_of_layout, seats_of
 from gpushare.mig.plan import NoPlan
 from gpushare.mig.planner import plan_exact
@@ -14,8 +14,9 @@ from gpushare.mig.profile import Layout, Profile
 from gpushare.mig.target import MigDevice, difference
 from gpushare.mig.wish import parse_wish, resolve
 from gpushare.model import ComputeMode, Gpu, MigInstance, Priority, Sharing, TimeSlice
-from gpushare.mps.limits import check_memory
+from gpushare.mps.limits import Limits, check_memory
 from gpushare.selection import Device
+from gpushare.units import size_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,11 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
     if live.wish is None:
         yield Point(what=what, found=live.error or "it does not answer", wanted=_mps_text(wanted))
         return
-    now = live.wish
+    now, held, limits = live.wish, live.wish.limits.explicit, wanted.limits.explicit
     for name, found, want in (
-        ("threads", _percent(now.threads_percent), _percent(wanted.threads_percent)),
-        ("memory", _size(now.memory_limit_bytes), _size(wanted.memory_limit_bytes)),
-        ("priority", now.priority.title, wanted.priority.title),
+        ("threads", _percent(held.threads_percent), _percent(limits.threads_percent)),
+        ("memory", _size(held.memory_limit_bytes), _size(limits.memory_limit_bytes)),
+        ("priority", _priority(held), _priority(limits)),
         ("users", _users(now.users), _users(wanted.users)),
         ("exclusive", str(now.exclusive).lower(), str(wanted.exclusive).lower()),
     ):
@@ -167,7 +168,11 @@ def _percent(value: float | None) -> str:
 
 
 def _size(value: int | None) -> str | None:
-    return None if value is None else size_text(value)
+    return None if value is None else size_option(value)
+
+
+def _priority(limits: Limits) -> str:
+    return (limits.priority or Priority.NORMAL).title
 
 
 def _users(users: tuple[str, ...]) -> str:
@@ -175,11 +180,12 @@ def _users(users: tuple[str, ...]) -> str:
 
 
 def _mps_text(wish: MpsWish) -> str:
-    parts = [f"{_percent(wish.threads_percent)} of the threads"]
-    if wish.memory_limit_bytes is not None:
-        parts.append(size_text(wish.memory_limit_bytes))
-    if wish.priority is not Priority.NORMAL:
-        parts.append(f"priority {wish.priority.title}")
+    limits = wish.limits
+    parts = [f"{_percent(limits.threads_percent)} of the threads"]
+    if limits.memory_limit_bytes is not None:
+        parts.append(size_option(limits.memory_limit_bytes))
+    if limits.priority is not None:
+        parts.append(f"priority {limits.priority.title}")
     if wish.users:
         parts.append(f"for {_users(wish.users)}")
     return "a daemon, " + ", ".join(parts + (["exclusive"] if wish.exclusive else []))
@@ -207,7 +213,7 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
     """
     check_has_mig(gpu, entry)
     if entry.mps is not None:
-        check_memory(Device(gpu=gpu), entry.mps.memory_limit_bytes)
+        check_memory(Device(gpu=gpu), entry.mps.limits.memory_limit_bytes)
     if entry.sharing is not Sharing.MIG:
         return
     empty = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=tuple(profiles), instances=())
@@ -220,4 +226,4 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
         for request in parse_wish(one.wish):
             profile = resolve(request, profiles)
             mig = MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes)
-            check_memory(Device(gpu=gpu, mig=mig), one.mps.memory_limit_bytes)
+            check_memory(Device(gpu=gpu, mig=mig), one.mps.limits.memory_limit_bytes)

@@ -30,8 +30,9 @@ from typing import Final
 from gpushare.errors import BadUsage, GpushareError, NotFound
 from gpushare.inputs import Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
-from gpushare.model import Gpu, Priority, Sharing, TimeSlice
-from gpushare.units import GIB, MIB
+from gpushare.model import Gpu, Sharing, TimeSlice
+from gpushare.mps.limits import Limits
+from gpushare.units import size_option
 
 VERSION: Final = 1
 
@@ -63,15 +64,13 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class MpsWish:
-    """An MPS daemon as a file wants it; None is no limit, and normal priority.
+    """An MPS daemon as a file wants it.
 
     ``users`` may be its clients, empty: everybody. ``exclusive``: nothing else runs on the GPU (compute mode
     exclusive-process). ``replicas`` is how many programs shall share it, for other engines.
     """
 
-    threads_percent: float | None = None
-    memory_limit_bytes: int | None = None
-    priority: Priority = Priority.NORMAL
+    limits: Limits = field(default_factory=Limits)
     users: tuple[str, ...] = ()
     exclusive: bool = False
     replicas: int | None = None
@@ -177,13 +176,14 @@ def _instance(one: InstanceWish) -> object:
 
 def _mps(mps: MpsWish) -> dict[str, object]:
     found: dict[str, object] = {}
-    if mps.threads_percent is not None:
-        whole = mps.threads_percent.is_integer()
-        found["threads"] = int(mps.threads_percent) if whole else mps.threads_percent
-    if mps.memory_limit_bytes is not None:
-        found["memory"] = size_text(mps.memory_limit_bytes)
-    if mps.priority is not Priority.NORMAL:
-        found["priority"] = mps.priority.title
+    limits = mps.limits
+    if limits.threads_percent is not None:
+        whole = limits.threads_percent.is_integer()
+        found["threads"] = int(limits.threads_percent) if whole else limits.threads_percent
+    if limits.memory_limit_bytes is not None:
+        found["memory"] = size_option(limits.memory_limit_bytes)
+    if limits.priority is not None:
+        found["priority"] = limits.priority.title
     if mps.users:
         found["users"] = list(mps.users)
     if mps.exclusive:
@@ -191,11 +191,6 @@ def _mps(mps: MpsWish) -> dict[str, object]:
     if mps.replicas is not None:
         found["replicas"] = mps.replicas
     return found
-
-
-def size_text(size: int) -> str:
-    """Return a limit as a file has it: ``4G`` where it is whole, else ``1500M``."""
-    return f"{size // GIB}G" if size % GIB == 0 else f"{size // MIB}M"
 
 
 _MAKERS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})

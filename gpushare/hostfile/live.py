@@ -358,6 +358,5 @@ def same_limits(one: MpsWish, other: MpsWish) -> bool:
 
 
 def limits_key(wish: MpsWish) -> tuple[object, ...]:
-    """Return what a daemon holds: no limit of threads is 100 percent."""
-    threads = 100.0 if wish.threads_percent is None else wish.threads_percent
-    return threads, wish.memory_limit_bytes, wish.priority, tuple(sorted(wish.users)), wish.exclusive
+    """Return what a daemon holds, defaults spelled out."""
+    return wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive

@@ -19,10 +19,11 @@ from gpushare.mig.grant import plan_reapply
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.names import names_of
 from gpushare.mig.profile import Layout
-from gpushare.model import ComputeMode, Priority
+from gpushare.model import ComputeMode
 from gpushare.mps.control import parse_memory
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, old_pipe_directory, pipe_directory, pipe_users, unit_at
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import is_there
 from gpushare.units import mps_memory_readback, parse_memory_limit
 
@@ -97,9 +98,7 @@ def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error, unit=unit)
     whole = daemon.device_uuid == gpu.uuid
     wish = MpsWish(
-        threads_percent=None if daemon.threads_percent == 100.0 else daemon.threads_percent,
-        memory_limit_bytes=daemon.memory_limit_bytes,
-        priority=daemon.priority or Priority.NORMAL,
+        limits=Limits.of(daemon),
         users=users_of(host, daemon),
         exclusive=whole and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS,
     )
@@ -178,11 +177,8 @@ def _mps(found: FoundDaemon) -> LiveMps:
     if daemon.error is not None or record is None or home is None or record.interrupted:
         # Whether all that an interrupted start wanted is set is not known.
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient)
-    threads = daemon.threads_percent
     wish = MpsWish(
-        threads_percent=None if threads == 100.0 else threads,
-        memory_limit_bytes=daemon.memory_limit_bytes,
-        priority=daemon.priority or Priority.NORMAL,
+        limits=Limits.of(daemon),
         users=pipe_users(home.pipe) or (),
         exclusive=record.previous_compute_mode is not None,
     )

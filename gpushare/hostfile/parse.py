@@ -13,6 +13,7 @@ from gpushare.errors import BadUsage
 from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MpsWish
 from gpushare.inputs import Located, LocatedList, Mark, documents
 from gpushare.model import Priority, Sharing, TimeSlice
+from gpushare.mps.limits import Limits
 from gpushare.units import parse_memory_limit
 
 T = TypeVar("T")
@@ -220,12 +221,14 @@ def _mps(value: _Value, *, in_instance: bool) -> MpsWish:
     exclusive = fields["exclusive"].raw if "exclusive" in fields else False
     if not isinstance(exclusive, bool):
         raise fields["exclusive"].wrong("is neither true nor false")
+    memory = fields["memory"].text(MEMORY, "a size like 4G or 1500M") if "memory" in fields else None
     return MpsWish(
-        threads_percent=_threads(fields["threads"]) if "threads" in fields else None,
-        memory_limit_bytes=(
-            parse_memory_limit(fields["memory"].text(MEMORY, "a size like 4G or 1500M")) if "memory" in fields else None
+        limits=Limits(
+            threads_percent=_threads(fields["threads"]) if "threads" in fields else None,
+            memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
+            # Normal is the default, and None as all defaults.
+            priority=(fields["priority"].one_of(PRIORITIES) or None) if "priority" in fields else None,
         ),
-        priority=fields["priority"].one_of(PRIORITIES) if "priority" in fields else Priority.NORMAL,
         users=_users(fields),
         exclusive=exclusive,
         replicas=_replicas(fields),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
@@ -18,17 +18,18 @@ from gpushare.hostfile.file import MpsWish
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, start_command
 from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke
 from gpushare.mig.names import NamedInstance, names_changed, names_of
-from gpushare.model import MigInstance, Priority
+from gpushare.model import MigInstance
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, let_in, pipe_users
-from gpushare.mps.limits import MpsLimits, check_memory, plan_limits
+from gpushare.mps.limits import check_memory
+from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out
 from gpushare.selection import Device
 from gpushare.timeslice.policy import plan_level
-from gpushare.units import mps_memory
+from gpushare.units import size_option
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -293,10 +294,11 @@ class _Daemon:
         except NotFound:
             self._start(device)
             return
+        wanted = self._wish.limits.explicit
         with home.locked():
-            if _limits_of(record) != _limits(self._wish):
+            if record.limits.explicit != wanted:
                 self._before = record
-            carry_out(plan_limits(self._host, device, _limits(self._wish)))
+            carry_out(plan_limits(self._host, device, wanted))
             self._let_in(home)
 
     def _start(self, device: Device) -> None:
@@ -305,7 +307,7 @@ class _Daemon:
         with home.locked():
             # Closed before anybody could come.
             self._let_in(home)
-            carry_out(plan_start(self._host, device, _start_limits(self._wish), exclusive=self._wish.exclusive))
+            carry_out(plan_start(self._host, device, self._wish.limits, exclusive=self._wish.exclusive))
             self._started = True
 
     def _let_in(self, home: DaemonHome) -> None:
@@ -325,33 +327,9 @@ class _Daemon:
                 stop(self._host, found.found, device, drain_seconds=0.0, force=False)
         elif self._before is not None:
             with home.locked():
-                carry_out(plan_limits(self._host, device, _limits_of(self._before)))
+                carry_out(plan_limits(self._host, device, self._before.limits.explicit))
         if self._users is not None:
             let_in(home.pipe, self._users)
-
-
-def _limits(wish: MpsWish) -> MpsLimits:
-    """Return all limits, those that are none too: what a running daemon holds is to be exactly this."""
-    return MpsLimits(
-        threads_percent=wish.threads_percent or 100.0,
-        memory_limit_bytes=wish.memory_limit_bytes,
-        no_memory_limit=wish.memory_limit_bytes is None,
-        priority=wish.priority,
-    )
-
-
-def _limits_of(record: DaemonRecord) -> MpsLimits:
-    return MpsLimits(
-        threads_percent=record.threads_percent or 100.0,
-        memory_limit_bytes=record.memory_limit_bytes,
-        no_memory_limit=record.memory_limit_bytes is None,
-        priority=Priority(record.priority or 0),
-    )
-
-
-def _start_limits(wish: MpsWish) -> MpsLimits:
-    limits = replace(_limits(wish), no_memory_limit=False, threads_percent=wish.threads_percent)
-    return replace(limits, priority=None) if wish.priority is Priority.NORMAL else limits
 
 
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
@@ -364,7 +342,7 @@ def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[st
     """
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program(control.PROGRAM)
-    check_memory(device, wish.memory_limit_bytes)
+    check_memory(device, wish.limits.memory_limit_bytes)
     refuse_outside(device.title, device.gpu, outside)
 
 
@@ -387,16 +365,14 @@ def future(gpu: Gpu, seated: Seated, memory: int | None) -> Device:
 
 
 def _words(wish: MpsWish) -> list[str]:
-    words = [] if wish.threads_percent is None else [f"{wish.threads_percent:g} % of the threads"]
-    words += [] if wish.memory_limit_bytes is None else [mps_memory(wish.memory_limit_bytes)]
-    words += [] if wish.priority is Priority.NORMAL else [f"priority {wish.priority.title}"]
+    limits = wish.limits
+    words = [] if limits.threads_percent is None else [f"{limits.threads_percent:g} % of the threads"]
+    words += [] if limits.memory_limit_bytes is None else [size_option(limits.memory_limit_bytes)]
+    words += [] if limits.priority is None else [f"priority {limits.priority.title}"]
     words += [f"for {', '.join(wish.users)}"] if wish.users else []
     return words + (["nothing beside it"] if wish.exclusive else [])
 
 
 def _command(wish: MpsWish, selector: str) -> str:
-    parts = [f"gpushare mps start -g {selector}"]
-    parts += [] if wish.threads_percent is None else [f"--threads {wish.threads_percent:g}"]
-    parts += [] if wish.memory_limit_bytes is None else [f"--memory {mps_memory(wish.memory_limit_bytes)}"]
-    parts += [] if wish.priority is Priority.NORMAL else [f"--priority {wish.priority.title}"]
-    return " ".join(parts + (["--exclusive"] if wish.exclusive else []))
+    exclusive = ["--exclusive"] if wish.exclusive else []
+    return shlex.join(["gpushare", "mps", "start", "-g", selector, *wish.limits.options(), *exclusive])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
-from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher, failures
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Watcher, failures
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import (
@@ -255,7 +255,7 @@ class Bench:
         runner = Copies(
             self._host,
             settings.metric,
-            Limits(window=settings.window, limit=self._limit(copies)),
+            Durations(window=settings.window, limit=self._limit(copies)),
             clients=clients or set,
             meter=self._grounds.meter(way),
             watcher=self._watcher,

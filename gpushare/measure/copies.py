@@ -41,7 +41,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Durations:
     """How long: ``window`` None lets every copy end by itself, else it is measured so long, and ended.
 
     ``limit`` is when a copy that still runs (or, with a window, has not printed yet) counts as hung.
@@ -131,7 +131,7 @@ class Copies:
 
     host: Host
     metric: Metric
-    limits: Limits
+    durations: Durations
     clients: Callable[[], set[int] | None] = set
     meter: Meter | None = None
     watcher: Watcher = field(default_factory=Watcher)
@@ -197,15 +197,15 @@ class Copies:
             running = [copy for copy in copies if copy.ended is None]
             if not running:
                 break
-            if self.limits.window is not None and opened is None and all(copy.printed.values for copy in running):
+            if self.durations.window is not None and opened is None and all(copy.printed.values for copy in running):
                 opened = at
                 for copy in copies:
                     copy.printed.forget_latencies()
                 if usage is not None:
                     usage.restart()
-            measured = opened is not None and self.limits.window is not None and at - opened >= self.limits.window
+            measured = opened is not None and self.durations.window is not None and at - opened >= self.durations.window
             # With a window only the wait for it can hang.
-            hung = (opened is None or self.limits.window is None) and at - first >= self.limits.limit
+            hung = (opened is None or self.durations.window is None) and at - first >= self.durations.limit
             hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
                 break
@@ -247,7 +247,7 @@ class Copies:
             self.clients,
             self.meter,
             number=signal.SIGINT,
-            grace_seconds=self.limits.grace,
+            grace_seconds=self.durations.grace,
             hurry=self.watcher.hurry,
         )
         self._reap(copies)
@@ -272,7 +272,7 @@ class Copies:
         pids = [pid for each in left.values() for pid in each]
         if pids:
             end_left_behind(
-                self.host, pids, self.clients, self.meter, grace_seconds=self.limits.grace, hurry=self.watcher.hurry
+                self.host, pids, self.clients, self.meter, grace_seconds=self.durations.grace, hurry=self.watcher.hurry
             )
 
     def _reap(self, copies: Sequence[_Copy]) -> None:
@@ -304,7 +304,7 @@ class Copies:
 
     def _failure(self, copy: _Copy, value: float | None, opened: float | None, *, hung: bool) -> str | None:
         said = f": {copy.printed.tail[-1]}" if copy.printed.tail else ""
-        window = self.limits.window
+        window = self.durations.window
         if not copy.by_us and copy.status:
             return f"{_exit(copy.status)}{said}"
         if copy.left_behind:
@@ -312,8 +312,8 @@ class Copies:
             return f"ended, but left process {pids} behind, which was not measured and was ended; it must stay in the foreground"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
-                return _no_number(copy.printed) + ("" if copy.printed.refused else f" in {self.limits.limit:g} s")
-            return f"did not end within {self.limits.limit:g} s"
+                return _no_number(copy.printed) + ("" if copy.printed.refused else f" in {self.durations.limit:g} s")
+            return f"did not end within {self.durations.limit:g} s"
         if window is not None and not copy.by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:

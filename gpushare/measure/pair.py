@@ -17,7 +17,7 @@ from gpushare.measure.metric import Metric, amount, bounded, hopeless, number
 from gpushare.measure.search import Search
 from gpushare.measure.statistics import percentile, ratio
 from gpushare.measure.usage import UsageMeter
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.pause import DUTY_SECONDS
 from gpushare.run.several import Program, Several, peak_memory
 from gpushare.units import quoted
@@ -336,7 +336,7 @@ class Pair:
 
     def opportunistic_alone(self) -> tuple[float | None, float | None, int | None]:
         """Return the opportunistic job's rate, percent of the DRAM's bandwidth, and memory (bytes), all without production."""
-        program, seen = self.start_opportunistic(MpsLimits())
+        program, seen = self.start_opportunistic(Limits())
         self._bandwidth.since_last()
         started = self._now()
         self.several.wait(2 * self._window.seconds)
@@ -362,7 +362,7 @@ class Pair:
             )
         return window.rate, dram, memory
 
-    def start_opportunistic(self, limits: MpsLimits) -> tuple[Program, Progress]:
+    def start_opportunistic(self, limits: Limits) -> tuple[Program, Progress]:
         """Start the opportunistic job under these limits and wait until it prints; errors as `tune`."""
         seen = Progress(self._options.opportunistic_metric)
         program = self.several.start(
@@ -387,7 +387,7 @@ class Pair:
         self._production = self.several.start(
             "production",
             self._options.production,
-            MpsLimits(threads_percent=cap),
+            Limits(threads_percent=cap),
             listen=_bounded(self._seen),
             redrawn=True,
         )

@@ -30,7 +30,7 @@ from gpushare.measure.search import (
 from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio, widened
 from gpushare.model import Priority
 from gpushare.mps.environment import check_program
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
 from gpushare.run.share import open_mps_share
 
@@ -172,7 +172,7 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
             f" gpushare mig disable -g {device.gpu.index}",
             code="mig_mode",
         )
-    share = open_mps_share(host, device, options.production[0], MpsLimits())
+    share = open_mps_share(host, device, options.production[0], Limits())
     with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
         return Tuning(host, device, options, reporter, several).run()
 
@@ -288,7 +288,7 @@ class Tuning:
         factor = self._with_production_cap(setting.production_threads)
         self._pair.begin_trial()
         alone = [self._pair.alone_window()]
-        limits = MpsLimits(
+        limits = Limits(
             threads_percent=None if setting.threads >= 100 else setting.threads,
             priority=Priority.LOW if setting.low else Priority.NORMAL,
         )

@@ -17,7 +17,7 @@ from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, max_clients
 from gpushare.mps.daemons import find_daemons, own_daemon
 from gpushare.mps.environment import client_environment
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place
@@ -206,11 +206,11 @@ def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | Non
     if exclusive and not served:
         return f"in compute mode {_mode(device)} an MPS server would keep the runs without MPS out; {_default_mode(device)}"
     try:
-        check_mps_share(host, device, program, MpsLimits())
+        check_mps_share(host, device, program, Limits())
         try:
             own_daemon(host, device)
         except NotFound:
-            plan_start(host, device, MpsLimits(), transient=True)
+            plan_start(host, device, Limits(), transient=True)
         return _another_user(host, device)
     except GpushareError as error:
         return f"{error.message}; {error.hint}"
@@ -317,7 +317,7 @@ class Grounds:
         """
         make_private_directory(pipe_directory(self._host, self._device))
         if mps:
-            self._share = open_mps_share(self._host, self._device, self._program, MpsLimits())
+            self._share = open_mps_share(self._host, self._device, self._program, Limits())
             self._stack.callback(self._share.close)
         if instances:
             self._instances = _take(self._host, self._device, instances)
@@ -368,7 +368,7 @@ class Grounds:
         """Return the copies as they are started under a way; ``extra`` are variables of the command itself."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")} | dict(extra)
         if way.kind == MPS and self._share is not None:
-            limits = MpsLimits(threads_percent=way.cap(copies))
+            limits = Limits(threads_percent=way.cap(copies))
             environment = client_environment(base, self._device, self._share.home, limits)
             return [Launch(argv=argv, environment=environment)] * copies
         if way.kind == MIG:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed
 from gpushare.mig.cdi import cdi_notes, refresh_steps
-from gpushare.model import Gpu, MigInstance, Priority
+from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
+from gpushare.mps.control import control_command
 from gpushare.mps.daemons import FoundDaemon, find_daemons, is_running
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
-from gpushare.mps.limits import MpsLimits, control_command
 from gpushare.mps.start import is_there, naming, plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out
 from gpushare.selection import Device
-from gpushare.units import counted, mps_memory
+from gpushare.units import counted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -291,29 +291,16 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
         and is_running(host, home, running)
     ):
         return
-    limits = MpsLimits(
-        threads_percent=record.threads_percent,
-        memory_limit_bytes=record.memory_limit_bytes,
-        priority=None if record.priority is None else Priority(record.priority),
-    )
     # No compute mode is exclusive inside MIG.
     exclusive = record.previous_compute_mode is not None and now.mig is None
     with home.locked():
-        carry_out(plan_start(host, now, limits, exclusive=exclusive))
+        carry_out(plan_start(host, now, record.limits, exclusive=exclusive))
 
 
 def start_command(record: DaemonRecord, device: Device) -> str:
     """Return the gpushare command that starts a daemon with the limits of a record."""
-    parts = [f"gpushare mps start -g {device.selector}"]
-    if record.threads_percent is not None:
-        parts.append(f"--threads {record.threads_percent:g}")
-    if record.memory_limit_bytes is not None:
-        parts.append(f"--memory {mps_memory(record.memory_limit_bytes)}")
-    if record.priority is not None:
-        parts.append(f"--priority {Priority(record.priority).title}")
-    if record.previous_compute_mode is not None and device.mig is None:
-        parts.append("--exclusive")
-    return " ".join(parts)
+    exclusive = ["--exclusive"] if record.previous_compute_mode is not None and device.mig is None else []
+    return shlex.join(["gpushare", "mps", "start", "-g", device.selector, *record.limits.options(), *exclusive])
 
 
 def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
@@ -330,7 +317,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
     return Step(
         what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
         + (", and end its servers" if force else ""),
-        command=control_command(own.home, "quit -t 1" if force else "quit"),
+        command=control_command(own.home.pipe, "quit -t 1" if force else "quit"),
         undo=start_command(own.record, own.device),
         do=act,
         revert=back,

@@ -19,6 +19,8 @@ from gpushare.model import Priority
 from gpushare.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpushare.host.program import Completed, Programs
 
 
@@ -164,6 +166,11 @@ _CANNOT_SEND: Final = "Cannot send command"
 _MOST_SAID: Final = 500
 # One server per user, or per named server: more than any host has.
 _MOST_SERVERS: Final = 64
+
+
+def control_command(pipe_directory: str | Path, command: str) -> str:
+    """Return the shell line that sends a command to the daemon of a pipe directory."""
+    return f"echo {command} | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(str(pipe_directory))} {PROGRAM}"
 
 
 def is_server(name: str | None) -> bool:

@@ -168,7 +168,7 @@ def _exact(held: int | None, record: DaemonRecord | None, logged: int | None = N
     """Return the limit of the record or the log where the daemon holds it (it prints whole G), else what it holds."""
     if held is None:
         return None
-    for noted in (None if record is None else record.memory_limit_bytes, logged):
+    for noted in (None if record is None else record.limits.memory_limit_bytes, logged):
         if noted and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}:
             return noted
     return held
@@ -431,9 +431,9 @@ def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Se
         device_uuid=uuid,
         gpu_index=index,
         gpu_indexes=() if index is None else (index,),
-        threads_percent=record.threads_percent,
-        memory_limit_bytes=record.memory_limit_bytes,
-        priority=None if record.priority is None else Priority(record.priority),
+        threads_percent=record.limits.threads_percent,
+        memory_limit_bytes=record.limits.memory_limit_bytes,
+        priority=record.limits.priority,
         transient=record.transient,
         note=unfinished if record.interrupted and pid is not None else None,
     )

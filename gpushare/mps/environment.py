@@ -14,7 +14,7 @@ from gpushare.units import mps_memory, mps_percentage, parse_pinned_limits, pars
 
 if TYPE_CHECKING:
     from gpushare.mps.home import DaemonHome
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.selection import Device
 
 _LIMITS: Final = frozenset(
@@ -22,7 +22,7 @@ _LIMITS: Final = frozenset(
 )
 
 
-def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: MpsLimits) -> dict[str, str]:
+def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: Limits) -> dict[str, str]:
     """Return the environment of a client: the device by UUID, the private pipe, its limits.
 
     The limit names device 0, the only one that the client sees: an entry for any other would make
@@ -48,7 +48,7 @@ def without_own_limits(base: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in base.items() if name not in _LIMITS}
 
 
-def check_command(device: Device, program: str, limits: MpsLimits) -> None:
+def check_command(device: Device, program: str, limits: Limits) -> None:
     """Raise unless a program can be run with the caller's environment.
 
     Raises:
@@ -87,7 +87,7 @@ def check_program(program: str) -> None:
     )
 
 
-def _check_threads(limits: MpsLimits) -> None:
+def _check_threads(limits: Limits) -> None:
     own = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if own and limits.threads_percent is None:
         try:

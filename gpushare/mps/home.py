@@ -18,7 +18,7 @@ import shlex
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +26,9 @@ from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, Not
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
-from gpushare.model import ComputeMode, device_key, old_device_key
+from gpushare.model import ComputeMode, Priority, device_key, old_device_key
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES
+from gpushare.mps.limits import Limits
 
 RECORD_SCHEMA: Final = 1
 # States of a record. A start writes STARTING before its first change, and RUNNING at its end; whoever finds STARTING
@@ -52,14 +53,24 @@ class DaemonRecord:
     pid: int | None
     started_at: float | None
     uid: int
-    threads_percent: float | None = None
-    memory_limit_bytes: int | None = None
-    priority: int | None = None
+    limits: Limits = field(default_factory=Limits)
     # The compute mode to restore, by name, or None when it was not changed.
     previous_compute_mode: str | None = None
     transient: bool = False
     state: str = RUNNING
     schema: int = RECORD_SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what daemon.json holds."""
+        raw, limits = asdict(self), self.limits
+        del raw["limits"]
+        priority = None if limits.priority is None else int(limits.priority)
+        return {
+            **raw,
+            "threads_percent": limits.threads_percent,
+            "memory_limit_bytes": limits.memory_limit_bytes,
+            "priority": priority,
+        }
 
     @property
     def interrupted(self) -> bool:
@@ -145,7 +156,7 @@ class DaemonHome:
         """
         path = self.directory / _RECORD
         with writing(path, "the record of an MPS daemon"):
-            replace_file(path, json.dumps(asdict(record), indent=2))
+            replace_file(path, json.dumps(record.to_json(), indent=2))
 
     def clear(self, *, sockets: bool = True) -> None:
         """Remove the record and, with ``sockets``, what a dead daemon left in the pipe directory; the logs stay.
@@ -283,13 +294,22 @@ def record_of(raw: Any) -> DaemonRecord | None:
     """Return the record that parsed JSON holds, or None when it is none. Fields of a newer gpushare are left out."""
     if not isinstance(raw, dict):
         return None
-    known = {field.name: raw[field.name] for field in fields(DaemonRecord) if field.name in raw}
+    names = {*_FIELDS, *(field.name for field in fields(DaemonRecord))} - {"limits"}
+    known = {name: raw[name] for name in names if name in raw}
     whole = {"device_uuid", "pid", "started_at", "uid"} <= set(known)
     if not whole or not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
         return None
     known["pid"] = known["pid"] or None
     lacks = known["pid"] is None and known.get("state") != STARTING
-    return None if lacks else DaemonRecord(**known)
+    if lacks:
+        return None
+    priority = known.pop("priority", None)
+    limits = Limits(
+        threads_percent=known.pop("threads_percent", None),
+        memory_limit_bytes=known.pop("memory_limit_bytes", None),
+        priority=None if priority is None else Priority(priority),
+    )
+    return DaemonRecord(**known, limits=limits)
 
 
 def _is_whole(value: object) -> bool:
@@ -365,7 +385,7 @@ def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> No
     """
     path = home.directory / _NAME
     with writing(path, "the record of an MPS daemon that is stopped for a while"):
-        replace_file(path, json.dumps({**asdict(record), "profile": profile}, indent=2))
+        replace_file(path, json.dumps({**record.to_json(), "profile": profile}, indent=2))
 
 
 def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:

@@ -1,37 +1,102 @@
-"""Limits of MPS clients: set at the daemon and its servers, each read back, and taken back together."""
+"""Limits of MPS clients: the values, the options that give them, and how users type them."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from gpushare.errors import BadUsage, NoPermission
+from gpushare.errors import BadUsage, NotFound
 from gpushare.model import Priority
-from gpushare.mps import control as mps_control
-from gpushare.mps.control import MpsControl
-from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord
-from gpushare.plan import Plan, Step
-from gpushare.units import format_bytes, mps_memory, mps_percentage
+from gpushare.units import format_bytes, parse_memory_limit, parse_thread_percentage, quoted, size_option
 
 if TYPE_CHECKING:
-    from gpushare.host.host import Host
     from gpushare.selection import Device
 
 
-@dataclass(frozen=True, kw_only=True)
-class MpsLimits:
-    """Limits of an MPS daemon or of one client; None leaves the daemon's default.
+class _Limited(Protocol):
+    @property
+    def threads_percent(self) -> float | None: ...
+    @property
+    def memory_limit_bytes(self) -> int | None: ...
+    @property
+    def priority(self) -> Priority | None: ...
 
-    ``no_memory_limit`` takes the memory limit of a running daemon away.
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of the clients of an MPS daemon, or of one client; None leaves the default.
+
+    ``threads_percent`` is the active thread percentage, above 0 up to 100 (the default).
+    ``memory_limit_bytes`` is the pinned device memory of each client process; by default there is no limit.
+    ``priority`` is normal by default. ``no_memory_limit`` removes the memory limit of a running daemon.
     """
 
     threads_percent: float | None = None
     memory_limit_bytes: int | None = None
     priority: Priority | None = None
     no_memory_limit: bool = False
+
+    @classmethod
+    def of(cls, daemon: _Limited) -> Limits:
+        """Return the limits that a running daemon reports, with its defaults (100 %, normal priority) as None."""
+        return cls(
+            threads_percent=None if daemon.threads_percent == 100.0 else daemon.threads_percent,
+            memory_limit_bytes=daemon.memory_limit_bytes,
+            priority=daemon.priority or None,
+        )
+
+    @classmethod
+    def typed(cls, threads: str | None, memory: str | None, priority: str | None) -> Limits:
+        """Return the limits of one client as typed.
+
+        Raises:
+            BadUsage: one of them is not a percentage, size or priority.
+        """
+        return cls(
+            threads_percent=None if threads is None else parse_thread_percentage(threads),
+            memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
+            priority=_priority(priority),
+        )
+
+    @property
+    def explicit(self) -> Limits:
+        """Return the same limits with every default spelled out, for a daemon that must hold exactly these."""
+        return Limits(
+            threads_percent=self.threads_percent or 100.0,
+            memory_limit_bytes=self.memory_limit_bytes,
+            priority=self.priority or Priority.NORMAL,
+            no_memory_limit=self.memory_limit_bytes is None,
+        )
+
+    def changed_by(self, change: Limits) -> Limits:
+        """Return these limits after ``mps set`` with others."""
+        memory = change.memory_limit_bytes or self.memory_limit_bytes
+        return Limits(
+            threads_percent=self.threads_percent if change.threads_percent is None else change.threads_percent,
+            memory_limit_bytes=None if change.no_memory_limit else memory,
+            priority=self.priority if change.priority is None else change.priority,
+        )
+
+    def back_from(self, change: Limits) -> Limits:
+        """Return what takes a change back: of these limits, those that it names."""
+        before = self.explicit
+        memory = change.memory_limit_bytes is not None or change.no_memory_limit
+        return Limits(
+            threads_percent=None if change.threads_percent is None else before.threads_percent,
+            memory_limit_bytes=before.memory_limit_bytes if memory else None,
+            priority=None if change.priority is None else before.priority,
+            no_memory_limit=memory and before.no_memory_limit,
+        )
+
+    def options(self) -> list[str]:
+        """Return the options of ``mps start``, ``mps set`` and ``run`` that give these limits."""
+        words = [] if self.threads_percent is None else ["--threads", f"{self.threads_percent:g}"]
+        if self.no_memory_limit:
+            words += ["--memory", "none"]
+        elif self.memory_limit_bytes is not None:
+            words += ["--memory", size_option(self.memory_limit_bytes)]
+        return words if self.priority is None else [*words, "--priority", self.priority.title]
 
 
 def check_memory(device: Device, limit: int | None) -> None:
@@ -44,188 +109,103 @@ def check_memory(device: Device, limit: int | None) -> None:
     if limit is not None and total is not None and limit > total:
         raise BadUsage(
             f"the memory limit {format_bytes(limit)} is above the {format_bytes(total)} of {device.title}",
-            f"give at most --memory {mps_memory(total)}",
+            f"give at most --memory {size_option(total)}",
             gpu=str(device.gpu.index),
             code="limit_above_gpu",
         )
 
 
-def limit_steps(host: Host, home: DaemonHome, limits: MpsLimits) -> list[Step]:
-    """Return the steps that set the daemon's defaults; each reads back what the daemon holds."""
-    control = MpsControl(host.programs, str(home.pipe))
-    steps = []
-    if limits.threads_percent is not None:
-        threads = limits.threads_percent
-        steps.append(
-            _control_step(
-                home,
-                f"limit clients to {threads:g} % of the SM threads",
-                f"set_default_active_thread_percentage {mps_percentage(threads)}",
-                lambda: control.set_default_threads(threads),
-            )
-        )
-    if limits.memory_limit_bytes is not None:
-        memory = limits.memory_limit_bytes
-        steps.append(
-            _control_step(
-                home,
-                f"limit each client process to {format_bytes(memory)} of pinned device memory",
-                f"set_default_device_pinned_mem_limit {mps_control.DEVICE} {mps_memory(memory)}",
-                lambda: control.set_default_memory(memory),
-            )
-        )
-    if limits.no_memory_limit:
-        steps.append(
-            _control_step(
-                home,
-                "remove the limit of pinned device memory",
-                f"set_default_device_pinned_mem_limit {mps_control.DEVICE} 0G",
-                control.clear_default_memory,
-            )
-        )
-    if limits.priority is not None:
-        priority = limits.priority
-        steps.append(
-            _control_step(
-                home,
-                f"give clients {priority.title} priority",
-                f"set_default_client_priority {int(priority)}",
-                lambda: control.set_default_priority(priority),
-            )
-        )
-    return steps
+# --memory none: the limit is to be removed, where None leaves it as it is.
+_NONE: Final = object()
 
 
-def control_command(home: DaemonHome, command: str) -> str:
-    """Return the plain shell line that sends a command to the daemon."""
-    return f"echo {command} | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(str(home.pipe))} {mps_control.PROGRAM}"
+class LimitOptions:
+    """``--threads``, ``--memory`` and ``--priority`` as typed: one value for all devices, or one per GPU (``0=4G,1=8G``).
 
-
-def _control_step(home: DaemonHome, what: str, command: str, do: Callable[[], None]) -> Step:
-    # No undo of its own: undoing the start takes the daemon and all that it holds away.
-    return Step(what=what, command=control_command(home, command), do=do)
-
-
-def plan_limits(host: Host, device: Device, limits: MpsLimits) -> Plan:
-    """Return the plan that changes the limits of a running daemon of ours, for clients that start from now on.
-
-    Raises:
-        NotFound: there is none on this device.
-        NoPermission: it belongs to another user.
-        BadUsage: the memory limit is above the device's memory.
+    With ``removable``, ``--memory none`` removes the memory limit. Parsed before the host is asked.
     """
-    check_memory(device, limits.memory_limit_bytes)
-    home, record = own_daemon(host, device, to_change=True)
-    title = f"limits of MPS on {device.title}"
-    if limits == MpsLimits():
-        # Limits per GPU may leave one out.
-        return Plan(title=title, steps=())
-    control = MpsControl(host.programs, str(home.pipe))
-    steps = limit_steps(host, home, limits)
-    servers = {server: control.server_threads(server) for server in control.servers()}
-    for server in servers:
-        steps += _server_steps(control, home, server, limits)
-    merged = replace(
-        record,
-        threads_percent=record.threads_percent if limits.threads_percent is None else limits.threads_percent,
-        memory_limit_bytes=None if limits.no_memory_limit else limits.memory_limit_bytes or record.memory_limit_bytes,
-        priority=record.priority if limits.priority is None else int(limits.priority),
-    )
-    path = shlex.quote(str(home.directory / "daemon.json"))
-    steps.append(
-        Step(
-            what="note the new limits",
-            command=f"write {path}",
-            do=lambda: home.write(merged),
-            revert=lambda: home.write(record),
+
+    def __init__(
+        self, threads: str | None, memory: str | None, priority: str | None, *, removable: bool = False
+    ) -> None:
+        self._threads = _by_gpu("--threads", threads, parse_thread_percentage)
+        self._memory = _by_gpu("--memory", memory, _memory_or_none if removable else parse_memory_limit)
+        self._priority = _priority(priority)
+
+    def for_devices(self, devices: Sequence[Device]) -> dict[str, Limits]:
+        """Return the limits by device UUID.
+
+        Raises:
+            BadUsage: a limit names a GPU that is not among them.
+        """
+        threads, memory = _resolve(self._threads, devices), _resolve(self._memory, devices)
+        return {
+            one.uuid: Limits(
+                threads_percent=threads.get(one.uuid),
+                memory_limit_bytes=None if memory.get(one.uuid) is _NONE else memory.get(one.uuid),
+                no_memory_limit=memory.get(one.uuid) is _NONE,
+                priority=self._priority,
+            )
+            for one in devices
+        }
+
+
+def _memory_or_none(text: str) -> object:
+    return _NONE if text.strip().lower() == "none" else parse_memory_limit(text)
+
+
+def _priority(text: str | None) -> Priority | None:
+    if text is None:
+        return None
+    names = {level.title: level for level in Priority} | {str(int(level)): level for level in Priority}
+    if text.lower() not in names:
+        raise BadUsage(
+            f"{quoted(text)} is not a priority", "give --priority normal or --priority low", code="bad_priority"
         )
-    )
-    undo = _undo_of_set(device, record, limits)
-    return Plan(
-        title=title,
-        steps=tuple(_with_way_back(control, record, servers, steps)),
-        undo=undo,
-        notes=("running clients keep the limits that they started with; start them again to apply the new ones",),
-    )
+    return names[text.lower()]
 
 
-def _with_way_back(
-    control: MpsControl, record: DaemonRecord, servers: Mapping[int, float | None], steps: Sequence[Step]
-) -> list[Step]:
-    """Let the first step restore all of the old defaults when a later one fails.
+def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> dict[str | None, Any]:
+    """Return the values by GPU as typed; the key None is for all devices."""
+    if text is None:
+        return {}
+    if "=" not in text:
+        return {None: parse(text)}
+    values: dict[str | None, Any] = {}
+    for entry in text.split(","):
+        gpu, equals, value = entry.partition("=")
+        if not equals or not gpu.strip():
+            raise BadUsage(
+                f"{quoted(entry)} in {option} names no GPU",
+                f"give one for all, or {option} 0=...,1=...",
+                code="bad_limit",
+            )
+        if gpu.strip() in values:
+            raise BadUsage(f"{option} names GPU {gpu.strip()} twice", f"give {option} 0=...,1=...", code="bad_limit")
+        values[gpu.strip()] = parse(value)
+    return values
 
-    A server keeps its own percentage; its memory limit goes back to the daemon's, which it started with.
-    """
-    refused: list[NoPermission] = []
 
-    def begin() -> None:
+def _resolve(values: Mapping[str | None, Any], devices: Sequence[Device]) -> dict[str, Any]:
+    from gpushare.selection import select
+
+    if None in values:
+        return {device.uuid: values[None] for device in devices}
+    uuids = {device.uuid for device in devices}
+    # Two MIG instances have one GPU.
+    gpus = list({device.gpu.index: device.gpu for device in devices}.values())
+    resolved: dict[str, Any] = {}
+    for name, value in values.items():
         try:
-            steps[0].do()
-        except NoPermission as error:
-            refused.append(error)
-            raise
-
-    def back() -> None:
-        if refused:
-            # Another user's daemon took nothing, and would refuse to take anything back.
-            return
-        control.set_default_threads(record.threads_percent or 100.0)
-        if record.memory_limit_bytes is None:
-            control.clear_default_memory()
-        else:
-            control.set_default_memory(record.memory_limit_bytes)
-        control.set_default_priority(Priority(record.priority or 0))
-        for server in set(control.servers()) & servers.keys():
-            control.set_server_threads(server, servers[server] or 100.0)
-            if record.memory_limit_bytes is None:
-                control.clear_server_memory(server)
-            else:
-                control.set_server_memory(server, record.memory_limit_bytes)
-
-    return [replace(steps[0], do=begin, revert=back), *steps[1:]]
-
-
-def _server_steps(control: MpsControl, home: DaemonHome, server: int, limits: MpsLimits) -> list[Step]:
-    steps = []
-    if limits.threads_percent is not None:
-        threads = limits.threads_percent
-        steps.append(
-            _control_step(
-                home,
-                f"limit future clients of server {server} to {threads:g} % of the SM threads",
-                f"set_active_thread_percentage {server} {mps_percentage(threads)}",
-                lambda: control.set_server_threads(server, threads),
+            named = select(name, gpus)
+        except NotFound:
+            named = ()
+        if not named or any(device.uuid not in uuids for device in named):
+            raise BadUsage(
+                f"a limit names GPU {quoted(name or '')}, which is not among the chosen: {', '.join(d.title for d in devices)}",
+                f"choose it too: -g {','.join([*(d.selector for d in devices), str(name)])}",
+                code="bad_limit",
             )
-        )
-    if limits.memory_limit_bytes is not None:
-        memory = limits.memory_limit_bytes
-        steps.append(
-            _control_step(
-                home,
-                f"limit future clients of server {server} to {format_bytes(memory)}",
-                f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} {mps_memory(memory)}",
-                lambda: control.set_server_memory(server, memory),
-            )
-        )
-    if limits.no_memory_limit:
-        steps.append(
-            _control_step(
-                home,
-                f"remove the memory limit of future clients of server {server}",
-                f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} 0G",
-                lambda: control.clear_server_memory(server),
-            )
-        )
-    return steps
-
-
-def _undo_of_set(device: Device, record: DaemonRecord, limits: MpsLimits) -> str:
-    parts = []
-    if limits.threads_percent is not None:
-        parts.append(f"--threads {record.threads_percent or 100:g}")
-    if limits.memory_limit_bytes is not None or limits.no_memory_limit:
-        before = record.memory_limit_bytes
-        parts.append(f"--memory {'none' if before is None else mps_memory(before)}")
-    if limits.priority is not None:
-        parts.append(f"--priority {Priority(record.priority or 0).title}")
-    return f"gpushare mps set -g {device.selector} {' '.join(parts)}"
+        for device in named:
+            resolved[device.uuid] = value
+    return resolved

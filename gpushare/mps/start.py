@@ -15,10 +15,11 @@ from gpushare.model import ComputeMode
 from gpushare.mps import control
 from gpushare.mps import control as mps_control
 from gpushare.mps import control as mps_program
-from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.control import MpsControl, control_command, is_server
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, home_of
-from gpushare.mps.limits import MpsLimits, check_memory, control_command, limit_steps
+from gpushare.mps.limits import Limits, check_memory
+from gpushare.mps.set import limit_steps
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
 
@@ -159,9 +160,7 @@ def _open_to_changes(host: Host, home: DaemonHome) -> list[str]:
 _ANSWER_SECONDS: Final = 20.0
 
 
-def plan_start(
-    host: Host, device: Device, limits: MpsLimits, *, exclusive: bool = False, transient: bool = False
-) -> Plan:
+def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = False, transient: bool = False) -> Plan:
     """Return the plan that starts a daemon for one device.
 
     Raises:
@@ -275,7 +274,7 @@ def _interrupted_step(host: Host, device: Device, home: DaemonHome, record: Daem
 
     return Step(
         what=f"end the MPS daemon that an interrupted start left on {device.title}",
-        command=control_command(home, "quit"),
+        command=control_command(home.pipe, "quit"),
         do=act,
     )
 
@@ -305,7 +304,7 @@ def _daemon_step(host: Host, device: Device, home: DaemonHome) -> Step:
             f"CUDA_VISIBLE_DEVICES={device.uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} CUDA_MPS_LOG_DIRECTORY={log} "
             f"{mps_control.PROGRAM} -d"
         ),
-        undo=control_command(home, "quit"),
+        undo=control_command(home.pipe, "quit"),
         do=lambda: _start_daemon(host, device, home, started),
         # Only one that this step started: never a daemon that was there before.
         revert=lambda: _end_started(host, home) if started else None,
@@ -361,7 +360,7 @@ def _end_started(host: Host, home: DaemonHome) -> None:
 class _Record:
     previous: ComputeMode | None
     transient: bool
-    limits: MpsLimits
+    limits: Limits
 
     def record(
         self, device: Device, *, state: str, pid: int | None = None, started_at: float | None = None
@@ -371,9 +370,7 @@ class _Record:
             pid=pid,
             started_at=started_at,
             uid=os.geteuid(),
-            threads_percent=self.limits.threads_percent,
-            memory_limit_bytes=self.limits.memory_limit_bytes,
-            priority=None if self.limits.priority is None else int(self.limits.priority),
+            limits=self.limits,
             previous_compute_mode=None if self.previous is None else self.previous.name,
             transient=self.transient,
             state=state,

@@ -19,7 +19,7 @@ from gpushare.errors import BadUsage, GpushareError, InUse
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, replace_file, writing
 from gpushare.mps.control import MpsControl
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
 from gpushare.run.program import Wakeups
 from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
@@ -141,7 +141,7 @@ class FarmOptions:
     """
 
     copies: int
-    limits: MpsLimits = field(default_factory=MpsLimits)
+    limits: Limits = field(default_factory=Limits)
     restarts: int = 0
     logs: Path | None = None
     grace_seconds: float = GRACE_SECONDS

@@ -21,7 +21,7 @@ import gpushare
 from gpushare.errors import OperationFailed, system_error
 from gpushare.host.claims import HeldClaim
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.end import GRACE_SECONDS, end_program
 from gpushare.run.roles import PausingWatch
 from gpushare.run.share import Guarded, Share, Watch, open_mps_share
@@ -184,7 +184,7 @@ _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGW
 class RunOptions:
     """How to run: limits of this program, and how it is ended (seconds)."""
 
-    limits: MpsLimits = field(default_factory=MpsLimits)
+    limits: Limits = field(default_factory=Limits)
     strict: bool = False
     grace_seconds: float = GRACE_SECONDS
     drain_seconds: float = DRAIN_BOUND_SECONDS

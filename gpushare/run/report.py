@@ -14,7 +14,7 @@ from gpushare.units import format_bytes, format_percent
 if TYPE_CHECKING:
     from gpushare.model import MpsClient
     from gpushare.mps.kill import Drain
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.run.share import Watch
     from gpushare.selection import Device
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RunReport(Reporter):
     """Lines on a stream; with ``quiet`` only what is wrong."""
 
-    def __init__(self, device: Device, stream: IO[str] | None, *, quiet: bool, limits: MpsLimits | None = None) -> None:
+    def __init__(self, device: Device, stream: IO[str] | None, *, quiet: bool, limits: Limits | None = None) -> None:
         self._device, self._stream, self._quiet, self._limits = device, stream, quiet, limits
 
     def attached(self, watch: Watch, pid: int) -> None:

@@ -19,7 +19,7 @@ from gpushare.model import Priority
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.environment import without_own_limits
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import Production, UnseenWork, find_production, lives, productions, write_production
@@ -196,7 +196,7 @@ class ProductionShare(MpsShare):
     def daemon_cap(self) -> float | None:
         """Return the thread cap that the daemon itself puts on every client, or None."""
         record = self.home.read()
-        cap = None if record is None else record.threads_percent
+        cap = None if record is None else record.limits.threads_percent
         return cap if cap is not None and cap < 100 else None
 
     def watch(self, pid: int) -> ProductionWatch:
@@ -207,7 +207,7 @@ class ProductionShare(MpsShare):
         return ProductionWatch(self.host, self.device, self.home, pid, seen={pid}, name=self.name, peak=peak)
 
 
-def open_production_share(host: Host, device: Device, program: str, limits: MpsLimits, name: str) -> ProductionShare:
+def open_production_share(host: Host, device: Device, program: str, limits: Limits, name: str) -> ProductionShare:
     """Return a share for a production job.
 
     It is known before its program runs: one that nobody could know of would not be spared, and not tell that.
@@ -311,7 +311,7 @@ def _under_mps(host: Host, device: Device, pid: int) -> bool:
 class Spared:
     """How an opportunistic job is to run: its limits, the production job beside it, and what is to be said of it."""
 
-    limits: MpsLimits
+    limits: Limits
     production: Production | None
     tuned: Tuned | None
     notes: Sequence[str] = field(default=())
@@ -366,7 +366,7 @@ def _tuned_for(host: Host, production: Production | None, beside: str | None) ->
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
-def spare(host: Host, device: Device, given: MpsLimits, beside: str | None) -> Spared:
+def spare(host: Host, device: Device, given: Limits, beside: str | None) -> Spared:
     """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
 
     Raises:
@@ -400,9 +400,7 @@ def spare(host: Host, device: Device, given: MpsLimits, beside: str | None) -> S
             notes.append("no memory limit: the production job's need is not known; give one with --memory")
     elif left is not None and memory > left:
         notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(left)}")
-    limits = MpsLimits(
-        threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority
-    )
+    limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
     return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.run.share import Share
     from gpushare.selection import Device
 
@@ -257,7 +257,7 @@ class Several:
         """Return the share that all of them are in."""
         return self._share
 
-    def _environment(self, limits: MpsLimits) -> dict[str, str]:
+    def _environment(self, limits: Limits) -> dict[str, str]:
         if isinstance(self._share, MpsShare):
             return client_environment(without_own_limits(os.environ), self._share.device, self._share.home, limits)
         return self._share.environment(os.environ)
@@ -266,7 +266,7 @@ class Several:
         self,
         title: str,
         argv: Sequence[str],
-        limits: MpsLimits,
+        limits: Limits,
         *,
         variables: Mapping[str, str] | None = None,
         listen: Callable[[str, float], None] = lambda _line, _at: None,

@@ -22,7 +22,7 @@ from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.environment import check_command, client_environment
 from gpushare.mps.home import DaemonHome, Lease, home_of
-from gpushare.mps.limits import MpsLimits, check_memory
+from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
 from gpushare.plan import carry_out
@@ -324,7 +324,7 @@ class MpsShare:
     device: Device
     home: DaemonHome
     lease: Lease | None
-    limits: MpsLimits
+    limits: Limits
     claim: HeldClaim | None = None
 
     @property
@@ -368,7 +368,7 @@ class MpsShare:
 
 
 def open_mps_share(
-    host: Host, device: Device, program: str, limits: MpsLimits, claim: HeldClaim | None = None
+    host: Host, device: Device, program: str, limits: Limits, claim: HeldClaim | None = None
 ) -> MpsShare:
     """Return a share of a device for a program; starts an MPS daemon when the device has none.
 
@@ -380,7 +380,7 @@ def open_mps_share(
     return MpsShare(host, device, home, lease, limits, claim)
 
 
-def check_mps_share(host: Host, device: Device, program: str, limits: MpsLimits) -> None:
+def check_mps_share(host: Host, device: Device, program: str, limits: Limits) -> None:
     """Raise unless a program can run under MPS on a device with these limits.
 
     Raises:
@@ -404,7 +404,7 @@ def _joined(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
         try:
             own_daemon(host, device)
         except NotFound:
-            carry_out(plan_start(host, device, MpsLimits(), transient=True))
+            carry_out(plan_start(host, device, Limits(), transient=True))
         return own_home, own_home.take_lease()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpushare.advice.case import Case, Workload
 from gpushare.advice.facts import GpuFacts
-from gpushare.advice.recipe import memory_limits, size
+from gpushare.advice.recipe import memory_limits
 from gpushare.advice.situation import (
     CONTEXT_BYTES,
     LEAST_CONTEXT_BYTES,
@@ -19,7 +19,7 @@ from gpushare.advice.situation import (
     equal_limit,
     limit_for,
 )
-from gpushare.units import GIB, MIB, parse_memory_limit
+from gpushare.units import GIB, MIB, parse_memory_limit, size_option
 from tests.advice.conftest import situation_of
 
 
@@ -71,7 +71,7 @@ def test_between_the_smallest_and_the_planned_context_it_may_fit() -> None:
 @given(st.integers(MIB, 200 * GIB))
 def test_a_limit_leaves_room_for_what_it_is_for(memory: int) -> None:
     assert limit_for(memory) - 614 * MIB >= memory
-    assert parse_memory_limit(size(limit_for(memory))) == limit_for(memory)
+    assert parse_memory_limit(size_option(limit_for(memory))) == limit_for(memory)
 
 
 @given(st.integers(0, 200 * GIB), st.integers(1, 60))

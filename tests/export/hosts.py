@@ -13,6 +13,7 @@ import yaml
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Export
 from gpushare.model import Sharing
+from gpushare.mps.limits import Limits
 from gpushare.units import GIB
 
 T4_BYTES = 15 * GIB
@@ -60,7 +61,11 @@ def t4s(count: int = 4, **changes: Any) -> HostDescription:
 
 def mps(percent: float | None = 25.0, **changes: Any) -> MpsDescription:
     """Return an MPS daemon."""
-    return replace(MpsDescription(threads_percent=percent, pipe_directory="/run/gpushare/mps/gpu-0/pipe"), **changes)
+    limits = {name: changes.pop(name) for name in ("memory_limit_bytes", "priority") if name in changes}
+    found = MpsDescription(
+        limits=Limits(threads_percent=percent, **limits), pipe_directory="/run/gpushare/mps/gpu-0/pipe"
+    )
+    return replace(found, **changes)
 
 
 def text(found: Export, name: str) -> str:

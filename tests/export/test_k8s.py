@@ -272,5 +272,5 @@ def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None
         number = dict(read.replicas).get("nvidia.com/gpu", 1)
         assert kind["replicas"] in {None, number} or kind["sharing"] is Sharing.EXCLUSIVE
         if kind["mps"] is not None:
-            assert kind["mps"].threads_percent in {None, 100 // number}
-            assert kind["mps"].memory_limit_bytes in {None, T4_BYTES // number // MIB * MIB}
+            assert kind["mps"].limits.threads_percent in {None, 100 // number}
+            assert kind["mps"].limits.memory_limit_bytes in {None, T4_BYTES // number // MIB * MIB}

@@ -37,8 +37,8 @@ def test_each_way_of_sharing() -> None:
     sliced, clients, alone, untouched = found.gpus
     assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Sharing.TIMESLICE, TimeSlice.LONG, 3)
     assert clients.mps is not None
-    assert (clients.mps.threads_percent, clients.mps.memory_limit_bytes) == (25.0, 4 * GIB)
-    assert (clients.mps.priority, clients.replicas) == (Priority.LOW, 4)
+    assert (clients.mps.limits.threads_percent, clients.mps.limits.memory_limit_bytes) == (25.0, 4 * GIB)
+    assert (clients.mps.limits.priority, clients.replicas) == (Priority.LOW, 4)
     assert clients.compute_mode is alone.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     assert alone.sharing is Sharing.EXCLUSIVE
     # No entry is for it.
@@ -136,7 +136,7 @@ def test_a_daemon_that_is_not_up_yet_listens_where_it_will() -> None:
     plain, served = found.gpus[0].mig
     assert plain.mps is None
     assert served.mps is not None
-    assert (served.mps.threads_percent, served.mps.pipe_directory) == (50.0, f"/pipe/{served.uuid}")
+    assert (served.mps.limits.threads_percent, served.mps.pipe_directory) == (50.0, f"/pipe/{served.uuid}")
     whole = found_in(host(gpu(0)), "mps: {threads: 25}").gpus[0]
     assert whole.mps is not None
     assert whole.mps.pipe_directory == f"/pipe/{whole.uuid}"
@@ -180,7 +180,7 @@ def test_all_of_the_threads_is_no_limit_and_less_is_one() -> None:
     everything, nearly = read("mps: {threads: 100}", "mps: {threads: 99}").gpus[:2]
     assert everything.mps is not None
     assert nearly.mps is not None
-    assert (everything.mps.threads_percent, nearly.mps.threads_percent) == (None, 99.0)
+    assert (everything.mps.limits.threads_percent, nearly.mps.limits.threads_percent) == (None, 99.0)
 
 
 def test_of_two_daemons_each_is_found_by_what_it_holds() -> None:

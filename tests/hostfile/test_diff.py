@@ -13,6 +13,7 @@ from gpushare.hostfile.file import Entry, Exactness, InstanceWish, Match, MpsWis
 from gpushare.hostfile.live import LiveGpu, LiveMps, LiveName
 from gpushare.mig.profile import Layout
 from gpushare.model import ComputeMode, Gpu, Priority, Sharing, TimeSlice
+from gpushare.mps.limits import Limits
 from gpushare.units import GIB, MIB
 from tests.mig.boards import instance, profiles_of
 
@@ -41,8 +42,12 @@ def mig(*wishes: str | InstanceWish) -> Entry:
     return Entry(match=ALL, sharing=Sharing.MIG, mig=found)
 
 
+def mps_wish(users: tuple[str, ...] = (), *, exclusive: bool = False, **limits: Any) -> MpsWish:
+    return MpsWish(limits=Limits(**limits), users=users, exclusive=exclusive)
+
+
 def daemon(**wish: Any) -> LiveMps:
-    return LiveMps(pid=7, wish=MpsWish(**wish))
+    return LiveMps(pid=7, wish=mps_wish(**wish))
 
 
 def said(now: LiveGpu, entry: Entry) -> list[str]:
@@ -52,7 +57,7 @@ def said(now: LiveGpu, entry: Entry) -> list[str]:
 def test_what_is_as_the_file_has_it_is_not_said() -> None:
     assert said(live(), SLICED) == []
     assert said(with_mig(("3g.40gb", 0)), mig("3g.40gb")) == []
-    mps = MpsWish(threads_percent=30.0)
+    mps = mps_wish(threads_percent=30.0)
     entry = Entry(match=ALL, sharing=Sharing.MPS, mps=mps)
     assert said(live(daemons={UUID: LiveMps(pid=1, wish=mps)}), entry) == []
 
@@ -72,8 +77,8 @@ def test_what_is_as_the_file_has_it_is_not_said() -> None:
     ],
 )
 def test_each_limit_of_a_daemon(found: dict[str, Any], wanted: dict[str, Any], point: str) -> None:
-    assert [str(one) for one in mps_points("MPS", daemon(**found), MpsWish(**wanted))] == [point]
-    assert list(mps_points("MPS", daemon(**wanted), MpsWish(**wanted))) == []
+    assert [str(one) for one in mps_points("MPS", daemon(**found), mps_wish(**wanted))] == [point]
+    assert list(mps_points("MPS", daemon(**wanted), mps_wish(**wanted))) == []
 
 
 def test_the_order_of_users_is_no_difference() -> None:
@@ -81,7 +86,7 @@ def test_the_order_of_users_is_no_difference() -> None:
 
 
 def test_a_daemon_that_is_not_there_too_many_or_does_not_answer() -> None:
-    wish = MpsWish(threads_percent=25.0, memory_limit_bytes=4 * GIB, users=("alice",), exclusive=True)
+    wish = mps_wish(threads_percent=25.0, memory_limit_bytes=4 * GIB, users=("alice",), exclusive=True)
     text = "a daemon, 25 % of the threads, 4G, for alice, exclusive"
     (missing,) = mps_points("MPS", None, wish)
     assert (missing.found, missing.wanted) == (None, text)
@@ -196,7 +201,7 @@ def test_a_driver_that_lists_no_profiles_is_not_asked_for_them(layout: Layout | 
 
 def test_daemons_of_mig_devices_are_compared_each_with_its_own() -> None:
     there = (("3g.40gb", 0), ("3g.40gb", 4))
-    wish = mig(InstanceWish(wish="3g.40gb:0", mps=MpsWish(threads_percent=50.0)), "3g.40gb:4")
+    wish = mig(InstanceWish(wish="3g.40gb:0", mps=mps_wish(threads_percent=50.0)), "3g.40gb:4")
     assert said(with_mig(*there), wish) == [
         "MPS of 3g.40gb:0: none; the file: a daemon, 50 % of the threads",
     ]

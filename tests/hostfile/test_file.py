@@ -18,6 +18,7 @@ from gpushare.errors import BadUsage
 from gpushare.hostfile.file import Entry, Exactness, HostFile, InstanceWish, Match, MpsWish, matched, text_of
 from gpushare.hostfile.parse import parse, read
 from gpushare.model import Gpu, Priority, Sharing, TimeSlice
+from gpushare.mps.limits import Limits
 from gpushare.units import GIB, MIB
 
 UUID = "GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e"
@@ -41,13 +42,17 @@ gpus:
 
 replicas = st.none() | st.integers(2, 1024)
 users = st.lists(st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True), max_size=3, unique=True).map(tuple)
-instance_daemons = st.builds(
-    MpsWish,
+limits = st.builds(
+    Limits,
     threads_percent=st.none() | st.integers(1, 1000).map(lambda tenths: tenths / 10),
     memory_limit_bytes=st.none()
     | st.integers(1, 99999).map(lambda n: n * MIB)
     | st.integers(1, 999).map(lambda n: n * GIB),
-    priority=st.sampled_from(Priority),
+    priority=st.sampled_from([None, Priority.LOW]),
+)
+instance_daemons = st.builds(
+    MpsWish,
+    limits=limits,
     users=users,
     replicas=replicas,
 )
@@ -113,9 +118,7 @@ def test_a_whole_file() -> None:
     first, second, third, _ = file.entries
     assert (first.match.values, first.time_slice) == (("0", "1"), TimeSlice.LONG)
     assert second.mps == MpsWish(
-        threads_percent=25.0,
-        memory_limit_bytes=4 * GIB,
-        priority=Priority.LOW,
+        limits=Limits(threads_percent=25.0, memory_limit_bytes=4 * GIB, priority=Priority.LOW),
         users=("alice",),
         exclusive=True,
         replicas=4,
@@ -242,7 +245,7 @@ def test_a_merged_mapping_counts_where_it_stands() -> None:
     with pytest.raises(BadUsage, match=r"gpushare\.yaml:8:13: 'memory'"):
         parse(text)
     found = parse(text.replace("memory: 4", "memory: 4G"))
-    assert found.entries[1].mps == MpsWish(threads_percent=25.0, memory_limit_bytes=4 * GIB)
+    assert found.entries[1].mps == MpsWish(limits=Limits(threads_percent=25.0, memory_limit_bytes=4 * GIB))
 
 
 # -- the JSON Schema ---------------------------------------------------------------------------------

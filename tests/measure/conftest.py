@@ -13,7 +13,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Watcher
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import UsageMeter
 
@@ -76,11 +76,11 @@ def together(host: Host) -> Callable[..., CopiesResult]:
         python: bool = False,
         over: Callable[[Told], object] = lambda _: False,
         usage: UsageMeter | None = None,
-        **limits: float,
+        **durations: float,
     ) -> CopiesResult:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
-        given = Limits(**{"limit": 600.0, "grace": 2.0, **limits})
+        given = Durations(**{"limit": 600.0, "grace": 2.0, **durations})
         copies = Watched(host, metric or Metric(), given, watcher=told, clock=told.clock)
         return copies.in_turn(launches, usage) if in_turn else copies.together(launches, usage)
 

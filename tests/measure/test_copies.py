@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.errors import NotFound
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Launch, Limits, Watcher, failures
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Watcher, failures
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.measure.usage import UsageMeter
 from gpushare.selection import Device
@@ -207,7 +207,7 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
         Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
     ]
     with pytest.raises(NotFound):
-        Copies(host, Metric(), Limits(grace=1.0), watcher=Noting()).together(launches)
+        Copies(host, Metric(), Durations(grace=1.0), watcher=Noting()).together(launches)
     started = [int(pid) for pid in announced.read_text().split()]
     assert len(started) == 2
     assert not any(map(alive, started))
@@ -227,7 +227,7 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
             return True
 
     launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2
-    found = Copies(host, Metric(), Limits(grace=1.0), watcher=Impatient()).together(launches)
+    found = Copies(host, Metric(), Durations(grace=1.0), watcher=Impatient()).together(launches)
     assert found.interrupted
     assert [one.failure for one in found.copies] == ["interrupted", "interrupted"]
     assert not any(alive(one.pid) for one in found.copies)
@@ -250,6 +250,6 @@ def test_the_watcher_hears_of_every_start_and_end(host: Host, tmp_path: Path) ->
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
         Launch(argv=words("exec sleep 600"), environment=dict(os.environ)),
     ]
-    found = Copies(host, Metric(), Limits(limit=0.3, grace=1.0), watcher=Listening()).together(launches)
+    found = Copies(host, Metric(), Durations(limit=0.3, grace=1.0), watcher=Listening()).together(launches)
     pids = [one.pid for one in found.copies]
     assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)

@@ -15,7 +15,7 @@ from gpushare.measure.pair import Pair, TuneOptions
 from gpushare.measure.search import Goal, Search, Setting, Trial
 from gpushare.measure.statistics import Ratio
 from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, sure, tune
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.share import PlainShare
 from gpushare.selection import select_one
 from tests.measure.told_jobs import (
@@ -152,7 +152,7 @@ def test_a_window_of_a_duty_cycle_has_several(monkeypatch: pytest.MonkeyPatch, w
     options = TuneOptions(production=words, opportunistic=words, search=Search(goal=GOAL), window_seconds=window)
     several: Any = ToldSeveral(host, PlainShare(host, device))
     pair = Pair(host, device, options, several)
-    program, _ = pair.start_opportunistic(MpsLimits())
+    program, _ = pair.start_opportunistic(Limits())
     phases = pair._cycle(program, 0.4)
     assert [ended - began for began, ended in phases] == pytest.approx([0.2] * cycles)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpushare.host.host import Host
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.share import MpsShare, Share
 from gpushare.sim.job import _parser
 from gpushare.units import GIB
@@ -63,7 +63,7 @@ class ToldSeveral:
         self,
         title: str,
         argv: Sequence[str],
-        limits: MpsLimits,
+        limits: Limits,
         *,
         variables: Mapping[str, str] | None = None,
         listen: Callable[[str, float], None] = lambda _line, _at: None,

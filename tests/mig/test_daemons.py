@@ -148,7 +148,7 @@ def test_only_daemons_on_what_goes_are_stopped(world: World) -> None:
         f"stop the idle MPS daemon {world.state.daemons[1].pid} of MIG 1g.10gb of GPU 0"
     ]
     assert "echo quit" in steps[0].command
-    assert steps[0].undo == f"gpushare mps start -g {second} --threads 40 --memory 4096M --priority low"
+    assert steps[0].undo == f"gpushare mps start -g {second} --threads 40 --memory 4G --priority low"
     assert daemons.daemon_steps_before(world.host, gpu_of(world), []) == ()
     assert len(world.state.daemons) == 2
     do(*steps)
@@ -261,7 +261,7 @@ def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(w
     assert roll_back(steps) == []
     record = home.read()
     assert record is not None
-    assert ([daemon.pid for daemon in world.state.daemons], record.threads_percent) == ([record.pid], 40.0)
+    assert ([daemon.pid for daemon in world.state.daemons], record.limits.threads_percent) == ([record.pid], 40.0)
 
 
 def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
@@ -306,7 +306,7 @@ def test_mig_switched_on_stops_the_daemon_of_the_whole_gpu() -> None:
     assert roll_back(steps) == []
     record = home.read()
     assert record is not None
-    assert (record.threads_percent, record.previous_compute_mode) == (50.0, "DEFAULT")
+    assert (record.limits.threads_percent, record.previous_compute_mode) == (50.0, "DEFAULT")
     assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
 
 
@@ -348,7 +348,11 @@ def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
     assert before is not None
     assert record is not None
     assert record.pid != before.pid
-    assert (record.threads_percent, record.memory_limit_bytes, record.priority) == (40.0, 4 * GIB, before.priority)
+    assert (record.limits.threads_percent, record.limits.memory_limit_bytes, record.limits.priority) == (
+        40.0,
+        4 * GIB,
+        before.limits.priority,
+    )
     assert stays.read() == kept
     assert gone.read() is None
     assert [mps_aside.aside(one) for one in (home, gone, stays)] == [None, None, None]
@@ -424,7 +428,7 @@ def test_a_start_that_a_later_failure_takes_back(world: World) -> None:
     (daemon,) = world.state.daemons
     record = home.read()
     assert record is not None
-    assert (record.pid, record.threads_percent) == (daemon.pid, 40.0)
+    assert (record.pid, record.limits.threads_percent) == (daemon.pid, 40.0)
 
 
 def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
@@ -442,7 +446,7 @@ def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
     assert "was not started again" in said[1]
     record = home.read()
     assert record is not None
-    assert ([daemon.pid for daemon in world.state.daemons], record.threads_percent) == ([record.pid], 40.0)
+    assert ([daemon.pid for daemon in world.state.daemons], record.limits.threads_percent) == ([record.pid], 40.0)
     assert daemons.recover_daemons(world.host, gpu_of(world)) == (said[1],)
 
 

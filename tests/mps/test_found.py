@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from gpushare.mps import daemons as host_mps
 from gpushare.mps.control import PROGRAM, MpsControl, start_environment
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
+from gpushare.mps.limits import Limits
 from gpushare.sim import admin
 from gpushare.units import GIB, MIB
 
@@ -35,14 +37,16 @@ def start(host: Host, pipe: Path, visible: str | None) -> int:
     return pid
 
 
-def start_ours(host: Host, **limits: object) -> tuple[DaemonHome, DaemonRecord]:
+def start_ours(host: Host, *, transient: bool = False, **limits: Any) -> tuple[DaemonHome, DaemonRecord]:
     uuid = host.nvml.sweep()[0].uuid or ""
     home = home_of(host.run_directory, uuid)
     home.create()
     pid = start(host, home.pipe, uuid)
     info = host.processes.describe(pid)
     assert info is not None
-    record = DaemonRecord(device_uuid=uuid, pid=pid, started_at=info.started_at, uid=0, **limits)  # type: ignore[arg-type]
+    record = DaemonRecord(
+        device_uuid=uuid, pid=pid, started_at=info.started_at, uid=0, limits=Limits(**limits), transient=transient
+    )
     home.write(record)
     return home, record
 
@@ -65,7 +69,7 @@ def test_a_host_without_daemons(host: Host) -> None:
 
 
 def test_a_daemon_of_ours_with_what_it_holds(host: Host) -> None:
-    home, record = start_ours(host, memory_limit_bytes=1500 * MIB, transient=True, priority=1)
+    home, record = start_ours(host, memory_limit_bytes=1500 * MIB, transient=True, priority=Priority.LOW)
     talk = MpsControl(host.programs, str(home.pipe))
     talk.set_default_threads(30.0)
     talk.set_default_memory(1500 * MIB)

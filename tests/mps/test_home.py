@@ -19,12 +19,15 @@ from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host import records
-from gpushare.model import device_key, old_device_key
+from gpushare.model import Priority, device_key, old_device_key
 from gpushare.mps import home as mps_home
 from gpushare.mps.home import DaemonHome, DaemonRecord, forget_aside, home_of, homes_in, record_of, set_aside
+from gpushare.mps.limits import Limits
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
-RECORD = DaemonRecord(device_uuid=UUID, pid=7, started_at=1.5, uid=0, threads_percent=25.0, memory_limit_bytes=2**30)
+RECORD = DaemonRecord(
+    device_uuid=UUID, pid=7, started_at=1.5, uid=0, limits=Limits(threads_percent=25.0, memory_limit_bytes=2**30)
+)
 
 
 @pytest.fixture
@@ -203,7 +206,7 @@ def test_a_record_of_a_newer_gpushare_is_read(home: DaemonHome) -> None:
 )
 def test_any_record_is_read_or_none(fields: dict[str, object]) -> None:
     found = mps_home.record_of({**GOOD, **fields})
-    assert found is None or (found.pid > 0 and found.priority in {None, 0, 1})
+    assert found is None or (found.pid > 0 and found.limits.priority in {None, *Priority})
 
 
 def test_the_record_of_another_user_is_not_believed(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:

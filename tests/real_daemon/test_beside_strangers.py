@@ -11,7 +11,7 @@ import pytest
 from gpushare.host.host import Host
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.mps.home import home_of
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be ano
 
 
 def start(host: Host, device: Device) -> FoundDaemon:
-    carry_out(plan_start(host, device, MpsLimits()))
+    carry_out(plan_start(host, device, Limits()))
     (found,) = find_daemons(host, [device.gpu])
     return found
 

@@ -15,7 +15,7 @@ from gpushare.mps import start
 from gpushare.mps.control import MpsControl, parse_memory
 from gpushare.mps.daemons import find_daemons, logged_limit, own_daemon
 from gpushare.mps.home import home_of
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
@@ -26,7 +26,7 @@ from tests.real_daemon.conftest import daemons_below, wait_until
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_start_that_was_killed(host: Host, device: Device, recorded: bool) -> None:
-    steps = plan_start(host, device, MpsLimits(), exclusive=True).steps
+    steps = plan_start(host, device, Limits(), exclusive=True).steps
     child = os.fork()
     if child == 0:
         try:
@@ -55,10 +55,10 @@ def test_a_start_that_was_killed(host: Host, device: Device, recorded: bool) -> 
 
 
 def test_a_start_that_was_killed_is_completed_by_the_next(host: Host, device: Device) -> None:
-    for step in plan_start(host, device, MpsLimits(threads_percent=25.0), exclusive=True).steps[:-1]:
+    for step in plan_start(host, device, Limits(threads_percent=25.0), exclusive=True).steps[:-1]:
         step.do()
     (before,) = daemons_below(host.run_directory)
-    carry_out(plan_start(host, device, MpsLimits(threads_percent=50.0), exclusive=True))
+    carry_out(plan_start(host, device, Limits(threads_percent=50.0), exclusive=True))
     (after,) = daemons_below(host.run_directory)
     home, record = own_daemon(host, device)
     assert (before != after, record.pid, record.previous_compute_mode) == (True, after, "DEFAULT")
@@ -66,7 +66,7 @@ def test_a_start_that_was_killed_is_completed_by_the_next(host: Host, device: De
 
 
 def test_a_limit_that_another_set(host: Host, device: Device) -> None:
-    carry_out(plan_start(host, device, MpsLimits()))
+    carry_out(plan_start(host, device, Limits()))
     home, _ = own_daemon(host, device)
     control = MpsControl(host.programs, str(home.pipe))
     control.ask("set_default_device_pinned_mem_limit 0 2000M")
@@ -84,7 +84,7 @@ def test_a_limit_that_another_set(host: Host, device: Device) -> None:
 @pytest.mark.parametrize(("limit", "forged"), [(None, "7M"), (1500 * MIB, "1900M")])
 def test_a_line_in_the_log_makes_no_limit(host: Host, device: Device, limit: int | None, forged: str) -> None:
     """Whoever may connect can have any line logged; what the daemon holds and the record says goes before it."""
-    carry_out(plan_start(host, device, MpsLimits(memory_limit_bytes=limit)))
+    carry_out(plan_start(host, device, Limits(memory_limit_bytes=limit)))
     home, _ = own_daemon(host, device)
     with (home.log / "control.log").open("a") as file:
         file.write(f"\nCmd:set_default_device_pinned_mem_limit 0 {forged}\n")
@@ -105,5 +105,5 @@ def test_a_daemon_that_dies_right_after_its_start(host: Host, device: Device, mo
     monkeypatch.setattr(MpsControl, "answers", killing)
     monkeypatch.setattr(start, "_ANSWER_SECONDS", 1e6)
     with pytest.raises(GpushareError) as caught:
-        carry_out(plan_start(host, device, MpsLimits()))
+        carry_out(plan_start(host, device, Limits()))
     assert "ended right after its start" in caught.value.message

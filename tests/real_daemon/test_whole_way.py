@@ -16,7 +16,8 @@ from gpushare.model import Mechanism, Priority, mechanism
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons
 from gpushare.mps.home import home_of
-from gpushare.mps.limits import MpsLimits, plan_limits
+from gpushare.mps.limits import Limits
+from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import carry_out
@@ -25,10 +26,10 @@ from gpushare.snapshot import Observer
 from gpushare.units import GIB, MIB
 from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand, wait_until
 
-LIMITS = MpsLimits(threads_percent=25.0, memory_limit_bytes=1500 * MIB, priority=Priority.LOW)
+LIMITS = Limits(threads_percent=25.0, memory_limit_bytes=1500 * MIB, priority=Priority.LOW)
 
 
-def start(host: Host, device: Device, limits: MpsLimits = LIMITS) -> FoundDaemon:
+def start(host: Host, device: Device, limits: Limits = LIMITS) -> FoundDaemon:
     """Start a daemon and return it as a look at the host finds it."""
     carry_out(plan_start(host, device, limits))
     return only_daemon(host, device)
@@ -57,7 +58,7 @@ def test_start_sets_limits_that_the_daemon_holds(host: Host, device: Device, sim
 
 
 def test_start_without_limits_leaves_the_defaults(host: Host, device: Device) -> None:
-    daemon = start(host, device, MpsLimits()).daemon
+    daemon = start(host, device, Limits()).daemon
     assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (100.0, None, Priority.NORMAL)
 
 
@@ -66,7 +67,7 @@ def test_the_daemon_sees_one_gpu_and_no_limits_of_the_caller(
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")
     monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")
-    daemon = start(host, device, MpsLimits()).daemon
+    daemon = start(host, device, Limits()).daemon
     assert (daemon.threads_percent, daemon.priority) == (100.0, Priority.NORMAL)
     environment = host.processes.environment(daemon.pid or 0)
     assert environment is not None
@@ -91,7 +92,7 @@ def test_a_look_at_the_host_shows_it(host: Host, device: Device) -> None:
 
 def test_limits_of_a_running_daemon_can_be_changed(host: Host, device: Device) -> None:
     start(host, device)
-    carry_out(plan_limits(host, device, MpsLimits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
+    carry_out(plan_limits(host, device, Limits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
     daemon = only_daemon(host, device).daemon
     assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (70.0, 3 * GIB, Priority.LOW)
 
@@ -99,7 +100,7 @@ def test_limits_of_a_running_daemon_can_be_changed(host: Host, device: Device) -
 def test_a_second_start_is_refused_and_changes_nothing(host: Host, device: Device, sim_dir: Path) -> None:
     before = start(host, device)
     with pytest.raises(InUse) as caught:
-        plan_start(host, device, MpsLimits(threads_percent=90.0))
+        plan_start(host, device, Limits(threads_percent=90.0))
     assert caught.value.code == "daemon_exists"
     assert "gpushare mps" in caught.value.hint
     after = only_daemon(host, device)
@@ -112,7 +113,7 @@ def test_each_gpu_has_a_daemon_of_its_own(real_control: str, sim_dir: Path) -> N
     host = connect("sim:2xh200")
     gpus = host.nvml.sweep()
     for index, percent in (("0", 30.0), ("1", 60.0)):
-        carry_out(plan_start(host, select_one(index, gpus), MpsLimits(threads_percent=percent)))
+        carry_out(plan_start(host, select_one(index, gpus), Limits(threads_percent=percent)))
     held = {found.daemon.gpu_index: found.daemon.threads_percent for found in find_daemons(host, gpus)}
     assert held == {0: 30.0, 1: 60.0}
     assert len(daemons_below(sim_dir)) == 2
@@ -131,7 +132,7 @@ def test_start_works_again_after_stop(host: Host, device: Device, sim_dir: Path)
     first = start(host, device)
     stop(host, first, device, drain_seconds=0.0, force=False)
     assert daemons_below(sim_dir) == []
-    second = start(host, device, MpsLimits(threads_percent=80.0))
+    second = start(host, device, Limits(threads_percent=80.0))
     assert daemons_below(sim_dir) == [second.daemon.pid]
     assert (second.daemon.threads_percent, second.daemon.memory_limit_bytes) == (80.0, None)
 
@@ -145,7 +146,7 @@ def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device, sim_dir: P
     assert dead.error is not None
     assert "gpushare mps stop" in dead.error
     with pytest.raises(NotFound) as caught:
-        plan_limits(host, device, MpsLimits(threads_percent=10.0))
+        plan_limits(host, device, Limits(threads_percent=10.0))
     assert caught.value.code == "dead_daemon"
 
 
@@ -153,7 +154,7 @@ def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path)
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
     wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
-    again = start(host, device, MpsLimits(threads_percent=50.0))
+    again = start(host, device, Limits(threads_percent=50.0))
     assert again.daemon.pid not in {None, found.daemon.pid}
     assert (again.daemon.error, again.daemon.threads_percent) == (None, 50.0)
     assert daemons_below(sim_dir) == [again.daemon.pid]

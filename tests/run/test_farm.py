@@ -14,7 +14,7 @@ import pytest
 
 from gpushare.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.host.host import Host
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm, numbered, share_of_memory, share_of_threads
 from gpushare.selection import Device
 from gpushare.sim import admin
@@ -43,7 +43,7 @@ class Heard(FarmReporter):
 
 def test_each_copy_has_its_number_and_its_limits(host: Host, device: Device) -> None:
     heard = Heard()
-    limits = MpsLimits(threads_percent=50.0, memory_limit_bytes=4 * GIB)
+    limits = Limits(threads_percent=50.0, memory_limit_bytes=4 * GIB)
     text = (
         "echo {} $GPUSHARE_COPY $GPUSHARE_COPIES $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     )
@@ -112,7 +112,7 @@ def test_what_copies_print_is_kept_per_copy_and_per_start(host: Host, device: De
 
 
 def test_no_more_copies_run_than_fit_into_the_memory(host: Host, device: Device, tmp_path: Path) -> None:
-    options = FarmOptions(copies=4, limits=MpsLimits(memory_limit_bytes=60 * GIB))
+    options = FarmOptions(copies=4, limits=Limits(memory_limit_bytes=60 * GIB))
     two = tmp_path / "two"
 
     class Seen(Heard):
@@ -130,7 +130,7 @@ def test_no_more_copies_run_than_fit_into_the_memory(host: Host, device: Device,
 
 def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host, device: Device) -> None:
     admin.add_process("sim:h200", gpu="0", memory_bytes=100 * GIB)
-    options = FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=60 * GIB))
+    options = FarmOptions(copies=2, limits=Limits(memory_limit_bytes=60 * GIB))
     with pytest.raises(InUse) as caught:
         farm(host, device, ["true"], options, Heard())
     assert caught.value.code == "memory_does_not_fit"

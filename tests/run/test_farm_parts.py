@@ -13,7 +13,7 @@ import pytest
 from gpushare.connect import connect
 from gpushare.errors import GpushareError, InUse, NotFound
 from gpushare.model import Gpu, MigInstance
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.run import farm as module
 from gpushare.run.farm import (
     CONTEXT_BYTES,
@@ -64,7 +64,7 @@ def test_free_is_neither_used_nor_reserved(
     assert free_memory(host_with(gpu), Device(gpu=gpu)) == free
     if free is None:
         assert share_of_memory(host_with(gpu), Device(gpu=gpu), 2) is None
-        options = FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB))
+        options = FarmOptions(copies=2, limits=Limits(memory_limit_bytes=GIB))
         assert check_room(host_with(gpu), Device(gpu=gpu), options) is None
 
 
@@ -95,11 +95,11 @@ def test_as_many_fit_as_their_limits_and_contexts_leave_room_for() -> None:
     one = GIB + CONTEXT_BYTES
     for free, fitting in ((one, 1), (2 * one - 1, 1), (2 * one, 2), (9 * one, 3)):
         gpu = gpu_of(80 * GIB, 80 * GIB - free)
-        options = FarmOptions(copies=3, limits=MpsLimits(memory_limit_bytes=GIB))
+        options = FarmOptions(copies=3, limits=Limits(memory_limit_bytes=GIB))
         assert check_room(host_with(gpu), Device(gpu=gpu), options) == fitting
     gpu = gpu_of(80 * GIB, 80 * GIB - one + 1)
     with pytest.raises(InUse, match=r"limit of 1.* GiB"):
-        check_room(host_with(gpu), Device(gpu=gpu), FarmOptions(copies=3, limits=MpsLimits(memory_limit_bytes=GIB)))
+        check_room(host_with(gpu), Device(gpu=gpu), FarmOptions(copies=3, limits=Limits(memory_limit_bytes=GIB)))
     assert check_room(host_with(gpu), Device(gpu=gpu), FarmOptions(copies=3)) is None
 
 
@@ -197,7 +197,7 @@ def test_no_more_run_at_once_than_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_a_copy_may_still_allocate_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one = GIB + CONTEXT_BYTES
-    step = Step(monkeypatch, FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB)))
+    step = Step(monkeypatch, FarmOptions(copies=2, limits=Limits(memory_limit_bytes=GIB)))
     step.free = 2 * one - 1
     step.farm._start_what_fits()
     assert step.states == ["running", "waiting"]
@@ -209,7 +209,7 @@ def test_what_a_copy_may_still_allocate_is_kept_for_it(monkeypatch: pytest.Monke
 
 def test_a_copy_that_holds_more_than_its_limit_gives_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     one = GIB + CONTEXT_BYTES
-    step = Step(monkeypatch, FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB)))
+    step = Step(monkeypatch, FarmOptions(copies=2, limits=Limits(memory_limit_bytes=GIB)))
     step.farm._start_what_fits = lambda: None  # type: ignore[method-assign]
     step.farm._start(step.farm._copies[0])
     step.several.started[0].holds, step.free = 2 * one, one - 1
@@ -222,7 +222,7 @@ def test_a_copy_that_holds_more_than_its_limit_gives_nothing_to_others(monkeypat
 
 
 def test_when_nothing_runs_and_nothing_fits_any_more_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB)))
+    step = Step(monkeypatch, FarmOptions(copies=2, limits=Limits(memory_limit_bytes=GIB)))
     step.free, step.at = GIB, 100.0
     step.farm._start_what_fits()
     step.at += module._ROOM_SECONDS - 0.1
@@ -237,7 +237,7 @@ def test_when_nothing_runs_and_nothing_fits_any_more_it_is_said(monkeypatch: pyt
 
 
 def test_room_that_comes_back_in_time_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=GIB)))
+    step = Step(monkeypatch, FarmOptions(copies=2, limits=Limits(memory_limit_bytes=GIB)))
     step.free, step.at = GIB, 100.0
     step.farm._start_what_fits()
     step.free = GIB + CONTEXT_BYTES
@@ -347,7 +347,7 @@ def test_what_can_never_fit_is_refused_before_there_is_a_daemon(monkeypatch: pyt
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
     for options, code in (
-        (FarmOptions(copies=2, limits=MpsLimits(memory_limit_bytes=1000 * GIB)), "memory_does_not_fit"),
+        (FarmOptions(copies=2, limits=Limits(memory_limit_bytes=1000 * GIB)), "memory_does_not_fit"),
         (FarmOptions(copies=0), "bad_copies"),
         (FarmOptions(copies=-1), "bad_copies"),
     ):

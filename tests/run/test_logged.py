@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.run.share import Attachment
@@ -23,7 +23,7 @@ def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached
     """A client was accepted if it is this user's and the daemon has a server."""
     host = connect("sim:h200")
     device = Device(gpu=host.nvml.sweep()[0])
-    carry_out(plan_start(host, device, MpsLimits()))
+    carry_out(plan_start(host, device, Limits()))
     home, _ = own_daemon(host, device)
     if served:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}

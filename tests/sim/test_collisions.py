@@ -8,7 +8,7 @@ from gpushare.connect import connect
 from gpushare.errors import NotFound
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import home_of
-from gpushare.mps.limits import MpsLimits
+from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.selection import select_one
@@ -21,7 +21,7 @@ SPEC = "sim:h200"
 def test_a_dropped_conversation_is_held_again(dropped: int) -> None:
     host = connect(SPEC)
     device = select_one("0", host.nvml.sweep())
-    carry_out(plan_start(host, device, MpsLimits()))
+    carry_out(plan_start(host, device, Limits()))
     control = MpsControl(host.programs, str(home_of(host.run_directory, device.uuid).pipe))
     control.set_default_threads(30.0)
     admin.set_fault(SPEC, "collide", value=str(dropped))

@@ -258,12 +258,12 @@ def test_fault(cli: Cli, world: World, sim_dir: Path, ours: bool) -> None:
 
 
 def test_orphan(cli: Cli, world: World) -> None:
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.mps.start import plan_start
     from gpushare.plan import carry_out
     from gpushare.selection import select_one
 
-    carry_out(plan_start(world.host, select_one("0", world.host.nvml.sweep()), MpsLimits(), transient=True))
+    carry_out(plan_start(world.host, select_one("0", world.host.nvml.sweep()), Limits(), transient=True))
     found = checks(cli)["mps.orphan"]
     assert found["verdict"] == "warn"
     cli(*found["remedy"].split()[1:]).ok()

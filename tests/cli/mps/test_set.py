@@ -167,7 +167,7 @@ def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
     before, held = limits(cli), simulated(world)
     answer = cli("mps", "set", "--memory", "2G").ok()
     (undo,) = [line.removeprefix("note: undo: gpushare ") for line in answer.err.splitlines() if "undo:" in line]
-    assert undo.split() == ["mps", "set", "-g", "0", "--memory", "8192M" if at_first else "none"]
+    assert undo.split() == ["mps", "set", "-g", "0", "--memory", "8G" if at_first else "none"]
     cli("mps", "set", "--memory", "none").ok()
     assert limits(cli) == [(100.0, None, "normal")]
     assert world.process(world.client()).memory_limit_bytes is None
@@ -200,7 +200,7 @@ def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.Monke
     assert limits(cli) == [(25.0, 2 * GIB, "normal")]
     record = next(DaemonHome(path.parent).read() for path in World().host.run_directory.rglob("daemon.json"))
     assert record is not None
-    assert (record.threads_percent, record.memory_limit_bytes) == (25.0, 2 * GIB)
+    assert (record.limits.threads_percent, record.limits.memory_limit_bytes) == (25.0, 2 * GIB)
 
 
 @pytest.mark.usefixtures("daemon")

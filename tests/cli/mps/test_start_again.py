@@ -126,13 +126,13 @@ def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, m
 
 
 def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
-    from gpushare.mps.limits import MpsLimits
+    from gpushare.mps.limits import Limits
     from gpushare.mps.start import plan_start
     from gpushare.selection import Device
 
     device = Device(gpu=world.host.nvml.sweep()[0])
     (step,) = [
-        one for one in plan_start(world.host, device, MpsLimits(), exclusive=True).steps if "nvidia-smi" in one.command
+        one for one in plan_start(world.host, device, Limits(), exclusive=True).steps if "nvidia-smi" in one.command
     ]
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     step.do()
