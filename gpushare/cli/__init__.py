@@ -20,6 +20,7 @@ import typer  # noqa: E402
 
 from gpushare.cli import options as common  # noqa: E402
 from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
+from gpushare.show.text import NotWritten, put  # noqa: E402
 
 # One file per verb, in the order of the help, with what the help says of it. Only the file of the verb that is asked for
 # is loaded: the whole tree costs more than Typer itself, at every start.
@@ -44,8 +45,6 @@ VERBS: Final[Mapping[str, str]] = {
     "explain": "Explain an error code or a log line.",
     "sim": "Simulated hosts, to try everything on.",
 }
-# Who writes to stdout before there is a result: Click's help, ours, the version.
-_WRITERS: Final = frozenset({"echo", "put", "_version"})
 
 
 @functools.cache
@@ -106,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return 128 + 13
     except OSError as error:
+        # Of the flush, or of our own messages.
         return _unwritten(error)
     return code
 
@@ -114,20 +114,6 @@ def _drop_stdout() -> None:
     """Let nothing more be said on stdout, also not by the interpreter's own flush at its end."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_of_stdout(error: OSError) -> bool:
-    """Return whether an error came from writing to stdout."""
-    try:
-        # What could not leave is still there, and fails again.
-        sys.stdout.flush()
-    except OSError:
-        return True
-    # With PYTHONUNBUFFERED nothing is kept; then the function that failed tells.
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    return innermost is not None and innermost.tb_frame.f_code.co_name in _WRITERS
 
 
 def _unwritten(error: OSError, answer: Any = None) -> int:
@@ -154,6 +140,8 @@ def _run(words: list[str]) -> int:
         return _failed(common.interrupted(error))
     except (BrokenPipeError, common.ReaderGone):
         raise
+    except NotWritten as error:
+        return _unwritten(error)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
     except Exception as error:  # noqa: BLE001 - the last resort: no traceback without --debug
@@ -192,8 +180,6 @@ def _unexpected(error: Exception) -> int:
         return _usage(error)
     if type(error).__name__ in {"Abort", "Exit"}:
         return int(getattr(error, "exit_code", ExitCode.FAILED))
-    if isinstance(error, OSError) and _is_of_stdout(error):
-        return _unwritten(error)
     if common.settings.debug:
         raise error
     if isinstance(error, OSError):
@@ -212,7 +198,7 @@ def _unexpected(error: Exception) -> int:
 def _usage(error: Any) -> int:
     """Return the exit code of an error of the parser, said in our two lines."""
     if type(error).__name__ == "NoArgsIsHelpError":
-        sys.stdout.write(error.ctx.get_help() + "\n")
+        put(sys.stdout, error.ctx.get_help() + "\n")
         return int(ExitCode.USAGE)
     path = " ".join(filter(None, ("gpushare", common.settings.command)))
     message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))

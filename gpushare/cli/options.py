@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.errors import BadUsage, Interrupted
 from gpushare.show.plan import plan_result
+from gpushare.show.text import NotWritten, put
 from gpushare.units import quoted
 from gpushare.values import dataclass
 
@@ -149,7 +150,7 @@ def _version(ctx: Any, _parameter: Any, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         from gpushare import __version__
 
-        sys.stdout.write(f"gpushare {__version__}\n")
+        put(sys.stdout, f"gpushare {__version__}\n")
         ctx.exit()
 
 
@@ -272,6 +273,25 @@ def _noted(name: str | None, parent: Any) -> None:
         settings.command = f"{settings.command} {name}".strip()
 
 
+@contextlib.contextmanager
+def _parsing(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
+    """Let an error of the parser be said in the output format that the words ask for.
+
+    Raises:
+        NotWritten: --help could not be written; parsing does nothing else outside this process.
+    """
+    words = list(words)
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise NotWritten(error.errno, error.strerror) from error
+    except Exception:
+        _understand(words, interspersed=interspersed)
+        raise
+
+
 class Commands(dict[str, Any]):
     """Commands by name, each built when it is first asked for: the whole tree costs more than Typer itself."""
 
@@ -304,12 +324,8 @@ class Interruptible(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words; an error of it is said in the output format that they ask for."""
         _noted(info_name, parent)
-        words = list(args)
-        try:
+        with _parsing(args, interspersed=self.context_settings.get("allow_interspersed_args", True)):
             return super().make_context(info_name, args, parent, **extra)
-        except Exception:
-            _understand(words, interspersed=self.context_settings.get("allow_interspersed_args", True))
-            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -361,21 +377,13 @@ class Group(TyperGroup):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words before the command; as `Interruptible.make_context`."""
         _noted(info_name, parent)
-        words = list(args)
-        try:
+        with _parsing(args, interspersed=True):
             return super().make_context(info_name, args, parent, **extra)
-        except Exception:
-            _understand(words, interspersed=True)
-            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that is named; as `Interruptible.make_context`."""
-        words = list(args)
-        try:
+        with _parsing(args, interspersed=True):
             return super().resolve_command(ctx, args)
-        except Exception:
-            _understand(words, interspersed=True)
-            raise
 
 
 class RootGroup(Group):

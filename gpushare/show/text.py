@@ -50,16 +50,26 @@ def well_formed(text: str) -> str:
     return text if text.isascii() else re.sub(_SURROGATES, "\ufffd", text)
 
 
+class NotWritten(OSError):
+    """stdout or stderr takes no more."""
+
+
 def put(stream: IO[str], text: str) -> None:
     """Write text in one piece, spelled in ASCII where the stream's encoding needs it.
 
     Raises:
         BrokenPipeError: the reader is gone; the caller's matter.
+        NotWritten: the disk is full, or the stream is closed.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    stream.write(text)
-    stream.flush()
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise NotWritten(error.errno, error.strerror) from error
