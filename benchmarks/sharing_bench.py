@@ -15,7 +15,7 @@ from typing import Any, Final
 from benchmarks.pairs import FARMS, PAIRS, Pair
 from gpushare.host.host import Host
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import WINDOW_SECONDS, Progress, Window
+from gpushare.measure.pair import WINDOW_SECONDS, Timeline, Window
 from gpushare.measure.statistics import summarize
 from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
@@ -73,7 +73,7 @@ class Bench:
 @contextlib.contextmanager
 def alone(bench: Bench, name: str) -> Iterator[Callable[[], Window]]:
     """Run a job alone; what is yielded measures a window of it."""
-    seen = Progress(Metric(pattern=bench.metric(name)))
+    seen = Timeline(Metric(pattern=bench.metric(name)))
     with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
         several.start(name, bench.job(name), Limits(), listen=seen.listen)
         several.wait(180.0, lambda: seen.count(0.0, float("inf")) > 0)

@@ -25,7 +25,7 @@ from benchmarks.sharing_bench import RATE, Bench, Keep, alone_rate, now
 from gpushare.errors import NotFound
 from gpushare.host.process import Processes
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import Progress
+from gpushare.measure.pair import Timeline
 from gpushare.measure.statistics import paired_ratio
 from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
@@ -54,7 +54,7 @@ class Beside:
     child: subprocess.Popen[bytes]
     output: IO[bytes]
     processes: Processes
-    seen: Progress = field(default_factory=lambda: Progress(Metric(pattern=RATE)))
+    seen: Timeline = field(default_factory=lambda: Timeline(Metric(pattern=RATE)))
     place: int = 0
     rest: bytes = b""
 
@@ -95,7 +95,7 @@ def pause(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
     on, off = (2.0, 8.0) if not bench.pretend else (1.2, 2.4)
     pairs = PAIRS_OF_CYCLES if not bench.pretend else 2
     other_alone = alone_rate(bench, "big")
-    production = Progress(Metric(pattern=RATE))
+    production = Timeline(Metric(pattern=RATE))
     with Several(bench.host, PlainShare(bench.host, bench.device), grace_seconds=5.0) as several:
         words = bench.job("membw", "--on", str(on), "--off", str(off))
         if bench.pretend:
@@ -133,7 +133,7 @@ def pause(bench: Bench, found: dict[str, Any], keep: Keep) -> None:
 
 
 def _cycles(
-    several: Several, beside: Beside, production: Progress, rest: float, count: int
+    several: Several, beside: Beside, production: Timeline, rest: float, count: int
 ) -> list[tuple[bool, float, float]]:
     """Return cycles, each from one rest of production to the next: whether the other ran, start, and end."""
     found: list[tuple[bool, float, float]] = []
@@ -150,7 +150,7 @@ def _cycles(
     return found
 
 
-def _until_rest(several: Several, beside: Beside, production: Progress, rest: float) -> None:
+def _until_rest(several: Several, beside: Beside, production: Timeline, rest: float) -> None:
     """Wait until production has worked once more and rests for so many seconds: then no sign of its work is left."""
     before = len(production.values)
     _wait(several, beside, lambda: len(production.values) > before, 60.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NotSupported, OperationFailed
-from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Watcher, failures
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, failures
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage, UsageMeter
 from gpushare.measure.ways import (
@@ -31,7 +30,7 @@ from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.environment import check_program
 from gpushare.run.end import CONVERSATION_SECONDS
-from gpushare.run.program import Wakeups
+from gpushare.run.program import EndSignals
 from gpushare.units import format_bytes, format_copies
 
 if TYPE_CHECKING:
@@ -145,12 +144,12 @@ class Bench:
         device: Device,
         grounds: Grounds,
         settings: Settings,
-        watcher: Watcher,
+        signals: EndSignals | None = None,
         progress: Callable[[Progress], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._grounds, self._settings = host, device, grounds, settings
-        self._watcher, self._progress, self._clock = watcher, progress, clock
+        self._signals, self._progress, self._clock = signals, progress, clock
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
         self.measurement = Measurement(settings=settings)
@@ -258,7 +257,8 @@ class Bench:
             Durations(window=settings.window, limit=self._limit(copies)),
             clients=clients or set,
             meter=self._grounds.meter(way),
-            watcher=self._watcher,
+            guard=self._grounds.guard,
+            signals=self._signals,
         )
         result = runner.in_turn(launches, usage) if way.kind == QUEUE else runner.together(launches, usage)
         self._took[cell] = self._clock() - before
@@ -346,9 +346,6 @@ def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]
     for cell in measurement.settings.cells:
         if (cell[0].name, cell[1]) not in left:
             yield cell, measurement.of(cell)
-
-
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,34 +441,6 @@ def _too_few(copies: int, instances: int) -> str:
     return f"{copies} copies need {copies} free MIG instances of one profile, and {there}"
 
 
-class _Signals(Watcher):
-    """Waits for signals and ended copies; the guard learns of every copy."""
-
-    def __init__(self, wakeups: Wakeups, grounds: Grounds) -> None:
-        self._wakeups, self._grounds = wakeups, grounds
-        self.number: int | None = None
-
-    def announce(self, pid: int, started: float | None) -> None:
-        """Tell the guard."""
-        self._grounds.announce(pid, started)
-
-    def ended(self, pid: int) -> None:
-        """Tell the guard."""
-        self._grounds.ended(pid)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait, and return whether the user has ended it."""
-        self.hurry(seconds)
-        return self.number is not None
-
-    def hurry(self, seconds: float = 0.0) -> bool:
-        """Return whether an ending signal came."""
-        came = [number for number in self._wakeups.wait(seconds) if number in _ENDING]
-        if came and self.number is None:
-            self.number = came[0]
-        return bool(came)
-
-
 def measure(
     host: Host, device: Device, prepared: Prepared, progress: Callable[[Progress], None] = lambda _: None
 ) -> tuple[Measurement, int | None]:
@@ -487,16 +456,15 @@ def measure(
         wanted = max(wanted, 1)
     started = time.monotonic()
     # From before anything is set up to after it was given back: no signal interrupts either.
-    with Wakeups((*_ENDING, signal.SIGCHLD)) as wakeups, Grounds(host, device, settings.argv[0]) as grounds:
+    with EndSignals() as signals, Grounds(host, device, settings.argv[0]) as grounds:
         settings, unset = _opened(grounds, settings, wanted)
         free = len(grounds.instances)
         settings, more = _with_instances(settings, free)
-        watcher = _Signals(wakeups, grounds)
-        bench = Bench(host, device, grounds, settings, watcher, progress)
+        bench = Bench(host, device, grounds, settings, signals, progress)
         bench.measurement.left_out += [*left, *unset, *more]
         measurement = bench.go()
     measurement.seconds = time.monotonic() - started
-    return measurement, watcher.number if measurement.interrupted else None
+    return measurement, signals.first if measurement.interrupted else None
 
 
 def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import tempfile
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.host.process import Streams
-from gpushare.host.program import group_members
-from gpushare.measure.metric import Metric, Printed, bounded, hopeless
-from gpushare.run.end import GRACE_SECONDS, end_left_behind, end_programs, still_there
+from gpushare.measure.metric import Metric, Printed, hopeless, within
+from gpushare.run.end import GRACE_SECONDS
+from gpushare.run.several import Group, Program
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.process import Spawned
     from gpushare.measure.usage import UsageMeter
     from gpushare.mps.kill import Meter
+    from gpushare.run.program import EndSignals, Guard
 
 _POLL_SECONDS: Final = 0.05
 # While copies start, and of programs that take no longer, a look more often tells times more exactly.
 _FIRST_SECONDS: Final = 2.0
 _FIRST_POLL_SECONDS: Final = 0.01
-_REAP_SECONDS: Final = 5.0
-# What a copy prints is read and thrown away: more than this is not kept on the disk.
-_MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,63 +71,33 @@ class CopiesResult:
     interrupted: bool = False
 
 
-class Watcher:
-    """What a caller does beside the copies; each method is called by the loop that waits for them."""
-
-    def announce(self, pid: int, started: float | None) -> None:
-        """A copy is about to run; called in its own process."""
-
-    def ended(self, pid: int) -> None:
-        """A copy has ended."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait so long, less when something happens; return whether the user wants it all to end."""
-        time.sleep(seconds)
-        return False
-
-    def hurry(self) -> bool:
-        """Return whether the user asked again."""
-        return False
-
-
 @dataclass
 class _Copy:
     number: int
-    child: Spawned
-    descriptor: int
+    program: Program
     printed: Printed
-    started: float
-    offset: int = 0
-    ended: float | None = None
-    status: int | None = None
     by_us: bool = False
     left_behind: tuple[int, ...] = ()
 
-    def read(self, at: float) -> None:
-        while chunk := os.pread(self.descriptor, 1 << 16, self.offset):
-            self.offset += len(chunk)
-            with bounded(self.printed.metric.pattern):
-                self.printed.feed(chunk.decode(errors="replace"), at)
-        if self.offset > _MOST_OUTPUT_BYTES:
-            # It appends, so it goes on at the new end.
-            os.ftruncate(self.descriptor, 0)
-            self.offset = 0
-
     def hopeless(self, at: float) -> bool:
         """Return whether it prints what is no number, and will go on so."""
-        return not self.printed.values and hopeless(self.printed.refusals, at - self.started)
+        return not self.printed.values and hopeless(self.printed.refusals, at - self.program.started)
 
 
 @dataclass
 class Copies:
-    """Runs copies of a command. ``clients`` and ``meter`` as `end_programs` takes them: how their end harms nobody."""
+    """Runs copies of a command.
+
+    ``clients`` and ``meter`` as `end_programs` takes them: how their end harms nobody.
+    """
 
     host: Host
     metric: Metric
     durations: Durations
     clients: Callable[[], set[int] | None] = set
     meter: Meter | None = None
-    watcher: Watcher = field(default_factory=Watcher)
+    guard: Guard | None = None
+    signals: EndSignals | None = None
     clock: Callable[[], float] = time.monotonic
 
     def together(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
@@ -143,15 +106,15 @@ class Copies:
         Raises:
             GpushareError: a copy could not be started, or not be ended; those that run are ended.
         """
-        with contextlib.ExitStack() as stack:
-            copies: list[_Copy] = []
-            try:
-                for number, launch in enumerate(launches):
-                    copies.append(self._start(number, launch, stack))
-                return self._follow(copies, usage)
-            finally:
-                # Also when something failed here: nobody is left behind.
-                self._end([copy for copy in copies if copy.ended is None])
+        group = Group(self.host, self.guard, clients=self.clients, meter=self.meter, grace_seconds=self.durations.grace)
+        copies: list[_Copy] = []
+        try:
+            for number, launch in enumerate(launches):
+                copies.append(self._start(group, number, launch))
+            return self._follow(group, copies, usage)
+        finally:
+            # Even if something failed here, no program is left behind.
+            self._end(group, [copy for copy in copies if copy.program.runs])
 
     def in_turn(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
         """Run copies one after the other; after one that hung, or an interruption, no other starts.
@@ -171,36 +134,26 @@ class Copies:
                 break
         return CopiesResult(copies=tuple(found), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
 
-    def _start(self, number: int, launch: Launch, stack: contextlib.ExitStack) -> _Copy:
-        # A file, not a pipe: a copy that prints much never waits for us.
-        file = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115 - the stack closes it
-        appending = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # Python keeps back what it prints to a file; a number must be seen when it is printed.
-            environment = {**launch.environment, "PYTHONUNBUFFERED": "1"}
-            started = self.clock()
-            child = self.host.processes.spawn(
-                launch.argv, environment, Streams(nothing, appending, appending), self.watcher.announce
-            )
-        finally:
-            os.close(appending)
-            os.close(nothing)
-        return _Copy(number, child, file.fileno(), Printed(self.metric), started)
+    def _start(self, group: Group, number: int, launch: Launch) -> _Copy:
+        printed = Printed(self.metric)
 
-    def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
-        first = min((copy.started for copy in copies), default=self.clock())
+        def listen(line: str, _at: float) -> None:
+            printed.listen(line, self.clock())
+
+        program = group.launch(f"copy {number}", launch.argv, launch.environment, listen=listen, redrawn=True)
+        return _Copy(number, program, printed)
+
+    def _follow(self, group: Group, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
+        first = min((copy.program.started for copy in copies), default=self.clock())
         opened: float | None = None
         hung = interrupted = False
         while True:
-            at = self._look(copies, usage)
-            running = [copy for copy in copies if copy.ended is None]
+            at = self._look(group, copies, usage)
+            running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
             if self.durations.window is not None and opened is None and all(copy.printed.values for copy in running):
                 opened = at
-                for copy in copies:
-                    copy.printed.forget_latencies()
                 if usage is not None:
                     usage.restart()
             measured = opened is not None and self.durations.window is not None and at - opened >= self.durations.window
@@ -209,104 +162,76 @@ class Copies:
             hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
                 break
-            interrupted = self.watcher.wait(_FIRST_POLL_SECONDS if at - first < _FIRST_SECONDS else _POLL_SECONDS)
+            interrupted = self._asked(_FIRST_POLL_SECONDS if at - first < _FIRST_SECONDS else _POLL_SECONDS)
         closed = self.clock()
         if usage is not None:
             usage.stop()
         for copy in copies:
-            copy.by_us = copy.ended is None
-        self._end([copy for copy in copies if copy.by_us])
-        self._end_left_behind(copies, frozenset() if usage is None else usage.members)
+            copy.by_us = copy.program.runs
+        self._end(group, [copy for copy in copies if copy.by_us])
+        self._end_left_behind(group, copies, frozenset() if usage is None else usage.members)
         results = tuple(self._judged(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
-    def _look(self, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
-        """Read what was printed, see who ended, and return the time."""
-        for copy in copies:
-            if copy.ended is not None:
-                continue
-            status = copy.child.poll()
-            at = self.clock()
-            copy.read(at)
-            if status is not None:
-                copy.status, copy.ended = status, at
-                copy.printed.end(at)
-                self.watcher.ended(copy.child.pid)
+    def _asked(self, seconds: float) -> bool:
+        """Wait at most so long, and return whether the user has asked for the end."""
+        if self.signals is not None:
+            return self.signals.asked(seconds)
+        time.sleep(seconds)
+        return False
+
+    def _hurried(self) -> bool:
+        return self.signals is not None and self.signals.came()
+
+    def _look(self, group: Group, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
+        """Read what was printed, see which copies ended, and return the time."""
+        group.look()
         if usage is not None:
-            usage.look([copy.child.pid for copy in copies if copy.ended is None])
+            usage.look([copy.program.pid for copy in copies if copy.program.runs])
         return self.clock()
 
-    def _end(self, copies: Sequence[_Copy]) -> None:
-        """End copies that still run, together and so that no other client of the daemon is broken."""
-        if not copies:
-            return
-        end_programs(
-            self.host,
-            [copy.child.pid for copy in copies],
-            self.clients,
-            self.meter,
-            number=signal.SIGINT,
-            grace_seconds=self.durations.grace,
-            hurry=self.watcher.hurry,
-        )
-        self._reap(copies)
+    def _end(self, group: Group, copies: Sequence[_Copy]) -> None:
         for copy in copies:
-            copy.status = copy.child.poll()
-            copy.ended = self.clock()
-            self.watcher.ended(copy.child.pid)
+            # What it prints at its end is not measured.
+            copy.program.listen = lambda _line, _at: None
+        group.end([copy.program for copy in copies], hurry=self._hurried)
 
-    def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
-        """End what copies that ended by themselves have left running: the next run would be measured beside it.
+    def _end_left_behind(self, group: Group, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
+        """End what copies that ended by themselves left running: the next run would be measured next to it.
 
-        ``seen`` are those that were of the run when somebody new came to the GPU: one in a session of its own is only there.
+        ``seen`` are the run's processes that were on the GPU: the only trace of one in a session of its own.
         """
-        elsewhere = {pid for pid in seen - {copy.child.pid for copy in copies} if self.host.processes.alive(pid)}
-        found = {copy.child.pid: set(group_members(copy.child.pid)) for copy in copies if not copy.by_us}
-        if found:
-            # Nobody knows whose these are: they count as the first one's.
-            next(iter(found.values())).update(elsewhere.difference(*found.values()))
-        left = still_there(self.host, found)
-        for copy in copies:
-            copy.left_behind = left.get(copy.child.pid, ())
-        pids = [pid for each in left.values() for pid in each]
-        if pids:
-            end_left_behind(
-                self.host, pids, self.clients, self.meter, grace_seconds=self.durations.grace, hurry=self.watcher.hurry
-            )
-
-    def _reap(self, copies: Sequence[_Copy]) -> None:
-        """Wait until nothing is left of them on the GPU.
-
-        A process whose first thread has ended looks dead while CUDA's own threads still take its context down (seen on
-        an H200): only what can be reaped is gone, and the next run would be measured beside it.
-        """
-        for _ in range(int(_REAP_SECONDS / _FIRST_POLL_SECONDS)):
-            if all(copy.child.poll() is not None for copy in copies):
-                return
-            time.sleep(_FIRST_POLL_SECONDS)
+        programs = {copy.program.pid for copy in copies}
+        elsewhere = [pid for pid in seen - programs if self.host.processes.alive(pid)]
+        over = [copy for copy in copies if not copy.by_us]
+        left = group.left_behind([copy.program for copy in over], elsewhere)
+        for copy in over:
+            copy.left_behind = left.get(copy.program.pid, ())
+        if left:
+            group.end_left_behind(left, hurry=self._hurried)
 
     def _judged(self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool) -> CopyResult:
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)
-        ended = copy.ended if copy.ended is not None and not copy.by_us else closed
+        program, since = copy.program, -math.inf if opened is None else opened
+        ended = closed if copy.by_us or program.ended is None else program.ended
         return CopyResult(
             copy=copy.number,
-            pid=copy.child.pid,
-            seconds=ended - copy.started,
-            exit_code=None if copy.by_us else copy.status,
+            pid=program.pid,
+            seconds=ended - program.started,
+            exit_code=None if copy.by_us else program.status,
             value=value if self.metric.printed else None,
-            latencies=tuple(copy.printed.latencies),
-            p50=copy.printed.latency(50),
-            p99=copy.printed.latency(99),
+            latencies=tuple(within(copy.printed.latencies, since, math.inf)),
+            p50=copy.printed.latency(50, since),
+            p99=copy.printed.latency(99, since),
             failure="interrupted" if interrupted and copy.by_us else self._failure(copy, value, opened, hung=hung),
-            last_line=copy.printed.tail[-1] if copy.printed.tail else None,
+            last_line=program.last_line or None,
         )
 
     def _failure(self, copy: _Copy, value: float | None, opened: float | None, *, hung: bool) -> str | None:
-        said = f": {copy.printed.tail[-1]}" if copy.printed.tail else ""
         window = self.durations.window
-        if not copy.by_us and copy.status:
-            return f"{_exit(copy.status)}{said}"
+        if not copy.by_us and copy.program.failure is not None:
+            return copy.program.failure
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; it must stay in the foreground"
@@ -326,15 +251,6 @@ def _no_number(printed: Printed) -> str:
     if printed.refused is not None and not printed.values:
         return f"printed {quoted(printed.refused)} where --metric matches, which is no rate or time"
     return "printed no number that --metric matches"
-
-
-def _exit(status: int) -> str:
-    if status > 0:
-        return f"exit code {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"
 
 
 def failures(result: CopiesResult) -> list[str]:

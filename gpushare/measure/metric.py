@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import re
@@ -20,21 +21,16 @@ _LONGEST_PATTERN: Final = 1000
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 # "1,234.5": thousands in groups of three.
 _GROUPED: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-# A progress bar ends what it draws with a return, and draws over it.
-_LINE_END: Final = re.compile(r"[\r\n]")
 # "latency_ms=0.41", "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" sums up many.
 LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
 _PERCENTILE: Final = re.compile(
     r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
 )
-_TAIL_LINES: Final = 5
 # No rate and no time; its square can still be added up.
 _MOST: Final = 1e100
 # So many times, for so long, and never a number: the pattern marks something else.
 _REFUSALS: Final = 3
 _REFUSED_SECONDS: Final = 30.0
-# A line without an end must not fill the memory.
-_LONGEST_LINE: Final = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,60 +117,46 @@ def hopeless(refusals: int, seconds: float) -> bool:
 
 @dataclass
 class Printed:
-    """What one copy has printed so far: numbers with the time at which they were seen, latencies, the last lines."""
+    """What a program has printed: numbers, with the time at which they were seen (seconds of any clock that only rises)."""
 
     metric: Metric
     values: list[tuple[float, float]] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-    percentiles: dict[int, float] = field(default_factory=dict)
-    tail: list[str] = field(default_factory=list)
-    # What --metric marked last that is no rate.
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    # The 50th and 99th percentile of many requests, as the program gives them.
+    percentiles: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: {50: [], 99: []})
+    # The last match of the pattern that is no rate, and how many there were.
     refused: str | None = None
     refusals: int = 0
-    _rest: str = ""
 
-    def feed(self, text: str, at: float) -> None:
-        """Take in what was printed up to a time (seconds of any clock)."""
-        *parts, self._rest = _LINE_END.split(self._rest + text)
-        for part in parts:
-            self._part(part, at)
-        if len(self._rest) > _LONGEST_LINE:
-            self.end(at)
+    def listen(self, line: str, at: float) -> None:
+        """Take in a line; matching takes 5 seconds at most.
 
-    def end(self, at: float) -> None:
-        """Take in a last line without an end."""
-        rest, self._rest = self._rest, ""
-        self._part(rest, at)
+        Raises:
+            TimedOut: it took longer.
+        """
+        with bounded(self.metric.pattern):
+            self._listen(line, at)
 
-    def _part(self, part: str, at: float) -> None:
-        if not part:
-            return
+    def _listen(self, line: str, at: float) -> None:
         if self.metric.pattern is not None:
-            for match in re.finditer(self.metric.pattern, part):
+            for match in re.finditer(self.metric.pattern, line):
                 value = amount(match.group(1))
                 if value is None:
-                    self.refused = (match.group(1) or "")[:40]
-                    self.refusals += 1
+                    self.refused, self.refusals = (match.group(1) or "")[:40], self.refusals + 1
                 else:
                     self.values.append((at, value))
-        for match in re.finditer(self.metric.latency, part):
+        for match in re.finditer(self.metric.latency, line):
             value = number(match.group(1))
             if value is not None:
-                self.latencies.append(value)
-        for match in _PERCENTILE.finditer(part):
+                self.latencies.append((at, value))
+        for match in _PERCENTILE.finditer(line):
             value = number(match.group(2))
             if value is not None:
-                self.percentiles[int(match.group(1))] = value
-        if part.strip():
-            self.tail = [*self.tail[1 - _TAIL_LINES :], part.strip()[:200]]
-
-    def forget_latencies(self) -> None:
-        """Drop the latencies so far: the measurement begins now."""
-        self.latencies.clear()
+                self.percentiles[int(match.group(1))].append((at, value))
 
     def between(self, start: float, end: float) -> float | None:
-        """Return the mean of the numbers that were seen in a time, or None when there was none."""
-        seen = [value for at, value in self.values if start < at <= end]
+        """Return the mean of the numbers that were seen after ``start`` up to ``end``, or None when there was none."""
+        seen = within(self.values, start, end)
         return math.fsum(seen) / len(seen) if seen else None
 
     @property
@@ -182,9 +164,17 @@ class Printed:
         """Return the last number."""
         return self.values[-1][1] if self.values else None
 
-    def latency(self, percent: int) -> float | None:
+    def latency(self, percent: int, since: float = -math.inf) -> float | None:
         """Return the 50th or 99th percentile of the latencies, in the unit in which they are printed."""
-        return percentile(self.latencies, percent) if self.latencies else self.percentiles.get(percent)
+        latencies = within(self.latencies, since, math.inf)
+        own = self.percentiles[percent]
+        return percentile(latencies, percent) if latencies else own[-1][1] if own else None
+
+
+def within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:
+    """Return the values that were seen after ``start`` up to ``end``."""
+    first = bisect.bisect_right(pairs, start, key=lambda pair: pair[0])
+    return [value for at, value in pairs[first:] if at <= end]
 
 
 SECONDS: Final = 5.0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import bisect
 import math
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import OperationFailed, TimedOut
 from gpushare.host.activity import BandwidthRecorder
-from gpushare.measure.metric import Metric, amount, bounded, hopeless, number
+from gpushare.measure.metric import Metric, Printed, hopeless, within
 from gpushare.measure.search import Search
 from gpushare.measure.statistics import percentile, ratio
 from gpushare.measure.usage import UsageMeter
@@ -89,8 +88,6 @@ class WindowLength:
         return (_TIMES_FOR_P99 if self._tails else _TIMES) * rounds if given is None else given
 
 
-# A p99 that sums up many requests: "p99=0.5", "p99_ms: 1.2".
-_P99: Final = r"(?i)\bp99(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:e[-+]?\d+)?)"
 # Below it the 99th percentile is the largest of a handful.
 LEAST_LATENCIES: Final = 20
 
@@ -105,41 +102,20 @@ class Window:
 
 
 @dataclass
-class Progress:
-    """Every line of a program with the time at which it was seen (seconds of any clock that only rises)."""
+class Timeline(Printed):
+    """All that a program prints, over time; lines too where they are what is counted."""
 
-    metric: Metric
     lines: list[float] = field(default_factory=list)
-    values: list[tuple[float, float]] = field(default_factory=list)
-    latencies: list[tuple[float, float]] = field(default_factory=list)
-    percentiles: list[tuple[float, float]] = field(default_factory=list)
-    # What the pattern marked last that is no rate, and how often.
-    refused: str | None = None
-    refusals: int = 0
 
     def listen(self, line: str, at: float) -> None:
-        """Take in a line."""
-        if self.metric.pattern is None:
+        """Take in a line; as `Printed.listen`."""
+        if not self.metric.printed:
             self.lines.append(at)
-        else:
-            for match in re.finditer(self.metric.pattern, line):
-                value = amount(match.group(1))
-                if value is None:
-                    self.refused, self.refusals = (match.group(1) or "")[:40], self.refusals + 1
-                else:
-                    self.values.append((at, value))
-        latency = re.search(self.metric.latency, line)
-        value = number(latency.group(1)) if latency else None
-        if value is not None:
-            self.latencies.append((at, value))
-        summed = re.search(_P99, line)
-        value = number(summed.group(1)) if summed else None
-        if value is not None:
-            self.percentiles.append((at, value))
+        super().listen(line, at)
 
     def count(self, start: float, end: float) -> int:
         """Return how many rates, or lines, were seen in a window."""
-        return len(_within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
+        return len(within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
 
     def moments(self, start: float, end: float) -> list[float]:
         """Return when rates, or lines, were seen in a window; what came at once, as out of a buffer, is one moment."""
@@ -156,7 +132,7 @@ class Progress:
         return max(after - one for one, after in pairwise([*before, *self.moments(start, end), end]))
 
     @property
-    def last(self) -> float | None:
+    def last_at(self) -> float | None:
         """Return when the last rate, or line, was seen."""
         if self.metric.printed:
             return self.values[-1][0] if self.values else None
@@ -173,10 +149,10 @@ class Progress:
         else:
             done = self._done(end) - self._done(start)
             rate = done / (end - start) if done > 0 and end > start else None
-        p99s = _within(self.percentiles, start, end)
+        p99s = within(self.percentiles[99], start, end)
         return Window(
             rate=rate,
-            latencies=tuple(_within(self.latencies, start, end)),
+            latencies=tuple(within(self.latencies, start, end)),
             printed_p99=percentile(p99s, 50) if p99s else None,
         )
 
@@ -201,7 +177,7 @@ class Progress:
         """Return the printed rates of a window, but for the first so many."""
         # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
         rated = self.metric.higher_is_better
-        values = [value for value in _within(self.values, start, end)[skip:] if value > 0 or (rated and value == 0)]
+        values = [value for value in within(self.values, start, end)[skip:] if value > 0 or (rated and value == 0)]
         return [self.metric.speed(value) for value in values]
 
     def _done(self, at: float) -> float:
@@ -226,11 +202,6 @@ def p99(windows: Sequence[Window]) -> float | None:
 
 def _latencies(windows: Sequence[Window]) -> list[float]:
     return [latency for window in windows for latency in window.latencies]
-
-
-def _within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:
-    first = bisect.bisect_right(pairs, start, key=lambda pair: pair[0])
-    return [value for at, value in pairs[first:] if at <= end]
 
 
 def _count(times: Sequence[float], start: float, end: float) -> int:
@@ -326,7 +297,7 @@ class Pair:
         self._bandwidth = BandwidthRecorder(host.nvml, device.gpu.index)
         self._window = WindowLength(options.window_seconds, tails=options.search.goal.p99_factor is not None)
         self._production: Program | None = None
-        self._seen = Progress(options.metric)
+        self._seen = Timeline(options.metric)
         self.production_cap: float | None = None
         self.dram: list[float] = []
         self.memory: int | None = None
@@ -362,11 +333,11 @@ class Pair:
             )
         return window.rate, dram, memory
 
-    def start_opportunistic(self, limits: Limits) -> tuple[Program, Progress]:
+    def start_opportunistic(self, limits: Limits) -> tuple[Program, Timeline]:
         """Start the opportunistic job under these limits and wait until it prints; errors as `tune`."""
-        seen = Progress(self._options.opportunistic_metric)
+        seen = Timeline(self._options.opportunistic_metric)
         program = self.several.start(
-            "opportunistic", self._options.opportunistic, limits, listen=_bounded(seen), redrawn=True
+            "opportunistic", self._options.opportunistic, limits, listen=seen.listen, redrawn=True
         )
         self._until_warm(program, seen)
         return program, seen
@@ -383,18 +354,18 @@ class Pair:
             self.several.end([self._production])
         # Also where it does not start: then it has to be restarted.
         self.production_cap = cap
-        self._seen = Progress(self._options.metric)
+        self._seen = Timeline(self._options.metric)
         self._production = self.several.start(
             "production",
             self._options.production,
             Limits(threads_percent=cap),
-            listen=_bounded(self._seen),
+            listen=self._seen.listen,
             redrawn=True,
         )
         self._until_warm(self._production, self._seen)
         self._fit()
 
-    def _until_warm(self, program: Program, seen: Progress) -> None:
+    def _until_warm(self, program: Program, seen: Timeline) -> None:
         """Wait until a job prints what is measured, and a while longer."""
         options, started = self._options, time.monotonic()
 
@@ -476,7 +447,7 @@ class Pair:
     @property
     def silent_seconds(self) -> float:
         """Return for how long production has printed nothing that is measured."""
-        last = self._seen.last
+        last = self._seen.last_at
         return math.inf if last is None else time.monotonic() - last
 
     def alone_window(self) -> Window:
@@ -497,7 +468,7 @@ class Pair:
         return window
 
     def together_window(
-        self, program: Program, seen: Progress, duty_percent: float | None = None, full: float | None = None
+        self, program: Program, seen: Timeline, duty_percent: float | None = None, full: float | None = None
     ) -> tuple[Window, float | None, float | None]:
         """Watch both; return the production job's window, and the other's rate, which is ``full`` for all of the time.
 
@@ -541,11 +512,3 @@ class Pair:
         self.several.look()
         self._usage.look([program.pid for program in self.several.programs])
         return time.monotonic()
-
-
-def _bounded(seen: Progress) -> Callable[[str, float], None]:
-    def listen(line: str, at: float) -> None:
-        with bounded(seen.metric.pattern):
-            seen.listen(line, at)
-
-    return listen

@@ -21,7 +21,7 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place
-from gpushare.run.program import announcer, start_guard
+from gpushare.run.program import Guard
 from gpushare.run.share import (
     INSTANCE,
     MpsShare,
@@ -299,6 +299,7 @@ class Grounds:
         self._host, self._device, self._program = host, device, program
         self._share: MpsShare | None = None
         self._instances: list[tuple[Place, HeldClaim]] = []
+        self.guard: Guard | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Grounds:
@@ -323,36 +324,9 @@ class Grounds:
             self._instances = _take(self._host, self._device, instances)
             for _, claim in self._instances:
                 self._stack.callback(claim.release)
-        self._guard()
-
-    def _guard(self) -> None:
-        guard, self._pipe = start_guard(
-            self._host, _Guarded(self._device, self._share, [claim for _, claim in self._instances])
-        )
-
-        def dismiss() -> None:
-            lingers = self._share is not None and self._share.close()
-            self._tell("linger" if lingers else "done")
-            with contextlib.suppress(OSError):
-                self._pipe.close()
-            if not lingers:
-                guard.wait()
-
-        self._stack.callback(dismiss)
-
-    def announce(self, pid: int, started: float | None) -> None:
-        """Let the guard end this program, in which it is called, if gpushare dies."""
-        announcer(self._pipe)(pid, started)
-
-    def ended(self, pid: int) -> None:
-        """Let the guard forget a program."""
-        self._tell(f"ended {pid}")
-
-    def _tell(self, word: str) -> None:
-        # A guard that somebody killed must not end the measurement.
-        with contextlib.suppress(OSError, ValueError):
-            self._pipe.write(word.encode() + b"\n")
-            self._pipe.flush()
+        claims = [claim for _, claim in self._instances]
+        guard = self.guard = Guard(self._host, _Guarded(self._device, self._share, claims))
+        self._stack.callback(lambda: guard.dismiss(lingers=self._share is not None and self._share.close()))
 
     @property
     def instances(self) -> Sequence[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, NoPermission, NotFound
@@ -51,38 +51,6 @@ def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     return signal.SIGTERM if ignored else number
 
 
-def end_program(
-    host: Host,
-    program_pid: int,
-    clients: Callable[[], set[int] | None],
-    meter: Meter | None,
-    *,
-    number: int = signal.SIGINT,
-    grace_seconds: float = GRACE_SECONDS,
-    bound_seconds: float = DRAIN_BOUND_SECONDS,
-    hurry: Callable[[], bool] = lambda: False,
-) -> Drain | None:
-    """End a program and all that descends from it; return how the GPU drained, or None when it was not waited for.
-
-    ``clients`` are the processes whose sudden death would break others. ``meter`` measures the drained queue of
-    what must be killed; without one it is killed at once: outside MPS that breaks nobody. ``hurry`` is asked while
-    the program has its time, and cuts it short (a second Ctrl-C).
-
-    Raises:
-        GpushareError: a process could not be ended.
-    """
-    return end_programs(
-        host,
-        [program_pid],
-        clients,
-        meter,
-        number=number,
-        grace_seconds=grace_seconds,
-        bound_seconds=bound_seconds,
-        hurry=hurry,
-    )
-
-
 def end_programs(
     host: Host,
     program_pids: Iterable[int] | Mapping[int, float],
@@ -94,10 +62,12 @@ def end_programs(
     bound_seconds: float = DRAIN_BOUND_SECONDS,
     hurry: Callable[[], bool] = lambda: False,
 ) -> Drain | None:
-    """End several programs together, as `end_program` does one: one grace, one drain, however many they are.
+    """End programs and all their descendants together: one grace, one drain. Return how the GPU drained; None: no wait.
 
-    ``program_pids`` may have their start times. Those of all descendants are noted when they are found: whoever gets
-    one of the PIDs while the programs end gets no signal.
+    ``program_pids`` may come with start times. Those of all descendants are noted when they are found: a process that
+    gets one of the PIDs while the programs end gets no signal. ``clients`` are the processes whose sudden death would
+    break others. ``meter`` measures the drained queue of what must be killed; without one it is killed at once, which
+    outside MPS breaks nobody. ``hurry`` is asked during the grace, and cuts it short (a second Ctrl-C).
 
     Raises:
         GpushareError: a process could not be ended.
@@ -157,20 +127,3 @@ def still_there(host: Host, found: Mapping[int, Iterable[int]]) -> dict[int, tup
     left = set(wait_gone(host.processes, started, HELPER_SECONDS))
     kept = {program: tuple(pid for pid in pids if pid in left) for program, pids in members.items()}
     return {program: pids for program, pids in kept.items() if pids}
-
-
-def end_left_behind(
-    host: Host,
-    pids: Sequence[int],
-    clients: Callable[[], set[int] | None],
-    meter: Meter | None,
-    *,
-    grace_seconds: float,
-    hurry: Callable[[], bool],
-) -> Drain | None:
-    """End it as `end_programs` does, with SIGTERM: a shell lets what it runs in the background ignore SIGINT.
-
-    Raises:
-        GpushareError: one could not be ended.
-    """
-    return end_programs(host, pids, clients, meter, number=signal.SIGTERM, grace_seconds=grace_seconds, hurry=hurry)

@@ -7,10 +7,9 @@ import hashlib
 import json
 import os
 import re
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.errors import BadUsage, GpushareError, InUse
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, replace_file, writing
-from gpushare.mps.control import MpsControl
 from gpushare.mps.limits import Limits
-from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
-from gpushare.run.program import Wakeups
+from gpushare.run.end import GRACE_SECONDS
+from gpushare.run.program import EndSignals
 from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
 from gpushare.run.share import open_mps_share
 from gpushare.units import MIB, format_bytes
@@ -125,7 +123,6 @@ def hint_on_space(directory: Path | None) -> str:
     return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
 
 
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # An MPS server gives back what a client held a while after its end.
@@ -225,7 +222,7 @@ def farm(
         several = held.enter_context(Several(host, share, grace_seconds=options.grace_seconds))
         if logs is not None:
             remove_earlier_logs(logs, options.copies)
-        return _Farm(host, device, command, options, reporter, several, share.home.pipe, logs).run()
+        return _Farm(host, device, command, options, reporter, several, logs).run()
 
 
 class _Farm:
@@ -237,42 +234,34 @@ class _Farm:
         options: FarmOptions,
         reporter: FarmReporter,
         several: Several,
-        pipe: Path,
         logs: int | None,
     ) -> None:
         self._logs = logs
         self._host, self._device, self._command = host, device, command
-        self._options, self._reporter, self._several, self._pipe = options, reporter, several, pipe
+        self._options, self._reporter, self._several = options, reporter, several
         self._copies = [Copy(number=number) for number in range(options.copies)]
         self._running: dict[int, Program] = {}
         self._full_since: float | None = None
         self._started = time.monotonic()
         self._looks: list[float] = []
-        self._ended_by: int | None = None
+        self._signals = EndSignals()
 
     def run(self) -> FarmResult:
-        with Wakeups(_ENDING) as wakeups:
+        with self._signals:
             while True:
                 self._start_what_fits()
-                self._collect(lambda: self._hurried(wakeups))
+                self._collect()
                 self._prove()
                 self._reporter.progress(self._copies, time.monotonic() - self._started)
-                if self._ended_by is None:
+                if self._signals.first is None:
                     if not self._running and not any(copy.state == "waiting" for copy in self._copies):
                         break
-                    self._hurried(wakeups, _STEP_SECONDS)
-                if self._ended_by is not None:
-                    self._interrupt(lambda: self._hurried(wakeups))
+                    self._signals.came(_STEP_SECONDS)
+                if self._signals.first is not None:
+                    self._interrupt()
                     break
         seconds = time.monotonic() - self._started
-        return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._ended_by)
-
-    def _hurried(self, wakeups: Wakeups, seconds: float = 0.0) -> bool:
-        """Return whether the user asked for the end within so long; the first signal is kept."""
-        numbers = [number for number in wakeups.wait(seconds) if number in _ENDING]
-        if numbers and self._ended_by is None:
-            self._ended_by = numbers[0]
-        return bool(numbers)
+        return FarmResult(copies=tuple(self._copies), seconds=seconds, ended_by=self._signals.first)
 
     # -- starting ------------------------------------------------------------------------------------
 
@@ -344,7 +333,7 @@ class _Farm:
 
     # -- ending --------------------------------------------------------------------------------------
 
-    def _collect(self, hurry: Callable[[], bool] = lambda: False) -> None:
+    def _collect(self) -> None:
         self._several.look()
         over: dict[int, str | None] = {}
         for number, program in self._running.items():
@@ -353,17 +342,17 @@ class _Farm:
             elif self._stalled(program):
                 self._several.kill(program)
                 over[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
-        stuck = self._end_left_behind(list(over), hurry)
+        stuck = self._end_left_behind(list(over))
         for number, failure in over.items():
             self._close(number, failure, stuck.get(number))
 
-    def _end_left_behind(self, numbers: Sequence[int], hurry: Callable[[], bool]) -> dict[int, GpushareError]:
+    def _end_left_behind(self, numbers: Sequence[int]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
         left = self._several.left_behind([self._running[number] for number in numbers])
         failed: GpushareError | None = None
         if left:
             try:
-                self._several.end_left_behind(left, hurry=hurry)
+                self._several.end_left_behind(left, hurry=self._signals.came)
             except GpushareError as error:
                 failed = error
         stuck = {}
@@ -390,15 +379,15 @@ class _Farm:
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
             copy.hint = stuck.hint
         # Nothing is started on top of what could not be ended.
-        more = stuck is None and self._ended_by is None and copy.tries <= self._options.restarts
+        more = stuck is None and self._signals.first is None and copy.tries <= self._options.restarts
         again = copy.failure is not None and more
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         self._reporter.ended(copy, again=again)
 
-    def _interrupt(self, hurry: Callable[[], bool]) -> None:
-        # Who has ended by itself meanwhile keeps its result.
-        self._collect(hurry)
-        self._several.end(list(self._running.values()), hurry=hurry)
+    def _interrupt(self) -> None:
+        # A copy that has ended by itself meanwhile keeps its result.
+        self._collect()
+        self._several.end(list(self._running.values()), hurry=self._signals.came)
         for number in list(self._running):
             self._close(number, None)
             self._copies[number].state = "ended"
@@ -411,14 +400,13 @@ class _Farm:
         if not self._looks or time.monotonic() < self._looks[0]:
             return
         self._looks.pop(0)
-        control = MpsControl(self._host.programs, str(self._pipe), seconds=CONVERSATION_SECONDS)
-        clients = client_pids(control)
+        clients = self._several.clients()
         if clients is None:
             return
         for number, program in self._running.items():
             copy = self._copies[number]
             if not copy.attached:
-                copy.attached = bool(clients & set(self._host.processes.descendants(program.pid)))
+                copy.attached = self._several.attached(program, clients)
 
 
 SCHEMA: Final = 1

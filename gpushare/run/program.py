@@ -22,13 +22,13 @@ from gpushare.errors import OperationFailed, system_error
 from gpushare.host.claims import HeldClaim
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
-from gpushare.run.end import GRACE_SECONDS, end_program
+from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.run.roles import PausingWatch
 from gpushare.run.share import Guarded, Share, Watch, open_mps_share
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.host.process import Announce, Spawned
+    from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain
     from gpushare.selection import Device
 
@@ -137,13 +137,13 @@ class Wakeups:
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = tuple(numbers)
         self._before: dict[int, object] = {}
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
         self._fd_before = -1
 
     def __enter__(self) -> Wakeups:
         """Take the signals over."""
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
             if signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGCHLD:
@@ -173,8 +173,34 @@ class Wakeups:
             return []
 
 
-# Signals that end the program; the others are passed on as they are.
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals by which a user ends gpushare and what it runs.
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class EndSignals(Wakeups):
+    """Catches the signals that end gpushare; ``first`` is the first one that came. SIGCHLD cuts a wait short."""
+
+    def __init__(self) -> None:
+        super().__init__((*ENDING, signal.SIGCHLD))
+        self.first: int | None = None
+
+    def __enter__(self) -> EndSignals:
+        super().__enter__()
+        return self
+
+    def asked(self, seconds: float) -> bool:
+        """Wait at most ``seconds``, and return whether the user has asked for the end, now or before."""
+        self.came(seconds)
+        return self.first is not None
+
+    def came(self, seconds: float = 0.0) -> bool:
+        """Wait at most ``seconds``, and return whether such a signal came meanwhile."""
+        numbers = [number for number in self.wait(seconds) if number in ENDING]
+        if numbers and self.first is None:
+            self.first = numbers[0]
+        return bool(numbers)
+
+
 # Passed on to a program that handles them; one that does not would die of them.
 _DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
@@ -253,14 +279,14 @@ class _Session:
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         # Signals are caught before the program starts: from then on none may kill gpushare unheard.
-        with Wakeups((*_ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
-            child = self._child = self._host.processes.spawn(command, environment, announce=announcer(guard))
+        with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
+            child = self._child = self._host.processes.spawn(command, environment, announce=guard.announce)
             info = self._host.processes.describe(child.pid)
-            _tell_program(guard, child.pid, None if info is None else info.started_at)
+            guard.started(child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
             if isinstance(watch, PausingWatch):
                 # Its program may be gone before the guard acts, and a worker in a session of its own be held for ever.
-                watch.pauser.tell = lambda pid, started: _tell_program(guard, pid, started)
+                watch.pauser.tell = guard.started
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
             watch.settle()
@@ -273,7 +299,7 @@ class _Session:
         next_look = time.monotonic() + 0.1
         while (status := child.poll()) is None:
             for number in wakeups.wait(next_look - time.monotonic()):
-                if number in _ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
+                if number in ENDING or (number in _DEADLY and self._would_kill_a_client(watch, number)):
                     self._end(watch, number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
@@ -326,15 +352,15 @@ class _Session:
         self._ended_by = number
         if isinstance(watch, PausingWatch):
             watch.release()
-        drain = end_program(
+        drain = end_programs(
             self._host,
-            watch.program_pid,
+            [watch.program_pid],
             watch.clients,
             self._share.meter,
             number=number,
             grace_seconds=self._options.grace_seconds,
             bound_seconds=self._options.drain_seconds,
-            hurry=lambda: any(again in _ENDING for again in wakeups.wait(0.0)),
+            hurry=lambda: any(again in ENDING for again in wakeups.wait(0.0)),
         )
         if drain is not None:
             self._say(self._reporter.ended, drain)
@@ -350,85 +376,96 @@ class _Session:
         return 128 - status
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[IO[bytes]]:
-        """Yield the input of the guard; it learns of an orderly end by a word, of our death by silence."""
-        guard, pipe = start_guard(self._host, self._share)
-        word = None
+    def _guarded(self) -> Iterator[Guard]:
+        """Yield the guard. Without an orderly end, because something failed here, it ends what is left of the program."""
+        guard = Guard(self._host, self._share)
         try:
-            yield pipe
-            # The daemon first, the word after: killed in between, the guard still stops it.
-            word = "linger" if self.close() else "done"
-        finally:
-            # Without a word, because something failed here, the guard ends what is left of the program.
-            if word is not None:
-                _tell(pipe, word)
-            with contextlib.suppress(OSError):
-                pipe.close()
-            if word == "done":
-                guard.wait()
+            yield guard
+            # First the daemon, then the word: if gpushare is killed in between, the guard still stops the daemon.
+            lingers = self.close()
+        except BaseException:
+            guard.leave()
+            raise
+        guard.dismiss(lingers=lingers)
 
 
-def start_guard(host: Host, share: Guarded) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Start the guard in a session of its own, so that no signal of the terminal reaches it.
+class Guard:
+    """The process that ends programs the safe way if gpushare dies: `guard.py`, and what it is told.
 
-    Returns it and its input.
-
-    Raises:
-        OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance on (``claim_unusable``).
-    """
-    here = Path(__file__).resolve()
-    root, device = str(Path(gpushare.__file__).resolve().parents[1]), share.device
-    held = share.guarded
-    told = [root, host.spec, device.uuid, str(device.gpu.index), *held]
-    try:
-        guard = subprocess.Popen(
-            [sys.executable, str(here.with_name("guard.py")), *told],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
-        )
-    except OSError as error:
-        why = system_error(error)
-        raise OperationFailed(
-            f"the guard, which ends the program when gpushare dies, does not start: {error.strerror or error}",
-            f"see what starts it: ls -l {shlex.quote(sys.executable)}" if why is None else why.hint,
-            code="guard_failed",
-        ) from error
-    try:
-        for path in held[3:]:
-            # Killed from here on, gpushare leaves the instance to the guard.
-            HeldClaim(Path(path)).add(guard.pid)
-    except BaseException:
-        cast("IO[bytes]", guard.stdin).close()
-        guard.wait()
-        raise
-    return guard, cast("IO[bytes]", guard.stdin)
-
-
-def announcer(pipe: IO[bytes]) -> Announce:
-    """Return what tells the guard of a program from within, before it runs: gpushare may be killed at any point.
-
-    A guard that is gone makes it raise, so that nothing runs unguarded.
+    It runs in a session of its own, so that no signal of the terminal reaches it.
     """
 
-    def announce(pid: int, started: float | None) -> None:
-        # One write: it comes whole between those of gpushare, which has none in its buffer.
-        os.write(pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
+    def __init__(self, host: Host, share: Guarded) -> None:
+        """Start it.
 
-    return announce
+        Raises:
+            OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
+        """
+        root, device = str(Path(gpushare.__file__).resolve().parents[1]), share.device
+        held = share.guarded
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, str(Path(__file__).resolve().with_name("guard.py"))),
+                    *(root, host.spec, device.uuid, str(device.gpu.index), *held),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
+            )
+        except OSError as error:
+            why = system_error(error)
+            raise OperationFailed(
+                f"the guard, which ends the program when gpushare dies, does not start: {error.strerror or error}",
+                f"see what starts it: ls -l {shlex.quote(sys.executable)}" if why is None else why.hint,
+                code="guard_failed",
+            ) from error
+        self._pipe = cast("IO[bytes]", self._process.stdin)
+        try:
+            for path in held[3:]:
+                # If gpushare is killed from here on, the instance is the guard's.
+                HeldClaim(Path(path)).add(self._process.pid)
+        except BaseException:
+            self._pipe.close()
+            self._process.wait()
+            raise
 
+    def announce(self, pid: int, started: float | None) -> None:
+        """Tell it of a program from within, before it runs: gpushare may be killed at any point.
 
-def _tell(pipe: IO[bytes], word: str) -> None:
-    # A guard that somebody killed must not end the program.
-    with contextlib.suppress(OSError, ValueError):
-        pipe.write(word.encode() + b"\n")
-        pipe.flush()
+        Raises:
+            OSError: the guard is gone; nothing may run unguarded.
+        """
+        # One write: it arrives whole between those of gpushare, which keeps nothing in its buffer.
+        os.write(self._pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
 
+    def started(self, pid: int, started: float | None) -> None:
+        """Tell it of a process that it must end, or continue, if gpushare dies."""
+        self._tell(f"program {pid} {'-' if started is None else started}")
 
-def _tell_program(pipe: IO[bytes], pid: int, started: float | None) -> None:
-    _tell(pipe, f"program {pid} {'-' if started is None else started}")
+    def ended(self, pid: int) -> None:
+        """Let it forget a process."""
+        self._tell(f"ended {pid}")
+
+    def dismiss(self, *, lingers: bool) -> None:
+        """End it in order; with ``lingers`` it first waits for the daemon's last user, and stops the daemon."""
+        self._tell("linger" if lingers else "done")
+        self.leave()
+        if not lingers:
+            self._process.wait()
+
+    def leave(self) -> None:
+        """Say nothing more: unless it was dismissed, it acts as if gpushare had died."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+
+    def _tell(self, line: str) -> None:
+        # If somebody has killed the guard, the programs go on.
+        with contextlib.suppress(OSError, ValueError):
+            self._pipe.write(line.encode() + b"\n")
+            self._pipe.flush()
 
 
 def _pass_on(pid: int, number: int) -> None:

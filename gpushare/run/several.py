@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.environment import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
-from gpushare.run.end import GRACE_SECONDS, end_left_behind, end_programs, still_there
-from gpushare.run.program import Wakeups, announcer, start_guard
+from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
+from gpushare.run.program import EndSignals, Guard
 from gpushare.run.share import MpsShare
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
-    from gpushare.mps.kill import Drain
+    from gpushare.mps.kill import Drain, Meter
     from gpushare.mps.limits import Limits
     from gpushare.run.share import Share
     from gpushare.selection import Device
@@ -105,20 +104,19 @@ class Program:
         """Read what it has printed, and return whether it has ended by now."""
         if self.ended is not None:
             return True
-        status = self.child.poll()
-        self._read()
+        status, at = self.child.poll(), time.monotonic()
+        self._read(at)
         if status is not None:
-            self.status, self.ended = status, time.monotonic()
+            self.status, self.ended = status, at
             if self._rest:
-                self._tell(self._rest, self.ended)
+                self._tell(self._rest, at)
             self._rest = b""
             # Before the end of a temporary file makes room again.
             self.no_space = status != 0 and is_full(self.file.fileno())
             self.file.close()
         return status is not None
 
-    def _read(self) -> None:
-        at = time.monotonic()
+    def _read(self, at: float) -> None:
         while chunk := os.pread(self.file.fileno(), 1 << 16, self._offset):
             self._offset += len(chunk)
             self.heard = at
@@ -197,99 +195,55 @@ def exit_text(status: int) -> str:
 
 
 POLL_SECONDS: Final = 0.01
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REAP_SECONDS: Final = 5.0
 
 
-class Several:
-    """Programs in one share of a device; entered, it holds the share and the guard.
+class Group:
+    """Programs that are started, read and ended together; the guard ends them if gpushare dies.
 
-    Leaving it ends what still runs, safely, and gives the share back.
+    ``clients`` and ``meter`` as `end_programs` takes them: how the end of these programs breaks no other.
     """
 
-    def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        self._host, self._share, self.grace_seconds = host, share, grace_seconds
-        mig = share.device.mig
-        # Also where no drain is needed before an end: a pause waits for it.
-        self._meter = ActivityMeter(host.nvml, share.device.gpu.index, None if mig is None else mig.gpu_instance_id)
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._pipe: IO[bytes] | None = None
+    def __init__(
+        self,
+        host: Host,
+        guard: Guard | None,
+        *,
+        clients: Callable[[], set[int] | None] = set,
+        meter: Meter | None = None,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self.host, self.guard, self.grace_seconds = host, guard, grace_seconds
+        self.clients, self.meter = clients, meter
         self.programs: list[Program] = []
 
-    def __enter__(self) -> Several:
-        """Start the guard, before any program."""
-        try:
-            self._guard, self._pipe = start_guard(self._host, self._share)
-        except BaseException:
-            self._share.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End what still runs and give the share back; after a failure in that the guard goes on with it."""
-        word: str | None = None
-        try:
-            word = self._ended()
-        finally:
-            if word is None:
-                self._share.close(program_lives=True)
-            else:
-                self._tell(word)
-            if self._pipe is not None:
-                with contextlib.suppress(OSError):
-                    self._pipe.close()
-            if word == "done" and self._guard is not None:
-                self._guard.wait()
-
-    def _ended(self) -> str:
-        """End what still runs, give the share back, and return the word that the guard is told."""
-        with Wakeups(_ENDING) as wakeups:
-            left = [program for program in self.programs if program.runs]
-            for program in left:
-                # One that is paused could not do what it does at its end.
-                self.resume(program)
-            self.end(left, hurry=lambda: any(number in _ENDING for number in wakeups.wait(0.0)))
-            return "linger" if self._share.close() else "done"
-
-    @property
-    def share(self) -> Share:
-        """Return the share that all of them are in."""
-        return self._share
-
-    def _environment(self, limits: Limits) -> dict[str, str]:
-        if isinstance(self._share, MpsShare):
-            return client_environment(without_own_limits(os.environ), self._share.device, self._share.home, limits)
-        return self._share.environment(os.environ)
-
-    def start(
+    def launch(
         self,
         title: str,
         argv: Sequence[str],
-        limits: Limits,
+        environment: Mapping[str, str],
         *,
-        variables: Mapping[str, str] | None = None,
         listen: Callable[[str, float], None] = lambda _line, _at: None,
         log: Log | None = None,
         redrawn: bool = False,
     ) -> Program:
-        """Start a program; under MPS it has these limits. ``log`` keeps what it prints; ``redrawn`` as `Program`.
+        """Start a program. ``log`` keeps what it prints; ``listen`` and ``redrawn`` as `Program`.
 
         Raises:
             GpushareError: it cannot be started, or its log not be written.
         """
-        # Python keeps back what it prints to a file; a line must be seen when it is printed.
-        environment = {**self._environment(limits), "PYTHONUNBUFFERED": "1", **(variables or {})}
         file = opened(log)
         try:
             appending = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            started = time.monotonic()
             try:
-                child = self._host.processes.spawn(
+                child = self.host.processes.spawn(
                     argv,
-                    environment,
+                    # Python buffers what it prints to a file; a line must be seen when it is printed.
+                    {**environment, "PYTHONUNBUFFERED": "1"},
                     Streams(nothing, appending, appending),
-                    None if self._pipe is None else announcer(self._pipe),
+                    None if self.guard is None else self.guard.announce,
                 )
             finally:
                 os.close(appending)
@@ -297,16 +251,16 @@ class Several:
         except BaseException:
             file.close()
             raise
-        program = Program(title, child, file, log is not None, listen, redrawn=redrawn)
+        program = Program(title, child, file, log is not None, listen, started=started, redrawn=redrawn)
         self.programs.append(program)
-        self._tell_start(child.pid)
+        self._guard_on(child.pid)
         return program
 
     def look(self) -> None:
-        """Read what all have printed, and see who has ended."""
+        """Read what all have printed, and see which have ended."""
         for program in self.programs:
-            if program.runs and program.look():
-                self._tell(f"ended {program.pid}")
+            if program.runs and program.look() and self.guard is not None:
+                self.guard.ended(program.pid)
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Look again and again for so long, or until something is so; return whether it is."""
@@ -320,16 +274,170 @@ class Several:
                 return False
             time.sleep(min(POLL_SECONDS, left))
 
-    def attached(self, program: Program) -> bool | None:
-        """Return whether a program is a client of the daemon; None outside MPS, and when it cannot be asked."""
-        clients = self._clients() if isinstance(self._share, MpsShare) else None
-        return None if clients is None else bool(clients & set(self._host.processes.descendants(program.pid)))
+    def end(self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False) -> Drain | None:
+        """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill.
+
+        Raises:
+            GpushareError: one could not be ended.
+        """
+        pids = [pid for program in programs for pid in _members(program)]
+        if not pids:
+            return None
+        drain = end_programs(self.host, pids, self.clients, self.meter, grace_seconds=self.grace_seconds, hurry=hurry)
+        self._reap(programs)
+        return drain
+
+    def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain | None:
+        """End a program without asking it: under MPS stop and drain, kill.
+
+        Raises:
+            GpushareError: it could not be ended.
+        """
+        tree = dict.fromkeys(pid for member in _members(program) for pid in self.host.processes.descendants(member))
+        pids = [pid for pid in tree if self.host.processes.alive(pid)]
+        drain = None
+        if self.meter is None:
+            kill_all(self.host, pids)
+        elif pids:
+            drain = end_clients(self.host, pids, self.meter, bound_seconds=bound_seconds)
+        self._reap([program])
+        return drain
+
+    def end_left_behind(
+        self, left: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
+    ) -> Drain | None:
+        """End the processes that `left_behind` has found: by SIGTERM, because a shell's background jobs ignore SIGINT.
+
+        Raises:
+            GpushareError: one could not be ended.
+        """
+        pids = [pid for found in left.values() for pid in found]
+        for pid in pids:
+            # If gpushare dies now, it must not stay stopped for ever.
+            self._guard_on(pid)
+        drain = end_programs(
+            self.host,
+            pids,
+            self.clients,
+            self.meter,
+            number=signal.SIGTERM,
+            grace_seconds=self.grace_seconds,
+            hurry=hurry,
+        )
+        for pid in pids:
+            if self.guard is not None:
+                self.guard.ended(pid)
+        return drain
+
+    def left_behind(self, programs: Sequence[Program], elsewhere: Sequence[int] = ()) -> dict[int, tuple[int, ...]]:
+        """Return what programs that have just ended left running, by their PID: the rest of their process groups.
+
+        A process in a session of its own can no longer be known. ``elsewhere`` are those that were seen otherwise; whose
+        they are nobody knows, so they count as the first program's.
+        """
+        found = {program.pid: set(group_members(program.pid)) for program in programs}
+        if found:
+            next(iter(found.values())).update(set(elsewhere).difference(*found.values()))
+        return still_there(self.host, found)
+
+    def _reap(self, programs: Sequence[Program]) -> None:
+        """Wait until they can be reaped.
+
+        A process whose first thread has ended looks dead while CUDA's own threads still take its context down (seen on
+        an H200). What runs next would be measured next to it.
+        """
+        deadline = time.monotonic() + _REAP_SECONDS
+        while any(program.runs for program in programs) and time.monotonic() < deadline:
+            self.look()
+            time.sleep(POLL_SECONDS)
+
+    def _guard_on(self, pid: int) -> None:
+        """Tell the guard of a process, with the start time that tells it from a later one of the same PID."""
+        info = self.host.processes.describe(pid)
+        if self.guard is not None and info is not None and info.started_at is not None:
+            self.guard.started(pid, info.started_at)
+
+
+class Several(Group):
+    """Programs in one share of a device; entered, it holds the share and the guard.
+
+    Leaving it ends what still runs, safely, and gives the share back.
+    """
+
+    def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        super().__init__(host, None, clients=self._clients, meter=share.meter, grace_seconds=grace_seconds)
+        self.share = share
+        mig = share.device.mig
+        # A pause waits for the drained queue outside MPS too.
+        self._drained = ActivityMeter(host.nvml, share.device.gpu.index, None if mig is None else mig.gpu_instance_id)
+
+    def _clients(self) -> set[int] | None:
+        return self.share.watch(os.getpid()).clients()
+
+    def __enter__(self) -> Several:
+        """Start the guard, before any program."""
+        try:
+            self.guard = Guard(self.host, self.share)
+        except BaseException:
+            self.share.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs and give the share back; after a failure in that the guard goes on with it."""
+        lingers: bool | None = None
+        try:
+            with EndSignals() as signals:
+                left = [program for program in self.programs if program.runs]
+                for program in left:
+                    # A paused program could not do what it does at its end.
+                    self.resume(program)
+                self.end(left, hurry=signals.came)
+                lingers = self.share.close()
+        finally:
+            if lingers is None:
+                self.share.close(program_lives=True)
+            if self.guard is not None and lingers is None:
+                self.guard.leave()
+            elif self.guard is not None:
+                self.guard.dismiss(lingers=bool(lingers))
+
+    def start(
+        self,
+        title: str,
+        argv: Sequence[str],
+        limits: Limits,
+        *,
+        variables: Mapping[str, str] | None = None,
+        listen: Callable[[str, float], None] = lambda _line, _at: None,
+        log: Log | None = None,
+        redrawn: bool = False,
+    ) -> Program:
+        """Start a program in the share; under MPS it has these limits. The rest as `Group.launch`."""
+        if isinstance(self.share, MpsShare):
+            base = without_own_limits(os.environ)
+            environment = client_environment(base, self.share.device, self.share.home, limits)
+        else:
+            environment = self.share.environment(os.environ)
+        environment |= variables or {}
+        return self.launch(title, argv, environment, listen=listen, log=log, redrawn=redrawn)
+
+    def attached(self, program: Program, clients: set[int] | None = None) -> bool | None:
+        """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer.
+
+        ``clients`` are the daemon's, if they have been asked for.
+        """
+        if clients is None and isinstance(self.share, MpsShare):
+            clients = self._clients()
+        return None if clients is None else bool(clients & set(self.host.processes.descendants(program.pid)))
 
     def pause(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
         """Stop a program (SIGSTOP) and wait until the GPU has drained its queue, at most ``bound_seconds``."""
-        before = self._meter.read()
+        before = self._drained.read()
         self.stop(program)
-        return wait_for_drain(self._meter, before, bound_seconds)
+        return wait_for_drain(self._drained, before, bound_seconds)
 
     def stop(self, program: Program) -> None:
         """Stop a program (SIGSTOP); the GPU goes on with its queue."""
@@ -341,93 +449,14 @@ class Several:
 
     def _signal(self, program: Program, number: int) -> None:
         # Once it has ended, its PID may be another's.
-        tree = self._host.processes.descendants(program.pid) if program.runs else ()
-        for pid, started in known(self._host.processes, tree).items():
+        tree = self.host.processes.descendants(program.pid) if program.runs else ()
+        for pid, started in known(self.host.processes, tree).items():
             with contextlib.suppress(NoPermission):
-                signal_known(self._host.processes, pid, started, number)
-
-    def end(self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False) -> Drain | None:
-        """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill.
-
-        Raises:
-            GpushareError: one could not be ended.
-        """
-        pids = [pid for program in programs for pid in _group(program)]
-        if not pids:
-            return None
-        drain = end_programs(
-            self._host, pids, self._clients, self._share.meter, grace_seconds=self.grace_seconds, hurry=hurry
-        )
-        self._reap(programs)
-        return drain
-
-    def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain | None:
-        """End a program without asking it: under MPS stop and drain, kill.
-
-        Raises:
-            GpushareError: it could not be ended.
-        """
-        tree = dict.fromkeys(pid for member in _group(program) for pid in self._host.processes.descendants(member))
-        pids = [pid for pid in tree if self._host.processes.alive(pid)]
-        drain = None
-        if self._share.meter is None:
-            kill_all(self._host, pids)
-        elif pids:
-            drain = end_clients(self._host, pids, self._share.meter, bound_seconds=bound_seconds)
-        self._reap([program])
-        return drain
-
-    def left_behind(self, programs: Sequence[Program]) -> dict[int, tuple[int, ...]]:
-        """Return what programs that have just ended left running, by their PID: who stays in a program's process group.
-
-        Who went to a session of its own cannot be known any more.
-        """
-        return still_there(self._host, {program.pid: group_members(program.pid) for program in programs})
-
-    def end_left_behind(
-        self, left: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
-    ) -> Drain | None:
-        """End what `left_behind` has found.
-
-        Raises:
-            GpushareError: one could not be ended.
-        """
-        pids = [pid for found in left.values() for pid in found]
-        for pid in pids:
-            # Should gpushare die now, it must not stay stopped for ever.
-            self._tell_start(pid)
-        drain = end_left_behind(
-            self._host, pids, self._clients, self._share.meter, grace_seconds=self.grace_seconds, hurry=hurry
-        )
-        for pid in pids:
-            self._tell(f"ended {pid}")
-        return drain
-
-    def _reap(self, programs: Sequence[Program]) -> None:
-        deadline = time.monotonic() + 1.0
-        while any(program.runs for program in programs) and time.monotonic() < deadline:
-            self.look()
-            time.sleep(POLL_SECONDS)
-
-    def _clients(self) -> set[int] | None:
-        return self._share.watch(os.getpid()).clients()
-
-    def _tell_start(self, pid: int) -> None:
-        """Tell the guard of a process with what guards against a reused PID."""
-        info = self._host.processes.describe(pid)
-        if info is not None and info.started_at is not None:
-            self._tell(f"program {pid} {info.started_at}")
-
-    def _tell(self, word: str) -> None:
-        # A guard that somebody killed must not end the programs.
-        if self._pipe is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._pipe.write(word.encode() + b"\n")
-                self._pipe.flush()
+                signal_known(self.host.processes, pid, started, number)
 
 
-def _group(program: Program) -> list[int]:
-    """Return a program and who is in its process group, orphans too; nobody once it has ended: its PID may be another's."""
+def _members(program: Program) -> list[int]:
+    """Return a program and its process group, orphans too; none once it has ended, as its PID may be another's."""
     return [program.pid, *group_members(program.pid)] if program.runs else []
 
 

@@ -13,16 +13,17 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Watcher
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import UsageMeter
+from gpushare.run.several import Group
 
 # Prints a rate many times a second for ever; Python's own SIGINT ends it.
 ENDLESS = "import time\nwhile True:\n    print('rate=10', flush=True)\n    time.sleep(0.02)"
 
 
-class Told(Watcher):
-    """A clock that is put on by 1000 s at every wait while ``over`` holds, and what that may ask of the copies."""
+class Told:
+    """Signals and a guard. Its clock is put on by 1000 s at every wait while ``over`` is true of the copies."""
 
     def __init__(self, over: Callable[[Told], object]) -> None:
         self.over, self.ahead, self.ends = over, 0.0, 0
@@ -32,16 +33,25 @@ class Told(Watcher):
     def clock(self) -> float:
         return time.monotonic() + self.ahead
 
+    def announce(self, pid: int, started: float | None) -> None:
+        pass
+
+    started = announce
+
     def ended(self, pid: int) -> None:
         self.ends += 1
 
-    def wait(self, seconds: float) -> bool:
+    def came(self) -> bool:
+        return False
+
+    def asked(self, seconds: float) -> bool:
         counts = [len(copy.printed.values) for copy in self.copies]
         if self._before is None and counts and all(counts):
             self._before = counts
         if self.over(self):
             self.ahead += 1000.0
-        return super().wait(seconds)
+        time.sleep(seconds)
+        return False
 
     def printed(self, number: int) -> int:
         """Return how many numbers a copy has printed since all had printed one."""
@@ -51,10 +61,10 @@ class Told(Watcher):
 class Watched(Copies):
     """Copies that the clock's owner can see."""
 
-    def _look(self, copies: Sequence[Any], usage: UsageMeter | None) -> float:
-        assert isinstance(self.watcher, Told)
-        self.watcher.copies = copies
-        return super()._look(copies, usage)
+    def _look(self, group: Group, copies: Sequence[Any], usage: UsageMeter | None) -> float:
+        assert isinstance(self.guard, Told)
+        self.guard.copies = copies
+        return super()._look(group, copies, usage)
 
 
 @pytest.fixture
@@ -81,7 +91,7 @@ def together(host: Host) -> Callable[..., CopiesResult]:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
         given = Durations(**{"limit": 600.0, "grace": 2.0, **durations})
-        copies = Watched(host, metric or Metric(), given, watcher=told, clock=told.clock)
+        copies = Watched(host, metric or Metric(), given, guard=told, signals=told, clock=told.clock)
         return copies.in_turn(launches, usage) if in_turn else copies.together(launches, usage)
 
     return run

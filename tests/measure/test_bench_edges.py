@@ -15,7 +15,7 @@ from gpushare.host.host import Host
 from gpushare.measure.bench import Request, measure, prepare
 from gpushare.measure.copies import CopiesResult
 from gpushare.measure.metric import Metric, Printed, amount, bounded, number
-from gpushare.measure.pair import Progress
+from gpushare.measure.pair import Timeline
 from gpushare.measure.ways import parse_ways
 from gpushare.selection import select_one
 from gpushare.show.bench import _figure
@@ -51,23 +51,6 @@ def test_numbers_as_programs_print_them(text: str | None, value: float | None) -
 @pytest.mark.parametrize(("text", "value"), [("-5", None), ("-0.0", 0.0), ("0", 0.0), ("3", 3.0), ("nan", None)])
 def test_a_rate_is_never_below_0(text: str, value: float | None) -> None:
     assert amount(text) == value
-
-
-def test_a_progress_bar_without_an_end_of_line_is_read_while_it_is_drawn() -> None:
-    printed = Printed(Metric(pattern=r"([0-9.]+)it/s"))
-    printed.feed("\r 1% 10.0it/s", 1.0)
-    assert printed.values == []
-    printed.feed("\r 2% 11.0it/s\r 3% 12", 2.0)
-    assert printed.values == [(2.0, 10.0), (2.0, 11.0)]
-    printed.end(3.0)
-    assert printed.tail == ["1% 10.0it/s", "2% 11.0it/s", "3% 12"]
-
-
-def test_ends_of_line_of_windows_are_one_end() -> None:
-    printed = Printed(RATE)
-    printed.feed("rate=1\r", 1.0)
-    printed.feed("\nrate=2\r\n", 2.0)
-    assert printed.values == [(1.0, 1.0), (2.0, 2.0)]
 
 
 def test_a_progress_bar_can_be_measured_for_a_while(together: Together) -> None:
@@ -169,7 +152,7 @@ def test_an_expression_that_never_ends_is_given_up() -> None:
     before = signal.getsignal(signal.SIGALRM)
     endless = Printed(Metric(pattern="(a+)+b"))
     with pytest.raises(TimedOut) as caught, bounded("(a+)+b", 0.05):
-        endless.feed("a" * 60 + "\n", 1.0)
+        endless._listen("a" * 60, 1.0)
     assert caught.value.code == "slow_metric"
     assert "(a+)+b" in caught.value.message
     assert signal.getsignal(signal.SIGALRM) == before
@@ -193,7 +176,7 @@ def test_outside_the_main_thread_nothing_is_bounded() -> None:
 
 
 def test_progress_takes_no_negative_rate() -> None:
-    seen = Progress(RATE)
+    seen = Timeline(RATE)
     for text, at in (("rate=-1", 1.0), ("rate=4", 2.0), ("rate=1,000", 3.0)):
         seen.listen(text, at)
     assert seen.values == [(2.0, 4.0), (3.0, 1000.0)]

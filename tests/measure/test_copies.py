@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.errors import NotFound
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Watcher, failures
+from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, failures
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.measure.usage import UsageMeter
 from gpushare.selection import Device
@@ -197,7 +197,7 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
     # A copy announces itself in its own process.
     announced = tmp_path / "announced"
 
-    class Noting(Watcher):
+    class Noting(Told):
         def announce(self, pid: int, _started: float | None) -> None:
             with announced.open("a") as file:
                 file.write(f"{pid}\n")
@@ -207,37 +207,37 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
         Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
     ]
     with pytest.raises(NotFound):
-        Copies(host, Metric(), Durations(grace=1.0), watcher=Noting()).together(launches)
+        Copies(host, Metric(), Durations(grace=1.0), guard=Noting(bool)).together(launches)
     started = [int(pid) for pid in announced.read_text().split()]
     assert len(started) == 2
     assert not any(map(alive, started))
 
 
 def test_much_output_is_neither_kept_nor_waited_for(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpushare.measure.copies._MOST_OUTPUT_BYTES", 100_000)
+    monkeypatch.setattr("gpushare.run.several._MOST_OUTPUT_BYTES", 100_000)
     script = "import sys\nfor _ in range(30):\n    sys.stdout.write('x' * 70_000 + '\\n')\nprint('rate=4')"
     found = together(script, metric=RATE, python=True)
     assert found.copies[0].value == 4.0
 
 
 def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
-    class Impatient(Watcher):
-        def wait(self, seconds: float) -> bool:
-            super().wait(seconds)
+    class Impatient(Told):
+        def asked(self, seconds: float) -> bool:
+            super().asked(seconds)
             return True
 
     launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2
-    found = Copies(host, Metric(), Durations(grace=1.0), watcher=Impatient()).together(launches)
+    found = Copies(host, Metric(), Durations(grace=1.0), signals=Impatient(bool)).together(launches)
     assert found.interrupted
     assert [one.failure for one in found.copies] == ["interrupted", "interrupted"]
     assert not any(alive(one.pid) for one in found.copies)
 
 
-def test_the_watcher_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> None:
+def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> None:
     announced = tmp_path / "announced"
     ended: list[int] = []
 
-    class Listening(Watcher):
+    class Listening(Told):
         def announce(self, pid: int, started: float | None) -> None:
             assert started is not None
             with announced.open("a") as file:
@@ -250,6 +250,6 @@ def test_the_watcher_hears_of_every_start_and_end(host: Host, tmp_path: Path) ->
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
         Launch(argv=words("exec sleep 600"), environment=dict(os.environ)),
     ]
-    found = Copies(host, Metric(), Durations(limit=0.3, grace=1.0), watcher=Listening()).together(launches)
+    found = Copies(host, Metric(), Durations(limit=0.3, grace=1.0), guard=Listening(bool)).together(launches)
     pids = [one.pid for one in found.copies]
     assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)

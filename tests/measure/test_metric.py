@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ RATE = parse_metric(r"rate=(\S+)")
 
 def printed(text: str, metric: Metric = RATE) -> Printed:
     found = Printed(metric)
-    found.feed(text, 1.0)
-    found.end(2.0)
+    for line in re.split(r"[\r\n]", text):
+        found.listen(line, 1.0)
     return found
 
 
@@ -49,28 +51,6 @@ def test_a_pattern_needs_exactly_one_pair_of_brackets(pattern: str) -> None:
         parse_metric(None, latency=pattern)
 
 
-@given(st.lists(st.floats(0.001, 1e6), max_size=8), st.data())
-def test_in_which_pieces_it_is_printed_does_not_matter(values: list[float], data: st.DataObject) -> None:
-    text = "".join(f"step {place} rate={value!r} loss=1\n" for place, value in enumerate(values))
-    whole, pieces = Printed(RATE), Printed(RATE)
-    whole.feed(text, 1.0)
-    while text:
-        size = data.draw(st.integers(1, len(text)))
-        pieces.feed(text[:size], 1.0)
-        text = text[size:]
-    pieces.end(1.0)
-    assert [value for _, value in whole.values] == values
-    assert pieces.values == whole.values
-
-
-def test_a_last_line_without_an_end_counts() -> None:
-    assert printed("rate=1\nrate=2").last == 2.0
-
-
-def test_a_progress_bar_draws_over_itself() -> None:
-    assert [value for _, value in printed("10 % rate=1\r20 % rate=2\r").values] == [1.0, 2.0]
-
-
 def test_what_is_no_number_is_passed_over() -> None:
     assert printed("rate=warming-up\nrate=nan\nrate=7\n").values == [(1.0, 7.0)]
 
@@ -90,29 +70,20 @@ def test_what_is_never_a_number_is_not_waited_for(times: int, seconds: float, is
 def test_only_the_numbers_of_the_window_count() -> None:
     found = Printed(RATE)
     for at in range(1, 6):
-        found.feed(f"rate={at}0\n", float(at))
+        found.listen(f"rate={at}0", float(at))
     assert found.between(2.0, 4.0) == 35.0
     assert found.between(5.0, 9.0) is None
-
-
-def test_a_line_without_an_end_does_not_fill_the_memory() -> None:
-    found = Printed(RATE)
-    for _ in range(100):
-        found.feed("x" * 10_000, 1.0)
-    assert len(found._rest) <= 64 * 1024 + 10_000
-    assert all(len(line) <= 200 for line in found.tail)
 
 
 def test_latencies_of_single_requests() -> None:
     found = printed("".join(f"latency_ms={value}\n" for value in range(1, 102)), Metric())
     assert (found.latency(50), found.latency(99)) == (51.0, 100.0)
-    found.forget_latencies()
-    assert found.latency(50) is None
+    assert found.latency(50, since=1.0) is None
 
 
 @pytest.mark.parametrize("text", ["latency: 3.5 ms", "request 4 latency=3.5", "latency 3.5", "Latency_ms: 3.5"])
 def test_usual_spellings_of_a_latency(text: str) -> None:
-    assert printed(f"{text}\n", Metric()).latencies == [3.5]
+    assert printed(f"{text}\n", Metric()).latencies == [(1.0, 3.5)]
 
 
 def test_percentiles_that_the_program_sums_up_itself() -> None:
@@ -122,7 +93,7 @@ def test_percentiles_that_the_program_sums_up_itself() -> None:
 
 def test_a_latency_pattern_of_ones_own() -> None:
     found = printed("took 5 us\ntook 7 us\n", parse_metric(None, latency=r"took (\d+) us"))
-    assert found.latencies == [5.0, 7.0]
+    assert found.latencies == [(1.0, 5.0), (1.0, 7.0)]
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=10))

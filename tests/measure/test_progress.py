@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.measure.metric import Metric
-from gpushare.measure.pair import Progress, Window, p99, p99_factor_interval, p99_interval
+from gpushare.measure.pair import Timeline, Window, p99, p99_factor_interval, p99_interval
 
 
 def test_a_printed_rate_is_the_mean_of_the_window() -> None:
-    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    seen = Timeline(Metric(pattern=r"rate=([0-9.]+)"))
     for at, rate in ((1.0, 10), (2.0, 20), (3.0, 30), (4.0, 99)):
         seen.listen(f"rate={rate}", at)
     assert seen.window(1.0, 3.0).rate == 25.0
@@ -20,14 +20,14 @@ def test_a_printed_rate_is_the_mean_of_the_window() -> None:
 
 
 def test_a_time_per_step_is_turned_into_a_speed() -> None:
-    seen = Progress(Metric(pattern=r"step ([0-9.]+) s", higher_is_better=False))
+    seen = Timeline(Metric(pattern=r"step ([0-9.]+) s", higher_is_better=False))
     seen.listen("step 0.5 s", 1.0)
     assert seen.window(0.0, 2.0).rate == 2.0
 
 
 @given(st.floats(0.02, 0.5), st.floats(0.0, 0.4), st.floats(2.0, 5.0))
 def test_lines_per_second_do_not_depend_on_where_the_window_begins(gap: float, offset: float, length: float) -> None:
-    seen = Progress(Metric())
+    seen = Timeline(Metric())
     for number in range(int(12 / gap)):
         seen.listen("a step is done", number * gap)
     rate = seen.window(2.0 + offset, 2.0 + offset + length).rate
@@ -35,19 +35,19 @@ def test_lines_per_second_do_not_depend_on_where_the_window_begins(gap: float, o
 
 
 def test_a_program_that_stands_still_has_no_rate() -> None:
-    seen = Progress(Metric())
+    seen = Timeline(Metric())
     for at in (1.0, 1.1, 1.2):
         seen.listen("line", at)
     assert seen.window(3.0, 4.0).rate is None
 
 
 def test_p99_is_of_all_windows_together_or_what_was_printed() -> None:
-    seen = Progress(Metric())
+    seen = Timeline(Metric())
     for number in range(100):
         seen.listen(f"latency_ms={1 + number / 100}", number / 10)
     whole = [seen.window(0.0, 5.0), seen.window(5.0, 10.0)]
     assert p99(whole) == pytest.approx(1.98, abs=0.01)
-    printed = Progress(Metric())
+    printed = Timeline(Metric())
     printed.listen("p50=0.4 p99=1.5", 1.0)
     assert p99([printed.window(0.0, 2.0)]) == 1.5
     assert p99([Window(rate=1.0, latencies=(1.0, 2.0))]) is None
@@ -80,7 +80,7 @@ def test_the_interval_narrows_with_the_number_of_requests() -> None:
 
 def printed(*rates: str, higher_is_better: bool = True) -> float | None:
     """Return the rate of a window in which these were printed."""
-    seen = Progress(Metric(pattern=r"rate=(\S+)", higher_is_better=higher_is_better))
+    seen = Timeline(Metric(pattern=r"rate=(\S+)", higher_is_better=higher_is_better))
     for number, rate in enumerate(rates):
         seen.listen(f"rate={rate}", 1.0 + number)
     return seen.window(0.0, 100.0).rate
@@ -100,9 +100,9 @@ def test_what_cannot_be_a_rate_or_a_time_is_left_out() -> None:
     assert printed("0", higher_is_better=False) is None
 
 
-def lines_at(*times: float) -> Progress:
+def lines_at(*times: float) -> Timeline:
     """Return a program that printed a line at each of these times."""
-    seen = Progress(Metric())
+    seen = Timeline(Metric())
     for at in times:
         seen.listen("line", at)
     return seen
@@ -111,7 +111,7 @@ def lines_at(*times: float) -> Progress:
 def test_lines_are_counted_after_the_start_and_up_to_the_end() -> None:
     seen = lines_at(1.0, 2.0, 3.0, 4.0)
     assert [seen.count(*window) for window in ((1.0, 3.0), (0.0, 4.0), (4.0, 9.0), (0.5, 0.9))] == [2, 4, 0, 0]
-    rates = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    rates = Timeline(Metric(pattern=r"rate=([0-9.]+)"))
     for at in (1.0, 2.0, 3.0):
         rates.listen("rate=1", at)
         # One that prints a number is not counted by its lines.
@@ -157,7 +157,7 @@ def test_a_p99_needs_twenty_latencies_and_else_is_the_printed_one() -> None:
 
 
 def test_of_several_printed_p99s_the_middle_one_counts() -> None:
-    seen = Progress(Metric())
+    seen = Timeline(Metric())
     for at, text in ((1.0, "p99=1"), (2.0, "p99_ms: 100"), (3.0, "P99 latency 3")):
         seen.listen(text, at)
     window = seen.window(0.0, 9.0)
@@ -180,7 +180,7 @@ def test_the_interval_needs_so_many_that_its_upper_rank_exists(count: int, known
 
 def part(counts_the_stops: bool, gap: float, *, full: float | None = None) -> float | None:
     """Return what is made of a program that does 100 a second, and runs for 0.6 of each half second, from 0.2 s on."""
-    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    seen = Timeline(Metric(pattern=r"rate=([0-9.]+)"))
     cycles = range(8)
     phases = [(0.5 * one + 0.2, 0.5 * one + 0.5) for one in cycles]
     # Milliseconds of its own time, and where each of them is in the time of all.
@@ -207,18 +207,18 @@ def test_a_rate_that_is_seldom_printed_and_that_nobody_knows_otherwise_is_taken_
 
 
 def test_a_part_of_the_time_in_which_nothing_is_done_is_none_of_the_work() -> None:
-    seen = Progress(Metric(pattern=r"rate=([0-9.]+)"))
+    seen = Timeline(Metric(pattern=r"rate=([0-9.]+)"))
     for number in range(5):
         seen.listen(f"rate={100 if number == 4 else 0}", 0.3 + 0.04 * number)
     assert seen.part_time([(0.2, 0.5)], 0.0, 0.5, 100.0) == pytest.approx(0.6 * 25)
 
 
 def test_lines_of_a_part_of_the_time_are_counted_over_all_of_it() -> None:
-    lines = Progress(Metric())
+    lines = Timeline(Metric())
     for at in (0.25, 0.45, 0.75, 0.95):
         lines.listen("step", at)
     assert lines.part_time([(0.2, 0.5), (0.7, 1.0)], 0.0, 1.0, 100.0) == lines.window(0.0, 1.0).rate
-    assert Progress(Metric()).part_time([(0.2, 0.5)], 0.0, 0.5, None) is None
+    assert Timeline(Metric()).part_time([(0.2, 0.5)], 0.0, 0.5, None) is None
 
 
 def told_p99(*values: float | None) -> list[Window]:

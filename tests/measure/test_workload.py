@@ -49,7 +49,8 @@ def test_it_prints_a_rate_that_bench_reads(capsys: pytest.CaptureFixture[str]) -
     host = connect("sim:h200")
     chosen = built_in_workload(host, Device(gpu=host.nvml.gpu(0)), size=256, cpu=False, footprint=None)
     printed = Printed(chosen.metric)
-    printed.feed(capsys.readouterr().out, 1.0)
+    for line in capsys.readouterr().out.splitlines():
+        printed.listen(line, 1.0)
     assert printed.last is not None
     assert printed.last > 0
 

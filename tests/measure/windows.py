@@ -19,9 +19,9 @@ def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     look = Copies._look
     stages: dict[int, tuple[Any, int]] = {}
 
-    def patient(self: Copies, copies: Any, usage: Any) -> float:
-        at = look(self, copies, usage)
-        running = [copy for copy in copies if copy.ended is None]
+    def patient(self: Copies, group: Any, copies: Any, usage: Any) -> float:
+        at = look(self, group, copies, usage)
+        running = [copy for copy in copies if copy.program.runs]
         if self.limits.window is None or not running or not all(copy.printed.values for copy in running):
             return at
         # The list itself is kept, so that no other has its identity.
@@ -31,9 +31,9 @@ def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         before = [len(copy.printed.values) for copy in running]
         while any(
             len(copy.printed.values) < count + wanted for copy, count in zip(running, before, strict=True)
-        ) and all(copy.ended is None for copy in running):
+        ) and all(copy.program.runs for copy in running):
             time.sleep(0.01)
-            at = look(self, copies, usage)
+            at = look(self, group, copies, usage)
         return at
 
     monkeypatch.setattr(Copies, "_look", patient)

@@ -29,27 +29,21 @@ PROGRAM = "open({mark!r}, 'w').write(str(__import__('os').getpid())); __import__
 # The program in its own process, before exec: gpushare dies first, the program after that goes on.
 BEFORE_IT_IS_TOLD = """
 from gpushare.run import program as run
-real = run.announcer
-def announcer(pipe):
-    announce = real(pipe)
-    def told(pid, started):
-        parent = os.getppid()
-        os.kill(parent, signal.SIGKILL)
-        while os.getppid() == parent: pass
-        announce(pid, started)
-    return told
-run.announcer = announcer
+announce = run.Guard.announce
+def told(guard, pid, started):
+    parent = os.getppid()
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent: pass
+    announce(guard, pid, started)
+run.Guard.announce = told
 """
 AFTER_IT_IS_TOLD = """
 from gpushare.run import program as run
-real = run.announcer
-def announcer(pipe):
-    announce = real(pipe)
-    def told(pid, started):
-        announce(pid, started)
-        os.kill(os.getppid(), signal.SIGKILL)
-    return told
-run.announcer = announcer
+announce = run.Guard.announce
+def told(guard, pid, started):
+    announce(guard, pid, started)
+    os.kill(os.getppid(), signal.SIGKILL)
+run.Guard.announce = told
 """
 WHEN_IT_RUNS = """
 import gpushare.host.process as child
@@ -62,7 +56,6 @@ def init(self, process):
 child.Child.__init__ = init
 """
 POINTS = {"before it is told": BEFORE_IT_IS_TOLD, "after it is told": AFTER_IT_IS_TOLD, "when it runs": WHEN_IT_RUNS}
-# `from ... import announcer` elsewhere comes after the patch.
 VERBS = {
     "run": ["run", "--"],
     "copies": ["run", "--copies", "2", "--"],

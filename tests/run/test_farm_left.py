@@ -13,8 +13,9 @@ import pytest
 
 from gpushare.errors import NoPermission
 from gpushare.host.host import Host
-from gpushare.run import end as left_behind
+from gpushare.run import several as left_behind
 from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm
+from gpushare.run.program import Guard
 from gpushare.run.several import Several
 from gpushare.selection import Device
 from tests.cli.drive import alive, until
@@ -76,7 +77,7 @@ def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: 
 def test_a_helper_that_ends_a_moment_later_was_not_left_behind(
     host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(left_behind, "HELPER_SECONDS", 600.0)
+    monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 600.0)
     result = farm(host, device, shell("sleep 0.2 & exit 0"), FarmOptions(copies=1), Heard())
     assert result.copies[0].left_behind == ()
 
@@ -110,9 +111,9 @@ def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top
 def test_the_guard_knows_what_is_being_ended(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were gpushare killed meanwhile, what it had stopped would stay so, and keep its memory."""
     told: list[str] = []
-    tell, end = Several._tell, left_behind.end_programs
+    tell, end = Guard._tell, left_behind.end_programs
 
-    def noted(self: Several, word: str) -> None:
+    def noted(self: Guard, word: str) -> None:
         told.append(word)
         tell(self, word)
 
@@ -120,7 +121,7 @@ def test_the_guard_knows_what_is_being_ended(host: Host, device: Device, monkeyp
         told.append("now")
         return end(*words, **more)
 
-    monkeypatch.setattr(Several, "_tell", noted)
+    monkeypatch.setattr(Guard, "_tell", noted)
     monkeypatch.setattr(left_behind, "end_programs", ends)
     (copy,) = farm(host, device, shell("sleep 600 & exit 0"), FarmOptions(copies=1), Heard()).copies
     (pid,) = copy.left_behind

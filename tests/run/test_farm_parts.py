@@ -146,6 +146,10 @@ class Several:
         """They start nobody."""
         return {}
 
+    def attached(self, program: Running, clients: set[int]) -> bool:
+        """Return whether it, or what it started, is a client."""
+        return bool(clients & {program.pid, program.pid + 1000})
+
 
 class Step:
     """A farm whose clock, memory and daemon say what a test wants."""
@@ -157,9 +161,9 @@ class Step:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
         monkeypatch.setattr(module, "free_memory", lambda *_: self.free)
         monkeypatch.setattr(module, "peak_memory", lambda _host, _device, program: program.holds)
-        monkeypatch.setattr(module, "client_pids", self._clients)
-        host: Any = SimpleNamespace(processes=SimpleNamespace(descendants=lambda pid: [pid, pid + 1000]), programs=None)
-        self.several = Several()
+        host: Any = SimpleNamespace(programs=None)
+        self.several: Any = Several()
+        self.several.clients = self._clients
         gpu = gpu_of(80 * GIB, 0)
         self.farm = module._Farm(
             host,
@@ -168,11 +172,10 @@ class Step:
             options,
             FarmReporter(),
             self.several,
-            Path("/p"),  # type: ignore[arg-type]
             None,
         )
 
-    def _clients(self, _control: Any) -> set[int] | None:
+    def _clients(self) -> set[int] | None:
         self.asked += 1
         return self.clients
 
@@ -387,6 +390,6 @@ def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     step.farm._collect()
     assert step.states == ["waiting", "running", "waiting", "waiting"]
     step.farm._copies[3].state = "done"
-    step.farm._ended_by = 15
-    step.farm._interrupt(lambda: False)
+    step.farm._signals.first = 15
+    step.farm._interrupt()
     assert step.states == ["failed", "ended", "never started", "done"]

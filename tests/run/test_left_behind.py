@@ -10,7 +10,8 @@ import pytest
 
 from gpushare.host.host import Host
 from gpushare.run import end
-from gpushare.run.end import end_left_behind, still_there
+from gpushare.run.end import still_there
+from gpushare.run.several import Group
 
 
 def test_only_who_stays_is_told_of_by_program(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,5 +34,5 @@ def test_it_is_asked_by_the_signal_that_a_shells_background_job_does_not_ignore(
 
     monkeypatch.setattr(type(host.processes), "send_to", noted)
     with subprocess.Popen(["sleep", "600"]) as process:
-        end_left_behind(host, [process.pid], set, None, grace_seconds=60.0, hurry=lambda: False)
+        Group(host, None, grace_seconds=60.0).end_left_behind({0: [process.pid]})
     assert sent == [signal.SIGTERM]

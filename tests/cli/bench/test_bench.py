@@ -265,10 +265,10 @@ def test_a_copy_that_hangs_is_ended_and_not_tried_again(
     script += f'while [ "$BESIDE" ] && ! [ -e {tried} ]; do sleep 0.02; done; rmdir {lock}'
     look = Copies._look
 
-    def late(self: Copies, copies: Any, usage: Any) -> float:
+    def late(self: Copies, group: Any, copies: Any, usage: Any) -> float:
         # The time is over when one is left of two that hangs, however slow the machine is.
-        left = sum(copy.ended is None for copy in copies)
-        return look(self, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
+        left = sum(copy.program.runs for copy in copies)
+        return look(self, group, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
 
     monkeypatch.setattr(Copies, "_look", late)
     words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "500")
@@ -421,16 +421,16 @@ def test_it_fits_a_terminal_of_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPa
 TELLING = """
 import sys
 from gpushare.cli import main
-from gpushare.measure.ways import Grounds
+from gpushare.run.program import Guard
 
-real, path = Grounds.announce, sys.argv.pop(1)
+real, path = Guard.announce, sys.argv.pop(1)
 
 def announce(self, pid, started):
     real(self, pid, started)
     with open(path, "a") as told:
         told.write(f"{pid}\\n")
 
-Grounds.announce = announce
+Guard.announce = announce
 sys.exit(main(sys.argv[1:]))
 """
 
