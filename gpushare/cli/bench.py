@@ -18,6 +18,7 @@ from gpushare.cli.options import (
     HungAfter,
     LowerIsBetter,
     MeasuredTime,
+    OneGpuOption,
     PrintedNumber,
     gpus_of,
     note,
@@ -66,9 +67,7 @@ def bench(
         ),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="How often each is run.")] = 3,
-    gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG instance: index, UUID, PCI bus id.")
-    ] = None,
+    gpu: OneGpuOption = None,
     metric: PrintedNumber = None,
     lower: LowerIsBetter = False,
     latency: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, Command, gpus_of, settings
+from gpushare.cli.options import Command, GpuOption, gpus_of, settings
 from gpushare.errors import BadUsage, NotFound
 from gpushare.units import quoted
 
@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def capture(
-    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    gpu: GpuOption = None,
     by: Annotated[str, typer.Option("--by", metavar="KEY", help="How GPUs are named: index or uuid.")] = "index",
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of the file instead, for editors.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, Command, settings
+from gpushare.cli.options import Command, GpuOption, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound
 from gpushare.units import quoted
 
@@ -53,7 +53,7 @@ def compare(
         str | None,
         typer.Option("--driver", metavar="VERSION", help="Today on this driver, like 580. [default: the newest]"),
     ] = None,
-    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    gpu: GpuOption = None,
 ) -> Any:
     """Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU.
 

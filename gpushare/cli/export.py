@@ -9,7 +9,7 @@ import typer
 
 from gpushare.cli import metrics
 from gpushare.cli.exported import exported, node_name
-from gpushare.cli.options import GPU_HELP, Command, Group, gpus_of, note, settings
+from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, gpus_of, note, settings
 from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 
-GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
-OneDevice = Annotated[
-    str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG device: index, UUID or PCI bus id.")
-]
 FileOption = Annotated[
     str | None,
     typer.Option("-f", "--file", metavar="FILE", help="Take the sharing from this gpushare.yaml. [default: as it is]"),
@@ -159,7 +155,7 @@ def _share(gpu: str | None, file: str | None) -> Share:
     return share_of(found if file is None else in_place(host, file, found), device.uuid)
 
 
-def cdi(gpu: OneDevice = None, file: FileOption = None, to: To = None) -> Any:
+def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file.
 
     The file of the GPU itself is written by nvidia-ctk, whose command stands on stderr.
@@ -169,7 +165,7 @@ def cdi(gpu: OneDevice = None, file: FileOption = None, to: To = None) -> Any:
     return exported("cdi", export(_share(gpu, file)), to)
 
 
-def docker(gpu: OneDevice = None, file: FileOption = None, to: To = None) -> Any:
+def docker(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
     from gpushare.export.containers import docker as export
 
@@ -177,7 +173,7 @@ def docker(gpu: OneDevice = None, file: FileOption = None, to: To = None) -> Any
 
 
 def compose(
-    gpu: OneDevice = None,
+    gpu: OneGpuOption = None,
     file: FileOption = None,
     image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The image of the service.")] = None,
     service: Annotated[str, typer.Option("--service", metavar="NAME", help="The name of the service.")] = "gpu",

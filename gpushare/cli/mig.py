@@ -10,7 +10,7 @@ import typer
 
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_files import wished
-from gpushare.cli.options import GPU_HELP, Command, Group, gpus_of, settings
+from gpushare.cli.options import Command, GpuOption, Group, NeededMemory, NeededSms, Wishes, gpus_of, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotSupported
 
 if TYPE_CHECKING:
@@ -80,17 +80,10 @@ group = typer.Typer(
     rich_markup_mode=None,
     help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions.",
 )
-GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 Model = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="An empty GPU of this model instead of this host's: h100-80gb."),
 ]
-Wishes = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4, 1c.3g.40gb*3.", show_default=False),
-]
-Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="By need: at least so much memory.")]
-Sm = Annotated[int | None, typer.Option("--sm", metavar="N", help="By need: at least so many SMs.", min=1)]
 
 
 def register(app: typer.Typer) -> None:
@@ -157,7 +150,9 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
 
 
 @group.command("fits", cls=Command, short_help="Say whether a wish fits, and what would have to go.")
-def fits(wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory: Memory = None, sm: Sm = None) -> Any:
+def fits(
+    wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory: NeededMemory = None, sm: NeededSms = None
+) -> Any:
     """Say whether a wish fits beside what exists: yes and where; no and what would have to go; never.
 
     Exit code 0: it fits; 7: not as things are; 3: never on these GPUs.
@@ -190,8 +185,8 @@ def plan(
     wish: Wishes = None,
     gpu: GpuOption = None,
     model: Model = None,
-    memory: Memory = None,
-    sm: Sm = None,
+    memory: NeededMemory = None,
+    sm: NeededSms = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="The GPUs have exactly this afterwards, nothing else.")
     ] = False,

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, ChangingCommand, carried_out, gpus_of, note, settings
+from gpushare.cli.options import (
+    ChangingCommand,
+    GpuOption,
+    NeededMemory,
+    NeededSms,
+    PartedConfig,
+    PartedFile,
+    Wishes,
+    carried_out,
+    gpus_of,
+    note,
+    settings,
+)
 from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.units import quoted
 
@@ -338,11 +350,6 @@ def _forgotten(host: Host, journal: Journal) -> tuple[str, ...]:
         return accept(host, journal, dry_run=False)
 
 
-GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
-Wishes = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4, 1c.3g.40gb*3.", show_default=False),
-]
 Evict = Annotated[
     list[str] | None,
     typer.Option("--evict", metavar="INSTANCE", help="This busy instance may go: its programs are ended."),
@@ -369,8 +376,8 @@ def create(
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="What to call it; several become NAME-1, NAME-2.")
     ] = None,
-    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="By need: so much memory.")] = None,
-    sm: Annotated[int | None, typer.Option("--sm", metavar="N", help="By need: so many SMs.", min=1)] = None,
+    memory: NeededMemory = None,
+    sm: NeededSms = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
     """Add GPU instances with their compute instances, where they leave the most room. Nothing is destroyed.
@@ -434,10 +441,8 @@ def destroy(
 def apply(
     wish: Wishes = None,
     gpu: GpuOption = None,
-    file: Annotated[
-        str | None, typer.Option("-f", "--file", metavar="FILE", help="A mig-parted v1 file; - is stdin.")
-    ] = None,
-    config: Annotated[str | None, typer.Option("-c", "--config", metavar="NAME", help="Which config of it.")] = None,
+    file: PartedFile = None,
+    config: PartedConfig = None,
     evict: Evict = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
@@ -644,7 +649,7 @@ def name(
         str | None,
         typer.Argument(metavar="INSTANCE", help="MIG UUID, GPU/GI[/CI], or PROFILE:START.", show_default=False),
     ] = None,
-    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    gpu: GpuOption = None,
     forget: Annotated[str | None, typer.Option("--forget", metavar="NAME", help="Forget this name.")] = None,
 ) -> Any:
     """Give an instance a name, or forget one. The instance itself does not change.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, Command, gpus_of, settings
+from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedFile, gpus_of, settings
 from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.parted import (
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
 
 
-GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
-FileOption = Annotated[
-    str | None, typer.Option("-f", "--file", metavar="FILE", help="A mig-parted v1 file; - is stdin.")
-]
-ConfigOption = Annotated[str | None, typer.Option("-c", "--config", metavar="NAME", help="Which config of the file.")]
-
-
 def add_files(group: typer.Typer) -> None:
     """Add both commands to ``gpushare mig``."""
     group.command("check", cls=Command, short_help="Say whether the GPUs are as asked; exit 7 if not.")(check)
@@ -49,8 +42,8 @@ def check(
         list[str] | None, typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4.", show_default=False)
     ] = None,
     gpu: GpuOption = None,
-    file: FileOption = None,
-    config: ConfigOption = None,
+    file: PartedFile = None,
+    config: PartedConfig = None,
 ) -> Any:
     """Say whether each chosen GPU has exactly these MIG devices, and what is missing and what is too much.
 

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, ChangingCommand, Command, Group, confirm, gpus_of, note, settings
+from gpushare.cli.options import (
+    ChangingCommand,
+    ClientMemory,
+    ClientThreads,
+    Command,
+    GpuOption,
+    Group,
+    PriorityOption,
+    confirm,
+    gpus_of,
+    note,
+    settings,
+)
 from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NoPermission, NotFound, OperationFailed
 from gpushare.units import counted
 
@@ -21,9 +33,6 @@ if TYPE_CHECKING:
     from gpushare.mps.daemons import FoundDaemon
     from gpushare.plan import Plan
     from gpushare.selection import Device
-
-
-GpuOption = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 
 
 def status(gpu: GpuOption = None) -> Any:
@@ -114,13 +123,9 @@ def tail(path: Path, lines: int) -> list[str]:
 
 def env(
     gpu: GpuOption = None,
-    threads: Annotated[
-        str | None, typer.Option("--threads", metavar="PCT", help="A thread percentage for the programs of this shell.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="A memory limit for each program of this shell.")
-    ] = None,
-    priority: Annotated[str | None, typer.Option("--priority", metavar="LEVEL", help="normal or low.")] = None,
+    threads: ClientThreads = None,
+    memory: ClientMemory = None,
+    priority: PriorityOption = None,
 ) -> Any:
     """Print the export lines that make a shell's programs clients of the daemon: eval "$(gpushare mps env)".
 
@@ -342,7 +347,6 @@ NewMemory = Annotated[
         help="Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it.",
     ),
 ]
-Level = Annotated[str | None, typer.Option("--priority", metavar="LEVEL", help="Client priority: normal or low.")]
 Pipe = Annotated[
     str | None,
     typer.Option(
@@ -367,7 +371,7 @@ def start(
     gpu: GpuOption = None,
     threads: Threads = None,
     memory: Memory = None,
-    priority: Level = None,
+    priority: PriorityOption = None,
     exclusive: Annotated[
         bool,
         typer.Option(
@@ -401,7 +405,9 @@ def start(
     return carried_out("mps start", plan(), homes=homes, again=plan)
 
 
-def set_limits(gpu: GpuOption = None, threads: Threads = None, memory: NewMemory = None, priority: Level = None) -> Any:
+def set_limits(
+    gpu: GpuOption = None, threads: Threads = None, memory: NewMemory = None, priority: PriorityOption = None
+) -> Any:
     """Change the limits of a running daemon, for clients that start from now on, and read each one back.
 
     A running client keeps what it started with: the driver accepts a new percentage for its server

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, Command, note, settings
+from gpushare.cli.options import Command, GpuOption, note, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def observe(
     seconds: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 10m, 8h.")] = "10m",
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two samples.")] = "1s",
-    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    gpu: GpuOption = None,
     to: Annotated[
         str | None,
         typer.Option(

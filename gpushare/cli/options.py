@@ -409,7 +409,64 @@ class RootGroup(Group):
             formatter.write_dl(list(self._listed.items()))
 
 
-GPU_HELP: Final = "GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, or all."
+# -- options and arguments of several verbs ---------------------------------------------------------
+
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "-g",
+        "--gpu",
+        metavar="GPU",
+        help="GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.",
+    ),
+]
+OneGpuOption = Annotated[
+    str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG device: index, UUID or PCI bus id.")
+]
+ClientThreads = Annotated[
+    str | None,
+    typer.Option("--threads", metavar="PCT", help="Active thread percentage of the program, above 0 up to 100."),
+]
+ClientMemory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Device memory that each process may allocate: 4G, 1500M."),
+]
+PriorityOption = Annotated[
+    str | None, typer.Option("--priority", metavar="LEVEL", help="Client priority: normal or low.")
+]
+Wishes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4, 1c.3g.40gb*3.", show_default=False),
+]
+NeededMemory = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Instead of a WISH: at least this much memory.")
+]
+NeededSms = Annotated[
+    int | None, typer.Option("--sm", metavar="N", help="Instead of a WISH: at least this many SMs.", min=1)
+]
+PartedFile = Annotated[
+    str | None, typer.Option("-f", "--file", metavar="FILE", help="A mig-parted v1 file; - is stdin.")
+]
+PartedConfig = Annotated[
+    str | None, typer.Option("-c", "--config", metavar="NAME", help="The config of the file to use.")
+]
+PrintedNumber = Annotated[
+    str | None,
+    typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
+]
+LowerIsBetter = Annotated[
+    bool,
+    typer.Option("--lower-is-better/--higher-is-better", "--lower", help="Whether the number is a time or a rate."),
+]
+MeasuredTime = Annotated[
+    str | None, typer.Option("--for", metavar="TIME", help="Measure for this long, then end CMD; needs --metric.")
+]
+HungAfter = Annotated[
+    str | None,
+    typer.Option(
+        "--timeout", metavar="TIME", help="When a run counts as hung. [default: depends on a run of CMD alone]"
+    ),
+]
 
 
 def note(text: str) -> None:
@@ -508,26 +565,8 @@ def _say(step: object) -> None:
     sys.stderr.flush()
 
 
-# So many others are named.
+# How many other processes are named.
 _NAMED: Final = 6
-
-PrintedNumber = Annotated[
-    str | None,
-    typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
-]
-LowerIsBetter = Annotated[
-    bool,
-    typer.Option(
-        "--lower-is-better/--higher-is-better", "--lower", help="What is printed: a time per unit, or a rate."
-    ),
-]
-MeasuredTime = Annotated[
-    str | None,
-    typer.Option("--for", metavar="TIME", help="Measure so long and end CMD; it needs --metric."),
-]
-HungAfter = Annotated[
-    str | None, typer.Option("--timeout", metavar="TIME", help="When a run counts as hung. [default: by CMD alone]")
-]
 
 
 def others_note(others: Mapping[int, str]) -> str:

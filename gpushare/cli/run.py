@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import CONTEXT, ChangingCommand, gpus_of, note, settings
+from gpushare.cli.options import (
+    CONTEXT,
+    ChangingCommand,
+    ClientMemory,
+    ClientThreads,
+    OneGpuOption,
+    PriorityOption,
+    gpus_of,
+    note,
+    settings,
+)
 from gpushare.errors import BadUsage, GpushareError, NotFound, OperationFailed
 from gpushare.run.farm import Copy, FarmOptions, FarmReporter, FarmResult
 
@@ -111,9 +121,7 @@ def run(
     command: Annotated[
         list[str], typer.Argument(metavar="CMD...", help="The program and its arguments.", show_default=False)
     ],
-    gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG instance: index, UUID, PCI bus id.")
-    ] = None,
+    gpu: OneGpuOption = None,
     mig: Annotated[
         str | None,
         typer.Option(
@@ -122,16 +130,9 @@ def run(
             help="In a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one of this name.",
         ),
     ] = None,
-    threads: Annotated[
-        str | None,
-        typer.Option(
-            "--threads", metavar="PCT", help="The share of the SM threads that it may use, above 0 up to 100."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="The device memory that it may allocate: 4G, 1500M.")
-    ] = None,
-    priority: Annotated[str | None, typer.Option("--priority", metavar="LEVEL", help="normal or low.")] = None,
+    threads: ClientThreads = None,
+    memory: ClientMemory = None,
+    priority: PriorityOption = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="End the program if it runs on the GPU outside MPS.")
     ] = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, Command, settings
+from gpushare.cli.options import Command, GpuOption, settings
 from gpushare.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)] = None,
+    gpu: GpuOption = None,
     watch: Annotated[
         str | None, typer.Option("-w", "--watch", metavar="SECS", help="Look again every SECS seconds, until Ctrl-C.")
     ] = None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.options import GPU_HELP, ChangingCommand, Command, Group, gpus_of, settings
+from gpushare.cli.options import ChangingCommand, Command, GpuOption, Group, gpus_of, settings
 from gpushare.errors import GpushareError
 
 group = typer.Typer(
@@ -15,7 +15,6 @@ group = typer.Typer(
     rich_markup_mode=None,
     help="Time-slice level: how long a program runs before the GPU turns to the next one.",
 )
-Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help=GPU_HELP)]
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +25,7 @@ def register(app: typer.Typer) -> None:
     group.command("reset", cls=ChangingCommand, short_help="Go back to how it was.")(reset)
 
 
-def show(gpu: Gpu = None) -> Any:
+def show(gpu: GpuOption = None) -> Any:
     """Show the time-slice level and the compute mode of each GPU.
 
     NVIDIA publishes no millisecond value for any level, so none is shown. Measured by others, at level
@@ -91,7 +90,7 @@ def _notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def set_level(
     level: Annotated[str, typer.Argument(metavar="LEVEL", help="default, short, medium or long (or 0 to 3).")],
-    gpu: Gpu = None,
+    gpu: GpuOption = None,
     beside_mps: Annotated[
         bool, typer.Option("--beside-mps", help="Set it although an MPS daemon of gpushare serves the GPU.")
     ] = False,
@@ -111,7 +110,7 @@ def set_level(
     return carried_out("timeslice set", plan_level(host, devices, wanted, beside_mps=beside_mps))
 
 
-def reset(gpu: Gpu = None) -> Any:
+def reset(gpu: GpuOption = None) -> Any:
     """Go back to level default, and to the compute mode that `timeslice set` found. Needs root."""
     from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
