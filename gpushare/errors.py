@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import errno
 import shlex
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 
 class ExitCode(IntEnum):
@@ -144,6 +147,14 @@ class Interrupted(GpushareError):
 
     code = "interrupted"
     exit_code = ExitCode.INTERRUPTED
+
+
+def or_none(read: Callable[[], T]) -> T | None:
+    """Return what is read, or None where that one thing does not answer."""
+    try:
+        return read()
+    except GpushareError:
+        return None
 
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

@@ -1,14 +1,14 @@
-"""One look at a host: NVML, the time-slice, the processes and the MPS daemons, joined."""
+"""What a host is now: `HostState` reads each part once, when it is first needed; `Observer` looks again and again."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, or_none
 from gpushare.host.host import is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
@@ -18,86 +18,199 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.host.program import Pending
+    from gpushare.mig.names import NamedInstance
+    from gpushare.mig.profile import Layout
+    from gpushare.model import Holder
+    from gpushare.mps.daemons import FoundDaemon
 
+T = TypeVar("T")
 # How long an answer of nvidia-smi or of an MPS daemon is shown again.
 _SLOW_SECONDS = 5.0
 BLIND = (
-    "the process list is blind here, this PID namespace is not the host's: processes of other containers are missing or wrong here; "
-    "look from the host, or start the container with --pid=host"
+    "the process list is incomplete: this PID namespace is not the host's, so processes of other containers are "
+    "missing or wrong; look from the host, or start the container with --pid=host"
 )
 
 
+class HostState:
+    """A host at one moment. A part that cannot be read raises its GpushareError each time, but is asked once.
+
+    ``gpus`` are GPUs that were read already; without them the first question sweeps all. ``strangers``: ask the MPS
+    daemons of other users, too.
+    """
+
+    def __init__(self, host: Host, gpus: Sequence[Gpu] | None = None, *, strangers: bool = False) -> None:
+        self.host = host
+        self._given, self._strangers = gpus, strangers
+        self._known: dict[object, Any] = {}
+
+    def _once(self, part: object, read: Callable[[], T]) -> T:
+        if part not in self._known:
+            try:
+                self._known[part] = read()
+            except GpushareError as error:
+                self._known[part] = error
+        found: T | GpushareError = self._known[part]
+        if isinstance(found, GpushareError):
+            raise found
+        return found
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Return the GPUs; their processes are None where they cannot be known.
+
+        Raises:
+            NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
+        """
+        return self._once("gpus", self._gpus)
+
+    def _gpus(self) -> tuple[Gpu, ...]:
+        found = self.host.nvml.sweep() if self._given is None else self._given
+        # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
+        return tuple(replace(gpu, processes=None) if self.blind and not gpu.processes else gpu for gpu in found)
+
+    @property
+    def blind(self) -> bool:
+        """Return whether this PID namespace is not the host's."""
+        return self._once("blind", lambda: self.host.processes.namespace_is_host() is False)
+
+    @property
+    def driver_version(self) -> str | None:
+        """Return the driver's version."""
+        return self._once("driver", self.host.nvml.driver_version)
+
+    def ask_levels(self) -> bool:
+        """Start nvidia-smi during the sweep, because it takes longer than all of NVML; return whether it could be."""
+        return or_none(lambda: self._once("policy", self.host.policy.start)) is not None
+
+    @property
+    def levels(self) -> Mapping[int, TimeSlice | None]:
+        """Return the time-slice by GPU index."""
+        if "policy" not in self._known:
+            return self._once("levels", self.host.policy.read)
+        return self._once("levels", lambda: policies_of(self._once("policy", self.host.policy.start).result()))
+
+    @property
+    def daemon_signs(self) -> tuple[object, ...]:
+        """Return what shows cheaply whether MPS daemons run, and that one has changed: records and processes."""
+        return self._once("signs", lambda: (self._records(), tuple(self.host.processes.named(MPS_CONTROL))))
+
+    def _records(self) -> tuple[tuple[str, int], ...]:
+        directories = (self.host.run_directory, *self.host.shared_run_directories)
+        return tuple(found for directory in directories for found in _records_in(directory / "mps"))
+
+    @property
+    def daemons(self) -> Sequence[FoundDaemon]:
+        """Return the MPS daemons, ours first, with what they answer."""
+        return self._once("daemons", self._daemons)
+
+    def _daemons(self) -> list[FoundDaemon]:
+        if not any(self.daemon_signs):
+            return []
+        from gpushare.mps.daemons import find_daemons
+
+        return find_daemons(self.host, self.gpus, strangers=self._strangers)
+
+    @property
+    def mps_installed(self) -> bool:
+        """Return whether nvidia-cuda-mps-control is installed."""
+        return self._once("MPS program", lambda: self.host.programs.find(MPS_CONTROL) is not None)
+
+    @property
+    def mps_version(self) -> int | None:
+        """Return the "Binary version" of nvidia-cuda-mps-control; None before R580, and where it does not answer."""
+        from gpushare.mps.control import probe_version
+
+        return or_none(lambda: self._once("MPS version", lambda: probe_version(self.host.programs)))
+
+    @property
+    def names(self) -> Mapping[str, NamedInstance]:
+        """Return the names of MIG instances."""
+        from gpushare.mig.names import names_of
+
+        return self._once("names", lambda: names_of(self.host))
+
+    @property
+    def claims(self) -> Mapping[str, Holder] | None:
+        """Return who has claimed MIG devices, by UUID; None: that cannot be read."""
+        from gpushare.mig.holders import claimed_instances
+
+        return self._once("claims", lambda: claimed_instances(self.host))
+
+    def layout(self, gpu: Gpu) -> Layout:
+        """Return the MIG layout of a GPU as NVML tells it.
+
+        Raises:
+            NoPermission: the driver hides the instances.
+            GpushareError: NVML does not answer.
+        """
+        from gpushare.mig.driver import MigReader
+
+        return self._once(("layout", gpu.index), lambda: MigReader(self.host.nvml).layout(gpu))
+
+    def held_layouts(self, gpus: Sequence[Gpu]) -> dict[int, Layout]:
+        """Return the MIG layouts by GPU index with names, grants and everybody who holds an instance.
+
+        Raises:
+            GpushareError: as `layout`.
+        """
+        from gpushare.mig.layouts import layouts_of
+
+        return {one.gpu: one for one in layouts_of(self.host, gpus, names=self.names)}
+
+
 class Observer:
-    """Looks at a host again and again; what does not change is asked once."""
+    """Looks at a host again and again. ``state`` is what the last look has read."""
 
     def __init__(self, host: Host, *, strangers: bool = False) -> None:
-        """Look at a host; ``strangers``: the MPS daemons of other users are asked, too."""
+        """Look at a host; ``strangers``: ask the MPS daemons of other users, too."""
         self._host, self._strangers = host, strangers
+        self.state = HostState(host, strangers=strangers)
         self._driver: str | None = None
         self._mps_version: int | None = None
-        self._mps_probed = False
-        self._levels: dict[int, TimeSlice | None] = {}
+        self._mps_asked = False
+        self._levels: Mapping[int, TimeSlice | None] = {}
         self._levels_until = 0.0
-        self._daemon_rows: tuple[MpsDaemon, ...] = ()
-        self._daemon_rows_until = 0.0
+        self._daemons: tuple[MpsDaemon, ...] = ()
+        self._daemons_until = 0.0
         self._daemon_signs: object = None
 
     def look(self) -> Snapshot:
         """Return the host as it is now.
 
-        The one child, nvidia-smi, is started before the NVML sweep and joined after it. Looking again
-        within 5 seconds asks NVML alone: nvidia-smi costs more than all of it, and the MPS daemon
-        writes each conversation into a log that is never rotated. What has visibly changed is asked at once.
+        Looking again within 5 seconds asks NVML alone: nvidia-smi costs more than all of it, and an MPS daemon writes
+        each conversation into a log that is never rotated. What has visibly changed is asked at once.
 
         Raises:
             NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
         """
-        host, warnings = self._host, []
-        known = time.monotonic() < self._levels_until
-        pending, why_not = (None, None) if known else self._start_policy()
-        gpus = host.nvml.sweep()
+        self.state = state = HostState(self._host, strangers=self._strangers)
+        fresh = time.monotonic() < self._levels_until
+        if not fresh:
+            state.ask_levels()
+        gpus = tuple(replace(gpu, processes=self._named(gpu)) for gpu in state.gpus)
         if self._driver is None:
-            self._driver = host.nvml.driver_version()
-        blind = host.processes.namespace_is_host() is False
-        gpus = tuple(replace(gpu, processes=self._named(gpu, blind=blind)) for gpu in gpus)
-        daemons = self._daemons_now(gpus)
-        levels, failed = (self._levels, None) if known else self._join_policy(pending)
-        why_not = why_not or failed
-        if not known and why_not is None:
-            self._levels, self._levels_until = levels, time.monotonic() + _SLOW_SECONDS
-        if why_not:
-            warnings.append(f"the time-slice is unknown: {why_not}")
-        if blind:
+            self._driver = state.driver_version
+        daemons, warnings = self._daemons_now(state), []
+        if not fresh:
+            try:
+                self._levels, self._levels_until = state.levels, time.monotonic() + _SLOW_SECONDS
+            except GpushareError as error:
+                self._levels = {}
+                warnings.append(f"the time-slice is unknown: {error.message}")
+        if state.blind:
             warnings.append(BLIND)
         return Snapshot(
-            host=host.spec,
+            host=self._host.spec,
             driver_version=self._driver,
-            gpus=tuple(replace(gpu, time_slice=levels.get(gpu.index)) for gpu in gpus),
+            gpus=tuple(replace(gpu, time_slice=self._levels.get(gpu.index)) for gpu in gpus),
             daemons=daemons,
             warnings=tuple(warnings),
             taken_at=time.time(),
         )
 
-    def _start_policy(self) -> tuple[Pending | None, str | None]:
-        try:
-            return self._host.policy.start(), None
-        except GpushareError as error:
-            return None, error.message
-
-    def _join_policy(self, pending: Pending | None) -> tuple[dict[int, TimeSlice | None], str | None]:
-        if pending is None:
-            return {}, None
-        try:
-            return policies_of(pending.result()), None
-        except GpushareError as error:
-            return {}, error.message
-
-    def _named(self, gpu: Gpu, *, blind: bool) -> tuple[GpuProcess, ...] | None:
-        # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
-        if gpu.processes is None or (blind and not gpu.processes):
-            return None
-        return tuple(self._with_owner(process) for process in gpu.processes)
+    def _named(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
+        return None if gpu.processes is None else tuple(self._with_owner(process) for process in gpu.processes)
 
     def _with_owner(self, process: GpuProcess) -> GpuProcess:
         info = self._host.processes.describe(process.pid)
@@ -112,43 +225,25 @@ class Observer:
             container=info.container,
         )
 
-    def _daemons_now(self, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
-        # What tells at no cost that something has changed: processes on the GPUs, records, daemons.
-        on_gpus = tuple((gpu.index, process.pid) for gpu in gpus for process in gpu.processes or ())
-        signs = (on_gpus, self._records(), tuple(self._host.processes.named(MPS_CONTROL)))
-        if time.monotonic() >= self._daemon_rows_until or signs != self._daemon_signs:
-            self._daemon_rows = self._daemons(gpus) if any(signs[1:]) else ()
-            self._daemon_signs, self._daemon_rows_until = signs, time.monotonic() + _SLOW_SECONDS
-        return self._daemon_rows
-
-    def _records(self) -> tuple[tuple[str, int], ...]:
-        """Return the records of our daemons, with what changes when one is written."""
-        directories = (self._host.run_directory, *self._host.shared_run_directories)
-        return tuple(found for directory in directories for found in _records_in(directory / "mps"))
-
-    def _daemons(self, gpus: tuple[Gpu, ...]) -> tuple[MpsDaemon, ...]:
-        from gpushare.mps.control import probe_version
-        from gpushare.mps.daemons import find_daemons
-
-        found = [item.daemon for item in find_daemons(self._host, gpus, strangers=self._strangers)]
-        if found and not self._mps_probed:
-            self._mps_probed = True
-            # A program that hangs costs the version only; gpushare doctor tells it.
-            with contextlib.suppress(GpushareError):
-                self._mps_version = probe_version(self._host.programs)
-        return tuple(self._with_capacity(daemon, gpus) for daemon in found)
+    def _daemons_now(self, state: HostState) -> tuple[MpsDaemon, ...]:
+        on_gpus = tuple((gpu.index, process.pid) for gpu in state.gpus for process in gpu.processes or ())
+        signs = (on_gpus, state.daemon_signs)
+        if time.monotonic() >= self._daemons_until or signs != self._daemon_signs:
+            found = [one.daemon for one in state.daemons]
+            # An MPS program that hangs costs the version only; gpushare doctor reports it.
+            if found and not self._mps_asked:
+                self._mps_asked, self._mps_version = True, state.mps_version
+            self._daemons = tuple(self._with_capacity(daemon, state.gpus) for daemon in found)
+            self._daemon_signs, self._daemons_until = signs, time.monotonic() + _SLOW_SECONDS
+        return self._daemons
 
     def _with_capacity(self, daemon: MpsDaemon, gpus: tuple[Gpu, ...]) -> MpsDaemon:
         if daemon.gpu_index is None:
             return daemon
         gpu = next(gpu for gpu in gpus if gpu.index == daemon.gpu_index)
         version = None if self._mps_version is None else str(self._mps_version)
-        try:
-            room = self._room(daemon, gpu)
-        except GpushareError:
-            # The GPU was lost since the sweep.
-            room = None
-        return replace(daemon, version=version, max_clients=room)
+        # The GPU may be lost since the sweep.
+        return replace(daemon, version=version, max_clients=or_none(lambda: self._room(daemon, gpu)))
 
     def _room(self, daemon: MpsDaemon, gpu: Gpu) -> int | None:
         """Return how many clients a server of this daemon takes on the GPU, or None when that is unknown."""

@@ -1,14 +1,26 @@
-"""What advice knows of a host. Gathered elsewhere; unknown is None everywhere."""
+"""What advice knows of a host. Unknown is None; a GPU that does not answer stays, with its error."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.advice.table import driver_branch
+from gpushare.errors import GpushareError, NoPermission, NotSupported, or_none
+from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from gpushare.mig.profile import Layout
-    from gpushare.model import ComputeMode, TimeSlice
-    from gpushare.mps.limits import Limits
+    from gpushare.model import ComputeMode, Gpu, MpsDaemon, TimeSlice
+    from gpushare.snapshot import HostState
+
+# The first "Binary version" that speaks MPS v3 (R615, CUDA 13.4).
+_MPS_3: Final = 13040
+# NVML_GPU_VIRTUALIZATION_MODE_*: inside a vGPU guest; on a host that makes vGPUs.
+_GUEST: Final = 2
+_VGPU_HOST: Final = frozenset({3, 4})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +79,87 @@ class HostFacts:
     mps_version: int | None = None
     # Whether it speaks MPS v3 (named servers, R615 and later).
     mps_version_3: bool | None = None
+
+
+def host_facts(state: HostState) -> HostFacts:
+    """Return the facts of a host. A GPU, or a program, that does not answer costs only what it alone could tell.
+
+    Raises:
+        NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
+    """
+    asked = state.ask_levels()
+    gpus, driver = state.gpus, state.driver_version
+    daemons = tuple(one.daemon for one in or_none(lambda: state.daemons) or ())
+    levels = _levels(state) if asked else None
+    version = state.mps_version if state.mps_installed else None
+    return HostFacts(
+        host=state.host.spec,
+        driver=driver,
+        driver_major=driver_branch(driver),
+        root=state.host.uid == 0,
+        uid=state.host.uid,
+        gpus=tuple(_gpu(state, gpu, daemons, levels) for gpu in gpus),
+        mps_program=state.mps_installed,
+        mps_version=version,
+        mps_version_3=None if version is None else version >= _MPS_3,
+    )
+
+
+def _levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
+    try:
+        return state.levels
+    except NotSupported:
+        return {}
+    except GpushareError:
+        return None
+
+
+def _gpu(
+    state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon], levels: Mapping[int, TimeSlice | None] | None
+) -> GpuFacts:
+    known: dict[str, Any] = {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "mps_daemons": sum(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in daemons),
+        "mps": next((Limits.of(daemon) for daemon in daemons if _only_serves(daemon, gpu)), None),
+    }
+    if gpu.error is not None:
+        return GpuFacts(**known, error=gpu.error)
+    # The GPU may be lost since the sweep.
+    nvml = state.host.nvml
+    capability = or_none(lambda: nvml.compute_capability(gpu.index))
+    virtualization = or_none(lambda: nvml.virtualization_mode(gpu.index))
+    return GpuFacts(
+        **known,
+        compute_capability=capability,
+        multiprocessors=or_none(lambda: nvml.multiprocessors(gpu.index, capability)),
+        # On bare metal, and passed through to a VM, it depends on a driver that is not here.
+        vgpu_capable=True if virtualization in _VGPU_HOST else False if virtualization == _GUEST else None,
+        memory_total_bytes=gpu.memory_total_bytes,
+        memory_used_bytes=gpu.memory_used_bytes,
+        mig_capable=gpu.mig_capable,
+        mig_enabled=gpu.mig_enabled,
+        layout=_layout(state, gpu) if gpu.mig_capable else None,
+        compute_mode=gpu.compute_mode,
+        processes=None if gpu.processes is None else len({process.pid for process in gpu.processes}),
+        time_slice_settable=None if levels is None else gpu.index in levels,
+        time_slice=None if levels is None else levels.get(gpu.index),
+    )
+
+
+def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
+    """Return whether a daemon is ours, answers, and serves this whole GPU and no other."""
+    return daemon.ours and daemon.error is None and daemon.device_uuid is not None and daemon.device_uuid == gpu.uuid
+
+
+def _layout(state: HostState, gpu: Gpu) -> Layout | None:
+    try:
+        layout = state.layout(gpu)
+    except NoPermission as error:
+        # No advice on what cannot be seen: it might be to turn off what others use.
+        raise error.restated(hint=error.hint.partition("; or name it")[0]) from error
+    except GpushareError:
+        return None
+    # Before R580 the driver lists profiles only while MIG is on.
+    return layout if layout.profiles else None

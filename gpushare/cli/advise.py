@@ -204,8 +204,9 @@ def advise(
         "needs": None if needs is None else ",".join(needs),
     }
     from gpushare.advice.case import checked
+    from gpushare.advice.facts import host_facts
     from gpushare.advice.ways import way_of
-    from gpushare.cli.facts import gather
+    from gpushare.snapshot import HostState
 
     asked_for = {
         "--copies": copies,
@@ -232,7 +233,7 @@ def advise(
     case = _case(words, file, root, pair, seen=live or recording is not None)
     case = case and checked(case)
     host = settings.connect()
-    facts = gather(host)
+    facts = host_facts(HostState(host))
     chosen = _chosen(host, facts, gpu)
     case = case or checked(_seen(host, chosen.index, words, root, recording))
     situation = _situation(case, facts, chosen)

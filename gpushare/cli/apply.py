@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.host_file import FileOption, entries_of, host_file, placed
-from gpushare.cli.options import ChangingCommand, gpus_of, note, settings
+from gpushare.cli.options import ChangingCommand, HostFileOption, gpus_of, note, settings
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def apply(
-    file: FileOption,
+    file: HostFileOption,
     wait: Annotated[
         str | None,
         typer.Option(
@@ -46,11 +45,12 @@ def apply(
     here changes nothing. Then each GPU is changed as a whole or not at all. Programs are never ended: a GPU in use
     is refused, the others are done. A file that held is kept: `gpushare export systemd` applies it at boot.
     """
+    from gpushare.hostfile.load import load
     from gpushare.mig.journal import Journal
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
-    wanted, text = host_file(file)
+    wanted, text = load(file)
     host = settings.connect()
     journal = Journal(host)
     undone = () if settings.dry_run else _undone(host, journal)
@@ -105,6 +105,8 @@ class _Row:
 
 def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is over."""
+    from gpushare.hostfile.load import entries_of
+
     deadline, told = time.monotonic() + seconds, set()
     while True:
         gpus = gpus_of(host)
@@ -128,6 +130,8 @@ def _row(host: Host, journal: Journal, index: int, found: Matched, file: HostFil
     except NoPermission:
         raise
     except _WRONG as error:
+        from gpushare.hostfile.load import placed
+
         raise placed(error, file, index, entry) from None
     except GpushareError as error:
         return _Row(index, entry, error=error)
@@ -149,6 +153,7 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
 
 def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row], Matched, tuple[str, ...]]:
     """Carry it all out under the lock, planned again; a GPU that fails is as before, and the next one follows."""
+    from gpushare.hostfile.load import entries_of
     from gpushare.mig.recover import recover
 
     with journal.locked():
@@ -181,7 +186,7 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
 
 def _forgotten(host: Host, found: Matched) -> list[str]:
     """Return a note on the GPUs that the file kept so far is about, and this one is not."""
-    from gpushare.cli.host_file import kept_entries
+    from gpushare.hostfile.load import kept_entries
 
     gone = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in found.entries]
     which = f"it says nothing of GPU {', '.join(gone)}, which the one before did"
@@ -191,7 +196,7 @@ def _forgotten(host: Host, found: Matched) -> list[str]:
 
 def _kept(host: Host, text: str, result: Result) -> Result:
     """Keep a file that holds, for the next boot, and return the result with where; with an error, when it cannot be."""
-    from gpushare.hostfile.look import keep_applied
+    from gpushare.hostfile.load import keep_applied
 
     try:
         return replace(result, data={**result.data, "kept": str(keep_applied(host, text))})

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.options import Command, GpuOption, gpus_of, settings
+from gpushare.cli.options import Command, GpuOption, settings
 from gpushare.errors import BadUsage, NotFound
 from gpushare.units import quoted
 
@@ -31,9 +31,10 @@ def capture(
     """
     from gpushare.hostfile.file import Exactness, text_of
     from gpushare.hostfile.live import captured
-    from gpushare.hostfile.look import look
+    from gpushare.hostfile.look import live_gpus
     from gpushare.selection import select
     from gpushare.show.result import Result
+    from gpushare.snapshot import HostState
 
     if schema:
         from gpushare.hostfile.parse import schema_text
@@ -42,11 +43,11 @@ def capture(
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
         raise BadUsage(f"{quoted(by)} is no way to name GPUs", "give --by index or --by uuid", code="bad_key")
-    host = settings.connect()
-    gpus = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
+    state = HostState(settings.connect())
+    gpus = {device.gpu.index: device.gpu for device in select(gpu, state.gpus)}
     if not gpus:
         raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
-    file, notes = captured(look(host, list(gpus.values())), by=keys[by])
+    file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
     text = text_of(file)
     return Result(command="capture", data=_data(text), text=text.rstrip("\n"), notes=tuple(notes))
 

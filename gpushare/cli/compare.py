@@ -104,13 +104,14 @@ def _facts(gpu: str | None) -> HostFacts:
     from dataclasses import replace
 
     from gpushare.advice.compare import answering
-    from gpushare.cli.facts import gather
+    from gpushare.advice.facts import host_facts
     from gpushare.selection import select
+    from gpushare.snapshot import HostState
 
-    host = settings.connect()
-    facts = gather(host)
+    state = HostState(settings.connect())
+    facts = host_facts(state)
     if gpu is not None:
-        chosen = {device.gpu.index for device in select(gpu, host.nvml.identities())}
+        chosen = {device.gpu.index for device in select(gpu, state.gpus)}
         facts = replace(facts, gpus=tuple(one for one in facts.gpus if one.index in chosen))
     if not facts.gpus:
         raise NotFound(

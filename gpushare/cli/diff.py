@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpushare.cli.host_file import FileOption, entries_of, host_file
-from gpushare.cli.options import Command, gpus_of, settings
+from gpushare.cli.options import Command, HostFileOption, settings
 from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("diff", cls=Command, short_help="Say how the host differs from gpushare.yaml; exit 7 if it does.")(diff)
 
 
-def diff(file: FileOption) -> Any:
+def diff(file: HostFileOption) -> Any:
     """Say how each GPU differs from its entry of gpushare.yaml; one that no entry is for is left out.
 
     Exit code 0: all is as the file has it; 7: something is not. Changes nothing; some of it only root sees.
@@ -31,14 +30,15 @@ def diff(file: FileOption) -> Any:
     import shlex
 
     from gpushare.errors import ExitCode
-    from gpushare.hostfile.look import look
+    from gpushare.hostfile.load import entries_of, load
+    from gpushare.hostfile.look import live_gpus
     from gpushare.show.result import Result
+    from gpushare.snapshot import HostState
 
-    wanted, _ = host_file(file)
-    host = settings.connect()
-    gpus = gpus_of(host)
-    found = entries_of(wanted, gpus)
-    live = look(host, [gpu for gpu in gpus if gpu.index in found.entries])
+    wanted, _ = load(file)
+    state = HostState(settings.connect())
+    found = entries_of(wanted, state.gpus)
+    live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in found.entries])
     rows = [_row(one, found.entries) for one in live]
     rows += [_not_there(error) for error in found.missing]
     good = all(row["as_requested"] for row in rows)

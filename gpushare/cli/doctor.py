@@ -32,9 +32,9 @@ def doctor(
 
     Exit code 1 if a check fails, else 0; with --fail-on warning also 1 if a check warns.
     """
-    from gpushare.cli.host_file import kept_entries
     from gpushare.doctor.check import Verdict
     from gpushare.doctor.examine import examine, exit_code, worst
+    from gpushare.hostfile.load import kept_entries
     from gpushare.show.doctor import COLOURS, check_lines
     from gpushare.show.result import Column, Result, Table
 

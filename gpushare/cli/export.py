@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gpushare.cli import metrics
-from gpushare.cli.exported import exported, node_name
-from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, gpus_of, note, settings
+from gpushare.cli.options import Command, GpuOption, Group, OneGpuOption, note, settings
 from gpushare.errors import BadUsage, GpushareError
 
 if TYPE_CHECKING:
     from gpushare.export.containers import Share
     from gpushare.export.description import GpuDescription, HostDescription
-    from gpushare.host.host import Host
+    from gpushare.export.document import Export
+    from gpushare.show.result import Result
+    from gpushare.snapshot import HostState
 
+_NODE: Final = r"(?a)[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 
 FileOption = Annotated[
     str | None,
@@ -148,11 +153,12 @@ def _share(gpu: str | None, file: str | None) -> Share:
     from gpushare.export.containers import share_of
     from gpushare.export.description import describe_host
     from gpushare.selection import select_one
+    from gpushare.snapshot import HostState
 
-    host = settings.connect()
-    device = select_one(gpu, gpus_of(host))
-    found = describe_host(host, [device.gpu])
-    return share_of(found if file is None else in_place(host, file, found), device.uuid)
+    state = HostState(settings.connect())
+    device = select_one(gpu, state.gpus)
+    found = describe_host(state, [device.gpu])
+    return share_of(found if file is None else in_place(state, file, found), device.uuid)
 
 
 def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
@@ -234,6 +240,57 @@ def register(app: typer.Typer) -> None:
     )
 
 
+def node_name(given: str | None, *, short: bool = False) -> str | None:
+    """Return the node's name: what was given, else this machine's (``short``: up to the dot); of a simulated host None.
+
+    Raises:
+        BadUsage: it cannot be the name of a node (DNS-1123).
+    """
+    if given is None:
+        import socket
+
+        if settings.spec != "local":
+            return None
+        own = socket.gethostname().lower()
+        own = own.partition(".")[0] if short else own
+        # A name that no cluster could have is nobody's mistake here.
+        return own if re.fullmatch(_NODE, own) else None
+    if re.fullmatch(_NODE, given) is None:
+        raise BadUsage(
+            f"'{given[:60]}' is no name of a node", "give it as the cluster does: --node gpu01", code="bad_node"
+        )
+    return given
+
+
+def exported(engine: str, found: Export, to: str | None) -> Result:
+    """Return the result of an export; with ``to`` the files are written there.
+
+    Raises:
+        InUse: a file is there already.
+        NoPermission: the directory cannot be written.
+    """
+    from gpushare.export.document import printed, write
+    from gpushare.show.result import Result
+
+    written = () if to is None else write(found.documents, Path(to))
+    where = "" if to is None else f"cd {shlex.quote(to)}; "
+    notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(found.commands)]
+    notes += [f"needs: {one}" for one in found.needs]
+    notes += [f"lost: {one}" for one in found.lost]
+    if to is None and len(found.documents) > 1:
+        notes.insert(0, f"write them as files: gpushare export {engine} --to DIR, with the same options")
+    data: dict[str, Any] = {
+        "engine": engine,
+        "documents": found.documents,
+        "commands": found.commands,
+        "needs": found.needs,
+        "lost": found.lost,
+        "written": written,
+    }
+    text = "\n".join(written) if written else printed(found.documents)
+    return Result(command=f"export {engine}", data=data, text=text, notes=tuple(notes))
+
+
 def described(
     gpu: str | None,
     *,
@@ -254,19 +311,20 @@ def described(
     from gpushare.export.description import describe_host
     from gpushare.model import Sharing
     from gpushare.selection import select
+    from gpushare.snapshot import HostState
 
     for name, number in (("--replicas", replicas), ("--mig-replicas", mig_replicas)):
         if number is not None and number < 2:
             raise BadUsage(
                 f"{name} {number}: number of replicas must be >= 2", f"for one leave {name} out", code="bad_replicas"
             )
-    host = settings.connect()
-    devices = select(gpu, gpus_of(host))
+    state = HostState(settings.connect())
+    devices = select(gpu, state.gpus)
     if any(device.mig is not None for device in devices):
         raise BadUsage("this engine takes whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
-    found = describe_host(host, [device.gpu for device in devices], node=node)
+    found = describe_host(state, [device.gpu for device in devices], node=node)
     if file is not None:
-        found = in_place(host, file, found, daemons_only=True) if for_daemons else _as_in(host, file, found)
+        found = in_place(state, file, found, daemons_only=True) if for_daemons else _as_in(state, file, found)
 
     def filled(one: GpuDescription) -> GpuDescription:
         shared = one.sharing in {Sharing.TIMESLICE, Sharing.MPS}
@@ -276,46 +334,43 @@ def described(
     return replace(found, gpus=tuple(filled(one) for one in found.gpus))
 
 
-def in_place(host: Host, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
+def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipes of what is there; see `wished.in_place`.
 
     Raises:
         NotFound: a MIG device of the file is not there yet; or as `described`.
     """
-    import shlex
-
     from gpushare.export import description
     from gpushare.mps.home import home_of
 
-    apply = f"{'sudo ' if host.uid else ''}gpushare apply -f {shlex.quote(path)}"
-    wanted = _as_in(host, path, live)
+    apply = f"{'sudo ' if state.host.uid else ''}gpushare apply -f {shlex.quote(path)}"
+    wanted = _as_in(state, path, live)
     return description.in_place(
         wanted,
         live,
-        lambda uuid: str(home_of(host.run_directory, uuid).pipe),
+        lambda uuid: str(home_of(state.host.run_directory, uuid).pipe),
         apply=apply,
         daemons_only=daemons_only,
     )
 
 
-def _as_in(host: Host, path: str, found: HostDescription) -> HostDescription:
+def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
     """Return the host as a file wants it."""
-    from gpushare.cli.host_file import entries_of, host_file, placed
     from gpushare.export.description import wished
     from gpushare.hostfile.diff import check_fits
+    from gpushare.hostfile.load import entries_of, load, placed
     from gpushare.mig.driver import MigReader
     from gpushare.model import Sharing
 
-    wanted, _ = host_file(path)
-    gpus = gpus_of(host)
-    matched = entries_of(wanted, gpus)
+    wanted, _ = load(path)
+    matched = entries_of(wanted, state.gpus)
     if matched.missing:
         raise matched.missing[0]
     for one in matched.notes:
         note(one)
-    reader, profiles = MigReader(host.nvml), {}
+    reader, profiles = MigReader(state.host.nvml), {}
     exported = {one.index for one in found.gpus}
-    for gpu in gpus:
+    for gpu in state.gpus:
         entry = matched.entries.get(gpu.index)
         if entry is None or gpu.index not in exported:
             continue
@@ -351,7 +406,6 @@ def k8s(
     On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares per node,
     not per GPU, and has no slice length: a host that needs one is refused, and `gpushare export dra` can say it.
     """
-    from gpushare.cli.exported import exported, node_name
     from gpushare.export.k8s import export, standalone
 
     if helm and (every_node or namespace != "gpu-operator"):

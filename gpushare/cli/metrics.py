@@ -129,11 +129,8 @@ def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
 
 def _reading(host: Host) -> Reading:
     from gpushare import __version__
-    from gpushare.cli.host_file import kept_entries
-    from gpushare.mig.driver import MigReader
-    from gpushare.mig.holders import claimed_instances
+    from gpushare.hostfile.load import kept_entries
     from gpushare.mig.journal import Journal
-    from gpushare.mig.names import names_of
     from gpushare.mig.recover import interrupted
     from gpushare.model import Sharing
     from gpushare.mps.home import homes_in
@@ -141,14 +138,13 @@ def _reading(host: Host) -> Reading:
     from gpushare.show.prometheus import Reading
     from gpushare.snapshot import Observer
 
-    snapshot = Observer(host).look()
-    reader = MigReader(host.nvml)
+    observer = Observer(host)
+    snapshot, state = observer.look(), observer.state
     layouts = {}
     for gpu in snapshot.gpus:
         if gpu.error is None and gpu.mig_capable:
             with suppress(GpushareError):
-                layouts[gpu.index] = reader.layout(gpu)
-    claims = claimed_instances(host)
+                layouts[gpu.index] = state.layout(gpu)
     kept, _ = kept_entries(host, snapshot.gpus)
     wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Sharing.EXCLUSIVE}
     homes = [(home, home.read()) for home in homes_in([host.run_directory, *host.shared_run_directories])]
@@ -156,8 +152,8 @@ def _reading(host: Host) -> Reading:
         version=__version__,
         snapshot=snapshot,
         layouts=layouts,
-        names={(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()},
-        leases=None if claims is None else tuple(claims),
+        names={(one.gpu_uuid, one.profile, one.start): one.name for one in state.names.values()},
+        leases=None if state.claims is None else tuple(state.claims),
         mps_leases={
             str(home.pipe): len(leases)
             for home, record in homes
@@ -232,7 +228,7 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        from gpushare.cli.exported import unwritten
+        from gpushare.export.document import unwritten
 
         raise unwritten(
             path,

@@ -467,6 +467,9 @@ HungAfter = Annotated[
         "--timeout", metavar="TIME", help="When a run counts as hung. [default: depends on a run of CMD alone]"
     ),
 ]
+HostFileOption = Annotated[
+    str, typer.Option("-f", "--file", metavar="FILE", help="gpushare.yaml, version 1; - is stdin.", show_default=False)
+]
 
 
 def note(text: str) -> None:

@@ -17,12 +17,13 @@ from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing, cut
 from gpushare.host.machine import Xid
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
-from gpushare.hostfile.look import applied_path, look
+from gpushare.hostfile.load import applied_path
+from gpushare.hostfile.look import live_gpus
 from gpushare.model import ComputeMode, Gpu, Sharing
 from gpushare.mps import control
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import homes_in
-from gpushare.snapshot import BLIND
+from gpushare.snapshot import BLIND, HostState
 from gpushare.units import counted
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def drift(seen: Examination) -> Iterator[Check]:
         )
     kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
     wrong = False
-    for live in look(seen.host, kept) if kept else ():
+    for live in live_gpus(HostState(seen.host, kept), kept) if kept else ():
         said = _said(seen, live)
         if said:
             wrong = True

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.profile import GpuInstance
     from gpushare.model import Gpu, MigInstance
+    from gpushare.snapshot import HostState
 
 
 _PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
@@ -120,7 +121,7 @@ _SHARING = {
 }
 
 
-def describe_host(host: Host, gpus: Sequence[Gpu], *, node: str | None = None) -> HostDescription:
+def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = None) -> HostDescription:
     """Return these GPUs of a host as they are now. ``node`` is the host's name in a cluster.
 
     How many programs share a GPU by time-slicing is nowhere on a host: ``replicas`` stays None.
@@ -131,22 +132,20 @@ def describe_host(host: Host, gpus: Sequence[Gpu], *, node: str | None = None) -
         NotSupported: a GPU is in compute mode prohibited, or its mode is unknown.
         NoPermission, OperationFailed: an MPS daemon cannot be asked.
     """
-    from gpushare.mps.daemons import find_daemons
-
     if not gpus:
         raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
     for gpu in gpus:
         if gpu.error is not None:
             raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))
-    daemons = tuple(found.daemon for found in with_units(host, find_daemons(host, gpus), gpus) if _stays(found.daemon))
+    found = with_units(state.host, state.daemons, state.gpus)
+    daemons = tuple(one.daemon for one in found if _stays(one.daemon))
     for daemon in daemons:
         _check_answers(daemon)
-    levels = host.policy.read() if any(not gpu.mig_enabled for gpu in gpus) else {}
     return HostDescription(
-        driver=host.nvml.driver_version(),
+        driver=state.driver_version,
         node=node,
-        gpus=tuple(_gpu(host, gpu, daemons, levels) for gpu in gpus),
-        whole=len(gpus) == host.nvml.count(),
+        gpus=tuple(_gpu(state, gpu, daemons) for gpu in gpus),
+        whole=len(gpus) == len(state.gpus),
     )
 
 
@@ -172,9 +171,8 @@ def _check_answers(daemon: MpsDaemon) -> None:
     )
 
 
-def _gpu(
-    host: Host, gpu: Gpu, daemons: tuple[MpsDaemon, ...], levels: Mapping[int, TimeSlice | None]
-) -> GpuDescription:
+def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
+    host = state.host
     # Daemons of its MIG instances are the instances' own.
     own = tuple(one for one in daemons if one.device_uuid in {None, gpu.uuid})
     way = mechanism(gpu, own)
@@ -199,9 +197,9 @@ def _gpu(
         compute_capability=host.nvml.compute_capability(gpu.index),
         compute_mode=gpu.compute_mode,
         mig_capable=gpu.mig_capable,
-        time_slice=None if gpu.mig_enabled else levels.get(gpu.index),
+        time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
         mps=_mps_of(host, own, gpu.index) if sharing is Sharing.MPS else None,
-        mig=_instances(host, gpu, daemons) if gpu.mig_enabled else (),
+        mig=_instances(state, gpu, daemons) if gpu.mig_enabled else (),
     )
 
 
@@ -221,16 +219,12 @@ def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
     )
 
 
-def _instances(host: Host, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
-    from gpushare.mig.driver import MigReader
-    from gpushare.mig.names import find_name
-
-    layout = MigReader(host.nvml).layout(gpu)
-    places = {one.id: one for one in layout.instances}
+def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
+    host, places = state.host, {one.id: one for one in state.layout(gpu).instances}
+    names = {(one.gpu_uuid, one.profile, one.start): one.name for one in state.names.values()}
     found = []
     for index, mig in enumerate(gpu.mig_instances):
         instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
-        named = None if instance is None else find_name(host, gpu.uuid, instance.profile.name, instance.start)
         daemon = next((one for one in daemons if one.device_uuid == mig.uuid), None)
         found.append(
             MigDescription(
@@ -242,7 +236,7 @@ def _instances(host: Host, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigD
                 compute_instance_id=mig.compute_instance_id,
                 memory_total_bytes=mig.memory_total_bytes,
                 capabilities=_capabilities(host, gpu.index, mig),
-                name=None if named is None else named.name,
+                name=None if instance is None else names.get((gpu.uuid or "", instance.profile.name, instance.start)),
                 mps=None if daemon is None else _mps(host, daemon),
             )
         )

@@ -1,12 +1,15 @@
-"""What every export gives: documents, how to apply them, what they need, and what gets lost. Pure."""
+"""What every export gives: documents, how to apply them, what they need, and what gets lost; and how it is written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+from gpushare.errors import InUse, NoPermission
 from gpushare.inputs import yaml_text
 
 
@@ -45,3 +48,51 @@ def json_text(value: Any) -> str:
 
 # Runs a kernel and ends: what only lists GPUs would prove nothing.
 IMAGE: Final = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
+
+
+def printed(documents: Sequence[Document]) -> str:
+    """Return documents as one text; each of several has a line with its name."""
+    if len(documents) == 1:
+        return documents[0].text
+    parts = []
+    for number, one in enumerate(documents):
+        separator = "---\n" if one.kind == "yaml" and number else ""
+        parts.append(f"{separator}# file: {one.name}\n{one.text}")
+    return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
+    """Write documents as files that are not there yet, and return their paths.
+
+    Raises:
+        InUse: a file is there already.
+        NoPermission: the directory cannot be written.
+    """
+    from gpushare.host.written_file import create_file, directory_of
+
+    written: list[str] = []
+    try:
+        with directory_of(directory) as descriptor:
+            there = [one.name for one in documents if os.path.lexists(directory / one.name)]
+            if there:
+                raise _there(directory / there[0])
+            for one in documents:
+                # Nobody else's link or file is written through, whatever happened since.
+                mode = 0o755 if one.kind == "sh" else 0o644
+                try:
+                    create_file(one.name, one.text.encode(), directory=descriptor, mode=mode)
+                except FileExistsError:
+                    raise _there(directory / one.name) from None
+                written.append(str(directory / one.name))
+    except OSError as error:
+        raise unwritten(directory, error, "give a directory of your own: --to DIR") from None
+    return tuple(written)
+
+
+def _there(path: Path) -> InUse:
+    return InUse(f"{path} is there already", "give another directory, or remove it", code="file_exists")
+
+
+def unwritten(path: Path, error: OSError, hint: str) -> NoPermission:
+    """Return the error for files that a user wanted somewhere and that cannot be written there."""
+    return NoPermission(f"cannot write {path}: {error.strerror or error}", hint, code="not_written")

@@ -13,7 +13,7 @@ from gpushare.errors import BadUsage
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Document, Export
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
-from gpushare.hostfile.look import NAME
+from gpushare.hostfile.load import KEPT
 from gpushare.model import ComputeMode, Priority, Sharing, device_key
 from gpushare.mps.home import (  # moved
     _RUN,
@@ -24,7 +24,7 @@ from gpushare.mps.home import (  # moved
 from gpushare.units import mps_memory, mps_memory_readback, mps_percentage
 
 # The last file that held, as `gpushare apply` keeps it.
-FILE: Final = f"{SYSTEM_STATE_DIRECTORY}/{NAME}"
+FILE: Final = f"{SYSTEM_STATE_DIRECTORY}/{KEPT}"
 HOST_UNIT: Final = "gpushare.service"
 READY: Final = "gpushare-mps-ready"
 READY_PATH: Final = f"/usr/local/lib/gpushare/{READY}"

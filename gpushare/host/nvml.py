@@ -281,19 +281,23 @@ class NvmlReader:
             self._handles[index] = self.demand(lambda nvml: nvml.nvmlDeviceGetHandleByIndex(index), str(index))
         return self._handles[index]
 
+    def _value(self, index: int, name: str) -> Any:
+        """Return what a getter of one GPU answers, or None where the driver cannot tell."""
+        handle = self.handle(index)
+        return self.ask(lambda nvml: getattr(nvml, name)(handle), str(index))
+
     def _facts(self, index: int) -> dict[str, Any]:
         if index not in self._static:
-            handle, gpu = self.handle(index), str(index)
+            handle = self.handle(index)
             self._static[index] = {
-                "uuid": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetUUID(handle), gpu)),
-                "name": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(handle), gpu)),
-                "pci_bus_id": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle).busId, gpu)),
+                "uuid": _text(self._value(index, "nvmlDeviceGetUUID")),
+                "name": _text(self._value(index, "nvmlDeviceGetName")),
+                "pci_bus_id": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle).busId, str(index))),
             }
         return self._static[index]
 
     def _modes(self, index: int) -> dict[str, Any]:
-        handle, gpu = self.handle(index), str(index)
-        mig = self.ask(lambda nvml: nvml.nvmlDeviceGetMigMode(handle), gpu)
+        mig = self._value(index, "nvmlDeviceGetMigMode")
         enabled = None if mig is None else bool(mig[0])
         return {
             # NotSupported is NVML's way to say that this GPU has no MIG.
@@ -310,7 +314,7 @@ class NvmlReader:
         handle, gpu = self.handle(index), str(index)
         facts, modes = self._facts(index), self._modes(index)
         memory = self._memory(handle, gpu)
-        rates = self.ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle), gpu)
+        rates = self._value(index, "nvmlDeviceGetUtilizationRates")
         return Gpu(
             index=index,
             **facts,
@@ -330,8 +334,7 @@ class NvmlReader:
 
     def compute_mode(self, index: int) -> ComputeMode | None:
         """Return the compute mode (nvmlDeviceGetComputeMode; ``nvidia-smi --query-gpu=compute_mode``)."""
-        handle = self.handle(index)
-        mode = self.ask(lambda nvml: nvml.nvmlDeviceGetComputeMode(handle), str(index))
+        mode = self._value(index, "nvmlDeviceGetComputeMode")
         # A mode of a newer driver is unknown here.
         return ComputeMode(mode) if mode in set(ComputeMode) else None
 
@@ -347,8 +350,7 @@ class NvmlReader:
 
     def persistence(self, index: int) -> bool | None:
         """Return whether persistence mode is on (nvmlDeviceGetPersistenceMode)."""
-        handle = self.handle(index)
-        mode = self.ask(lambda nvml: nvml.nvmlDeviceGetPersistenceMode(handle), str(index))
+        mode = self._value(index, "nvmlDeviceGetPersistenceMode")
         return None if mode is None else bool(mode)
 
     def pci_ids(self, index: int) -> tuple[int | None, int | None]:
@@ -356,35 +358,46 @@ class NvmlReader:
 
         What mig-parted's ``device-filter`` compares. None is unknown (NVML answers 0, or not at all).
         """
-        handle = self.handle(index)
-        info = self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle), str(index))
+        info = self._value(index, "nvmlDeviceGetPciInfo")
         if info is None:
             return None, None
         return int(info.pciDeviceId) or None, int(info.pciSubSystemId) or None
 
     def compute_capability(self, index: int) -> tuple[int, int] | None:
         """Return the CUDA compute capability (nvmlDeviceGetCudaComputeCapability)."""
-        handle = self.handle(index)
-        value = self.ask(lambda nvml: nvml.nvmlDeviceGetCudaComputeCapability(handle), str(index))
+        value = self._value(index, "nvmlDeviceGetCudaComputeCapability")
         return None if value is None else (int(value[0]), int(value[1]))
+
+    def multiprocessors(self, index: int, compute_capability: tuple[int, int] | None) -> int | None:
+        """Return the SMs of a GPU (nvmlDeviceGetNumGpuCores by the cores of one SM), or None when unknown.
+
+        Not the largest MIG profile's: on an A100 that has 98 of the 108.
+        """
+        per_sm = None if compute_capability is None else cores_per_multiprocessor(compute_capability)
+        cores = None if per_sm is None else self._value(index, "nvmlDeviceGetNumGpuCores")
+        return None if per_sm is None or cores is None else int(cores) // per_sm
+
+    def virtualization_mode(self, index: int) -> int | None:
+        """Return NVML_GPU_VIRTUALIZATION_MODE_* (nvmlDeviceGetVirtualizationMode)."""
+        mode = self._value(index, "nvmlDeviceGetVirtualizationMode")
+        return None if mode is None else int(mode)
 
     def minor_number(self, index: int) -> int | None:
         """Return the N of ``/dev/nvidiaN`` (nvmlDeviceGetMinorNumber); it need not be the index."""
-        handle = self.handle(index)
-        return self.ask(lambda nvml: nvml.nvmlDeviceGetMinorNumber(handle), str(index))
+        minor: int | None = self._value(index, "nvmlDeviceGetMinorNumber")
+        return minor
 
     def energy_joules(self, index: int) -> float | None:
         """Return what the GPU has drawn since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, since Volta)."""
-        handle = self.handle(index)
-        millijoules = self.ask(lambda nvml: nvml.nvmlDeviceGetTotalEnergyConsumption(handle), str(index))
+        millijoules = self._value(index, "nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
 
     # -- MIG ---------------------------------------------------------------------------------------
 
     def max_mig_devices(self, index: int) -> int | None:
         """Return how many MIG devices the GPU can hold (nvmlDeviceGetMaxMigDeviceCount)."""
-        handle = self.handle(index)
-        return self.ask(lambda nvml: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), str(index))
+        most: int | None = self._value(index, "nvmlDeviceGetMaxMigDeviceCount")
+        return most
 
     def _mig_instances(self, index: int) -> dict[str, Any]:
         handle, gpu = self.handle(index), str(index)
@@ -475,22 +488,6 @@ def _text(value: Any) -> str | None:
 
 def _mig_handle(nvml: Any, handle: Any, slot: int) -> Any:
     return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
-
-
-def multiprocessors(nvml: NvmlReader, index: int, compute_capability: tuple[int, int] | None) -> int | None:
-    """Return the SMs of a GPU (nvmlDeviceGetNumGpuCores by the cores of one SM), or None when unknown.
-
-    Not the largest MIG profile's: on an A100 that has 98 of the 108.
-
-    Raises:
-        GpushareError: the GPU does not answer.
-    """
-    per_sm = None if compute_capability is None else cores_per_multiprocessor(compute_capability)
-    if per_sm is None:
-        return None
-    handle = nvml.handle(index)
-    cores = nvml.ask(lambda bindings: bindings.nvmlDeviceGetNumGpuCores(handle), str(index))
-    return None if cores is None else int(cores) // per_sm
 
 
 def cores_per_multiprocessor(compute_capability: tuple[int, int]) -> int | None:

@@ -16,7 +16,7 @@ from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
 from gpushare.hostfile.live import Device as Seated
 from gpushare.hostfile.live import Seats, devices_of_layout, devices_to_be, limits_key, seats_of
-from gpushare.hostfile.look import look, refuse_units
+from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import (
     ask_levels,
     check_step,
@@ -36,6 +36,7 @@ from gpushare.mig.target import difference
 from gpushare.model import ComputeMode, Holder, Sharing, TimeSlice
 from gpushare.plan import Plan, Step
 from gpushare.selection import Device
+from gpushare.snapshot import HostState
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -68,7 +69,7 @@ def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: 
         BadUsage: a profile, placement, limit or name that cannot be.
         GpuLost: the GPU does not answer.
     """
-    (live,) = look(host, [host.nvml.gpu(index)])
+    live = _look(host, index)
     if live.gpu.error is not None:
         raise GpuLost(live.gpu.error, "see: gpushare status", gpu=str(index))
     title = f"apply to GPU {index}: {entry.sharing.value}"
@@ -92,7 +93,12 @@ def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: 
 
 def _look_again(host: Host, index: int) -> LiveGpu:
     host.nvml.restart()
-    return look(host, [host.nvml.gpu(index)])[0]
+    return _look(host, index)
+
+
+def _look(host: Host, index: int) -> LiveGpu:
+    state = HostState(host, [host.nvml.gpu(index)])
+    return live_gpus(state, state.gpus)[0]
 
 
 def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, NotFound
+from gpushare.errors import GpushareError, InUse, NotFound, or_none
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.cdi import local_path
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_bounded, replace_file, writing
-from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
+from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps, LiveName
 from gpushare.mig.grant import plan_reapply
-from gpushare.mig.layouts import layouts_of
-from gpushare.mig.names import names_of
 from gpushare.mig.profile import Layout
 from gpushare.model import ComputeMode
 from gpushare.mps.control import parse_memory
-from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, old_pipe_directory, pipe_directory, pipe_users, unit_at
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import is_there
@@ -32,6 +26,7 @@ if TYPE_CHECKING:
     from gpushare.mig.names import NamedInstance
     from gpushare.model import Gpu, MpsDaemon, TimeSlice
     from gpushare.mps.daemons import FoundDaemon
+    from gpushare.snapshot import HostState
 
 
 def is_unit(daemon: MpsDaemon) -> bool:
@@ -117,7 +112,7 @@ def refuse_units(live: LiveGpu) -> None:
         )
 
 
-def look(host: Host, gpus: Sequence[Gpu]) -> list[LiveGpu]:
+def live_gpus(state: HostState, gpus: Sequence[Gpu]) -> list[LiveGpu]:
     """Return how these GPUs are shared: modes, time-slice, daemons with their limits, MIG with names and grants.
 
     A GPU that does not answer is there with its error only; a host without nvidia-smi has no time-slice.
@@ -125,36 +120,27 @@ def look(host: Host, gpus: Sequence[Gpu]) -> list[LiveGpu]:
     Raises:
         GpushareError: NVML does not answer.
     """
-    levels = _levels(host)
-    found = with_units(host, find_daemons(host, gpus), gpus)
-    answering = [gpu for gpu in gpus if gpu.error is None]
-    layouts = {one.gpu: one for one in layouts_of(host, [gpu for gpu in answering if gpu.mig_capable])}
-    named = names_of(host)
-    return [_live(host, gpu, levels, found, layouts.get(gpu.index), named.values()) for gpu in gpus]
-
-
-def _levels(host: Host) -> dict[int, TimeSlice | None]:
-    try:
-        return host.policy.read()
-    except GpushareError:
-        return {}
+    levels = or_none(lambda: state.levels) or {}
+    found = with_units(state.host, state.daemons, state.gpus)
+    layouts = state.held_layouts([gpu for gpu in gpus if gpu.error is None and gpu.mig_capable])
+    return [_live(state, gpu, levels, found, layouts.get(gpu.index)) for gpu in gpus]
 
 
 def _live(
-    host: Host,
+    state: HostState,
     gpu: Gpu,
-    levels: dict[int, TimeSlice | None],
+    levels: Mapping[int, TimeSlice | None],
     found: Sequence[FoundDaemon],
     layout: Layout | None,
-    named: Iterable[NamedInstance],
 ) -> LiveGpu:
+    host = state.host
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
     ours = [one for one in found if one.daemon.ours and one.daemon.device_uuid in mine]
     units = [one.daemon for one in found if is_unit(one.daemon) and one.daemon.device_uuid in mine]
     others = [one for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
     there = (one for one in others if gpu.index in one.daemon.gpu_indexes and is_there(host, one, gpu.index))
     foreign = [one.daemon for one in there]
-    names = [one for one in named if one.gpu_uuid == gpu.uuid]
+    names = [one for one in state.names.values() if one.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,
         time_slice=levels.get(gpu.index),
@@ -199,51 +185,3 @@ def _known(user: str) -> str:
         return user_name(user_id(user))
     except NotFound:
         return user
-
-
-def with_known_users(entry: Entry, shown: str) -> Entry:
-    """Return an entry with its users by name, where the file may have ids.
-
-    Raises:
-        NotFound: the host has no such user.
-    """
-
-    def known(users: tuple[str, ...], at: object) -> tuple[str, ...]:
-        try:
-            return tuple(sorted({user_name(user_id(user)) for user in users}))
-        except NotFound as error:
-            raise NotFound(f"{shown}:{at}: {error.message}", error.hint, code=error.code) from None
-
-    def mps(wish: MpsWish | None, at: object) -> MpsWish | None:
-        return None if wish is None else replace(wish, users=known(wish.users, at))
-
-    def instance(one: InstanceWish) -> InstanceWish:
-        return replace(one, users=known(one.users, one.mark), mps=mps(one.mps, one.mark))
-
-    return replace(entry, mps=mps(entry.mps, entry.mark), mig=tuple(map(instance, entry.mig)))
-
-
-NAME = "applied.yaml"
-
-
-def applied_path(host: Host) -> Path:
-    """Return where the file is kept."""
-    return host.state_directory / NAME
-
-
-def keep_applied(host: Host, text: str) -> Path:
-    """Keep the text of a file that held, atomically and on the disk; return where.
-
-    One that is kept already is not written again: at boot the disk may be full, or not writable.
-
-    Raises:
-        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); what was kept before stands.
-    """
-    path = applied_path(host)
-    with contextlib.suppress(OSError, ValueError):
-        if is_trusted_directory(host.state_directory) and read_bounded(path) == text.encode():
-            return path
-    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
-    with writing(path, "the file for the next boot", code="not_kept"):
-        replace_file(path, text, durable=True)
-    return path

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu, GpuProcess, Holder
 
 
-def layouts_of(host: Host, gpus: Sequence[Gpu], hidden: dict[int, GpushareError] | None = None) -> list[Layout]:
+def layouts_of(
+    host: Host,
+    gpus: Sequence[Gpu],
+    hidden: dict[int, GpushareError] | None = None,
+    *,
+    names: Mapping[str, NamedInstance] | None = None,
+) -> list[Layout]:
     """Return the layouts of GPUs (with their processes): what NVML tells, names, open files, leases.
 
     Our own MPS daemons without a client hold nothing that matters: a change stops them first.
@@ -34,7 +40,7 @@ def layouts_of(host: Host, gpus: Sequence[Gpu], hidden: dict[int, GpushareError]
         NoPermission: the driver does not tell the instances of one, and there is no ``hidden``.
         GpushareError: NVML does not answer.
     """
-    reader, names = MigReader(host.nvml), names_of(host)
+    reader, names = MigReader(host.nvml), names_of(host) if names is None else names
     # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
     claims = claimed_instances(host)
     leases = None if claims is None else {uuid: one for uuid, one in claims.items() if one.pid != os.getpid()}

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 from gpushare.advice.case import Case, workload_of
-from gpushare.advice.facts import GpuFacts, HostFacts
+from gpushare.advice.facts import GpuFacts, HostFacts, host_facts
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Table, load_table
-from gpushare.cli.facts import gather
 from gpushare.connect import connect
+from gpushare.snapshot import HostState
 
 _FACTS: dict[str, HostFacts] = {}
 
@@ -21,7 +21,7 @@ def facts_of(host: str) -> HostFacts:
     """Return the facts of a simulated host that nobody uses; asked once."""
     if host not in _FACTS:
         # As root: what a user may not is said in the case.
-        _FACTS[host] = replace(gather(connect(f"sim:{host}")), root=True, uid=0)
+        _FACTS[host] = replace(host_facts(HostState(connect(f"sim:{host}"))), root=True, uid=0)
     return _FACTS[host]
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.cli.host_file import kept_entries
 from gpushare.errors import NotFound
 from gpushare.host.host import Host, make_private_directory
-from gpushare.hostfile.look import keep_applied
+from gpushare.hostfile.load import keep_applied, kept_entries
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.journal import Journal
 from gpushare.mig.names import NamedInstance, names_changed, names_of

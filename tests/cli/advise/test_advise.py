@@ -531,16 +531,16 @@ def test_a_file_that_is_no_text(cli: Any, tmp_path: Path) -> None:
 
 
 def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.cli import facts
+    from gpushare.advice import facts
 
-    gather = facts.gather
+    of_root = facts.host_facts
 
-    def as_user(host: Any) -> Any:
+    def as_user(state: Any) -> Any:
         from dataclasses import replace
 
-        return replace(gather(host), root=False, uid=1000)
+        return replace(of_root(state), root=False, uid=1000)
 
-    monkeypatch.setattr(facts, "gather", as_user)
+    monkeypatch.setattr(facts, "host_facts", as_user)
     data = cli("advise", *USERS, host="sim:a100-80gb", output="json").ok().data
     assert [line for line in commands(data) if line.startswith("sudo ")] == ["sudo gpushare mig apply -g 0 '2g.20gb*3'"]
     data = cli("advise", *USERS, "--no-root", host="sim:a100-80gb", output="json").ok().data

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.cli.facts import gather
+from gpushare.advice.facts import HostFacts, host_facts
 from gpushare.connect import connect
 from gpushare.errors import DriverNotLoaded
 from gpushare.gpu_models import load_models
+from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader, cores_per_multiprocessor
 from gpushare.model import ComputeMode
 from gpushare.sim import admin, open_simulated
+from gpushare.snapshot import HostState
 
 # The sweep's, and what only advice asks: capability, cores, virtualisation.
 CALLS_PER_GPU = 12 + 3
@@ -23,6 +25,10 @@ KNOWN = [
     if None not in {model.multiprocessors, model.compute_capability, model.time_slice}
     and all(profile.id is not None for profile in model.profiles)
 ]
+
+
+def gather(host: Host) -> HostFacts:
+    return host_facts(HostState(host))
 
 
 def test_most_models_are_known():

@@ -621,7 +621,7 @@ def test_exclusive_is_left_over_where_the_kept_file_says_otherwise(cli: Cli, wor
 
 
 def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> None:
-    from gpushare.hostfile.look import keep_applied
+    from gpushare.hostfile.load import keep_applied
 
     exclusive_left(cli, world, world.directory)
     keep_applied(world.host, "version: 9\n")

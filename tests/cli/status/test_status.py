@@ -132,7 +132,7 @@ def test_a_blind_namespace_is_said(cli: Cli, world: World) -> None:
     assert quiet.err == ""
     assert "nobody" not in quiet.out
     assert cli("status", output="json").ok().data["gpus"][0]["processes"] is None
-    assert "the process list is blind here" in cli("status").err
+    assert "the process list is incomplete" in cli("status").err
     assert "who is on the GPUs is unknown" in cli("status", output="table").out
 
 

@@ -1,0 +1,124 @@
+"""Read gpushare.yaml for a host: its entries by GPU; and keep the file that held for the next boot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.gpu_models import find_model
+from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.records import read_bounded, replace_file, writing
+from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
+from gpushare.hostfile.parse import HINT, parse
+from gpushare.inputs import shown_as, text_of
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+    from gpushare.model import Gpu
+
+KEPT: Final = "applied.yaml"
+
+
+def load(path: str) -> tuple[HostFile, str]:
+    """Return a file and its text.
+
+    Raises:
+        BadUsage: it is none; the message has line and column.
+        NotFound, NoPermission: it cannot be read.
+    """
+    text = text_of(path, "gpushare.yaml", HINT)
+    return parse(text, shown_as(path)), text
+
+
+def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
+    """Return the entry of each GPU, its users by name.
+
+    Raises:
+        BadUsage: as `matched`.
+        NotFound: a user that this machine does not have.
+    """
+    found = matched(file, gpus, _same_model)
+    return replace(found, entries={index: _with_known_users(one, file.shown) for index, one in found.entries.items()})
+
+
+def placed(error: GpushareError, file: HostFile, index: int, entry: Entry) -> GpushareError:
+    """Return the error of a GPU with the place of its entry in the file."""
+    whose = "" if f"GPU {index}" in error.message else f"GPU {index}: "
+    return error.restated(message=f"{file.shown}:{entry.mark}: {whose}{error.message}")
+
+
+def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], GpushareError | None]:
+    """Return what the kept gpushare.yaml says of these GPUs, and why it, or a part of it, is for this host no more.
+
+    Nothing at all where none was kept, or where it is not this user's to read.
+    """
+    if not is_trusted_directory(host.state_directory):
+        return {}, None
+    try:
+        found = entries_of(load(str(applied_path(host)))[0], gpus)
+    except GpushareError as error:
+        hidden = error.code == "no_file" or isinstance(error, NoPermission)
+        return {}, None if hidden else error
+    return found.entries, next(iter(found.missing), None)
+
+
+def _same_model(written: str, name: str) -> bool:
+    """Return whether a model as written, a product name or an alias of our catalogue, is that of a GPU's name."""
+
+    def key(text: str) -> str:
+        try:
+            return find_model(text).key
+        except BadUsage:
+            return " ".join(text.lower().split())
+
+    return key(written) == key(name)
+
+
+def _with_known_users(entry: Entry, shown: str) -> Entry:
+    """Return an entry with its users by name, where the file may have ids.
+
+    Raises:
+        NotFound: the host has no such user.
+    """
+
+    def known(users: tuple[str, ...], at: object) -> tuple[str, ...]:
+        try:
+            return tuple(sorted({user_name(user_id(user)) for user in users}))
+        except NotFound as error:
+            raise NotFound(f"{shown}:{at}: {error.message}", error.hint, code=error.code) from None
+
+    def mps(wish: MpsWish | None, at: object) -> MpsWish | None:
+        return None if wish is None else replace(wish, users=known(wish.users, at))
+
+    def instance(one: InstanceWish) -> InstanceWish:
+        return replace(one, users=known(one.users, one.mark), mps=mps(one.mps, one.mark))
+
+    return replace(entry, mps=mps(entry.mps, entry.mark), mig=tuple(map(instance, entry.mig)))
+
+
+def applied_path(host: Host) -> Path:
+    """Return where the file is kept."""
+    return host.state_directory / KEPT
+
+
+def keep_applied(host: Host, text: str) -> Path:
+    """Keep the text of a file that held, atomically and on the disk; return where.
+
+    One that is kept already is not written again: at boot the disk may be full, or not writable.
+
+    Raises:
+        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); what was kept before stands.
+    """
+    path = applied_path(host)
+    with contextlib.suppress(OSError, ValueError):
+        if is_trusted_directory(host.state_directory) and read_bounded(path) == text.encode():
+            return path
+    make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
+    with writing(path, "the file for the next boot", code="not_kept"):
+        replace_file(path, text, durable=True)
+    return path
