@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from typer.core import TyperOption
 
 from gpushare.cli.options import (
     CONTEXT,
@@ -49,8 +50,59 @@ if TYPE_CHECKING:
     from gpushare.show.result import Result
 
 
+# The properties of workloads, by the names that a file has for them: option, value (None: yes or no), help.
+_PROPERTIES: Final = (
+    ("--processes", "N", "Number of processes."),
+    ("--memory", "SIZE", "Peak memory of one process, like 6G."),
+    ("--sms", "N", "SMs that one process needs."),
+    ("--saturating/--no-saturating", None, "One process alone fills the GPU (measured)."),
+    ("--users", "WHO", "same or different."),
+    ("--trusted/--untrusted", None, "The processes trust each other."),
+    ("--isolation", "KIND", "none, quota, fault or full; or a list: quota,fault."),
+    ("--groups", "N", "Number of groups to be kept apart."),
+    ("--latency", "TIME", "Latency target per request, like 20ms; or yes, none."),
+    ("--pattern", "KIND", "interactive, bursty or steady."),
+    ("--production", "N", "Number of production processes."),
+    ("--opportunistic", "N", "Number of processes that yield to production."),
+    ("--role", "ROLE", "Role of all processes: production or opportunistic."),
+    ("--one-application/--many-applications", None, "The processes are one application."),
+    ("--cooperating/--no-cooperating", None, "The processes cooperate (MPI ranks)."),
+    ("--code/--no-code", None, "The program can be changed."),
+    ("--running/--no-running", None, "They are already running and must not be restarted."),
+    ("--bandwidth-bound/--no-bandwidth-bound", None, "The program saturates the memory bandwidth."),
+    ("--io-bound/--no-io-bound", None, "The GPU waits for input."),
+    ("--root/--no-root", None, "You can become root (sudo)."),
+    (
+        "--needs",
+        "LIST",
+        (
+            "What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
+            "cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, "
+            "containers, kubernetes. no-NAME: they do not. [for example: nccl,no-graphics]"
+        ),
+    ),
+    ("--command", "CMD", "The program, to appear in the output: 'python train.py'."),
+)
+
+
 class _AdviseCommand(ChangingCommand):
-    """Takes a hidden flag for each word of ``--needs``: gpushare had ``--nccl`` and ``--no-nccl`` before the list."""
+    """Takes the properties of a workload as options; ``--needs nccl`` also as the older ``--nccl``, which is hidden."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        options = [
+            TyperOption(
+                param_decls=[option.split("/")[0].strip("-").replace("-", "_"), option],
+                metavar=metavar,
+                is_flag=metavar is None,
+                default=None,
+                multiple=option == "--needs",
+                help=text,
+            )
+            for option, metavar, text in _PROPERTIES
+        ]
+        program, *others = named["params"]
+        self._names = [str(one.name) for one in options]
+        super().__init__(*arguments, **{**named, "params": [program, *options, *others]})
 
     def make_parser(self, ctx: Any) -> Any:
         from gpushare.advice.case import NEEDS
@@ -61,6 +113,11 @@ class _AdviseCommand(ChangingCommand):
             for word in (name, f"no-{name}"):
                 parser.add_option(needs, [f"--{word}"], "needs", action="append_const", const=word)
         return parser
+
+    def invoke(self, ctx: Any) -> Any:
+        words = {name: ctx.params.pop(name) for name in self._names}
+        ctx.meta["workload"] = {**words, "needs": ",".join(words["needs"]) if words["needs"] else None}
+        return super().invoke(ctx)
 
 
 def register(app: typer.Typer) -> None:
@@ -74,76 +131,11 @@ def register(app: typer.Typer) -> None:
     )(advise)
 
 
-def _yes_no(name: str, text: str, *also: str) -> Any:
-    return typer.Option(f"--{name}/--no-{name}", *also, help=text, show_default=False)
-
-
 def advise(
+    context: typer.Context,
     program: Annotated[
         list[str] | None,
         typer.Argument(metavar="[CMD...]", help="What to measure, with --measure.", show_default=False),
-    ] = None,
-    processes: Annotated[str | None, typer.Option("--processes", metavar="N", help="Number of processes.")] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Peak memory of one process, like 6G.")
-    ] = None,
-    sms: Annotated[str | None, typer.Option("--sms", metavar="N", help="SMs that one process needs.")] = None,
-    saturating: Annotated[bool | None, _yes_no("saturating", "One process alone fills the GPU (measured).")] = None,
-    users: Annotated[str | None, typer.Option("--users", metavar="WHO", help="same or different.")] = None,
-    trusted: Annotated[
-        bool | None, typer.Option("--trusted/--untrusted", help="The processes trust each other.", show_default=False)
-    ] = None,
-    isolation: Annotated[
-        str | None,
-        typer.Option("--isolation", metavar="KIND", help="none, quota, fault or full; or a list: quota,fault."),
-    ] = None,
-    groups: Annotated[
-        str | None, typer.Option("--groups", metavar="N", help="Number of groups to be kept apart.")
-    ] = None,
-    latency: Annotated[
-        str | None,
-        typer.Option("--latency", metavar="TIME", help="Latency target per request, like 20ms; or yes, none."),
-    ] = None,
-    pattern: Annotated[
-        str | None, typer.Option("--pattern", metavar="KIND", help="interactive, bursty or steady.")
-    ] = None,
-    production: Annotated[
-        str | None, typer.Option("--production", metavar="N", help="Number of production processes.")
-    ] = None,
-    opportunistic: Annotated[
-        str | None, typer.Option("--opportunistic", metavar="N", help="Number of processes that yield to production.")
-    ] = None,
-    role: Annotated[
-        str | None, typer.Option("--role", metavar="ROLE", help="Role of all processes: production or opportunistic.")
-    ] = None,
-    one_application: Annotated[
-        bool | None,
-        typer.Option(
-            "--one-application/--many-applications", help="The processes are one application.", show_default=False
-        ),
-    ] = None,
-    cooperating: Annotated[bool | None, _yes_no("cooperating", "The processes cooperate (MPI ranks).")] = None,
-    code: Annotated[bool | None, _yes_no("code", "The program can be changed.")] = None,
-    running: Annotated[bool | None, _yes_no("running", "They are already running and must not be restarted.")] = None,
-    bandwidth_bound: Annotated[
-        bool | None, _yes_no("bandwidth-bound", "The program saturates the memory bandwidth.")
-    ] = None,
-    io_bound: Annotated[bool | None, _yes_no("io-bound", "The GPU waits for input.")] = None,
-    root: Annotated[bool | None, _yes_no("root", "You can become root (sudo).")] = None,
-    needs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--needs",
-            metavar="LIST",
-            help="What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
-            "cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, "
-            "containers, kubernetes. no-NAME: they do not. [for example: nccl,no-graphics]",
-            show_default=False,
-        ),
-    ] = None,
-    command: Annotated[
-        str | None,
-        typer.Option("--command", metavar="CMD", help="The program, to appear in the output: 'python train.py'."),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="The GPU to share. [default: the first]")
@@ -181,28 +173,11 @@ def advise(
 
     A file has the same names: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
     """
-    # The properties of a workload, by the names that a file has for them.
-    words = {
-        "command": shlex.join(program) if program and command is None else command,
-        "processes": processes,
-        "memory": memory,
-        "sms": sms,
-        "saturating": saturating,
-        "users": users,
-        "trusted": trusted,
-        "isolation": isolation,
-        "groups": groups,
-        "latency": latency,
-        "pattern": pattern,
-        "role": role,
-        "one_application": one_application,
-        "cooperating": cooperating,
-        "code": code,
-        "running": running,
-        "bandwidth_bound": bandwidth_bound,
-        "io_bound": io_bound,
-        "needs": None if needs is None else ",".join(needs),
-    }
+    words = dict(context.meta["workload"])
+    root, command = words.pop("root"), words["command"]
+    pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
+    if program and command is None:
+        words["command"] = shlex.join(program)
     from gpushare.advice.case import checked
     from gpushare.advice.facts import host_facts
     from gpushare.advice.ways import way_of
@@ -223,7 +198,6 @@ def advise(
     sources = [name for name, given in (("--file", file), ("--live", live), ("--from", recording)) if given]
     if len(sources) > 1:
         raise BadUsage(f"{' and '.join(sources)} cannot be combined", "give one of them", code="two_sources")
-    pair = (_number("--production", production), _number("--opportunistic", opportunistic))
     if sources and pair != (None, None):
         raise BadUsage(
             f"--production and --opportunistic cannot be combined with {sources[0]}",
