@@ -25,12 +25,13 @@ from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NoPermissio
 from gpushare.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gpushare.host.host import Host
     from gpushare.model import Gpu
     from gpushare.mps.daemons import FoundDaemon
+    from gpushare.mps.stop import Stop, Stopped
     from gpushare.plan import Plan
     from gpushare.selection import Device
 
@@ -265,39 +266,19 @@ def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> Found
     return chosen
 
 
-def _plain_stop(found: FoundDaemon) -> str | None:
-    """Return the plain command that a stop equals; another user's daemon is told nothing, its process is ended."""
-    if found.daemon.pid is None:
-        return None
-    if not found.trusted:
-        return f"kill {found.daemon.pid}"
-    pipe = shlex.quote(found.daemon.pipe_directory or "")
-    return f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} nvidia-cuda-mps-control"
-
-
-def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: float, force: bool) -> dict[str, Any]:
-    """Stop one daemon and return what is said of it; with --dry-run only say it."""
-    from gpushare.mps.stop import stop as stop_daemon
-
+def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> dict[str, Any]:
+    """Return what is said of the stop of one daemon; ``done`` is None in a dry run."""
     row = {
         "pid": found.daemon.pid,
         "gpu": found.daemon.gpu_index,
         "pipe_directory": found.daemon.pipe_directory,
-        "command": _plain_stop(found),
+        "command": work.command,
         "waited_seconds": None,
         "forced": None,
         "compute_mode": None if found.record is None else found.record.previous_compute_mode,
     }
-    if settings.dry_run:
+    if done is None:
         return row
-    told: set[tuple[int, ...]] = set()
-
-    def waiting(left: list[int], more: float) -> None:
-        if tuple(left) not in told:
-            told.add(tuple(left))
-            note(f"waiting up to {more:.0f} s for {counted(len(left), 'client')}: {', '.join(map(str, left[:8]))}")
-
-    done = stop_daemon(host, found, device, drain_seconds=seconds, force=force, on_wait=waiting)
     return {
         **row,
         "waited_seconds": round(done.waited_seconds, 3),
@@ -306,13 +287,21 @@ def stop_one(host: Host, found: FoundDaemon, device: Device | None, *, seconds: 
     }
 
 
+def _waiting() -> Callable[[list[int], float], None]:
+    """Return what says for which clients a stop waits, each set of them once."""
+    told: set[tuple[int, ...]] = set()
+
+    def say(left: list[int], more: float) -> None:
+        if tuple(left) not in told:
+            told.add(tuple(left))
+            note(f"waiting up to {more:.0f} s for {counted(len(left), 'client')}: {', '.join(map(str, left[:8]))}")
+
+    return say
+
+
 def sentence(row: dict[str, Any]) -> str:
     """Return what became of a daemon, in one line."""
     where = f" of GPU {row['gpu']}" if row["gpu"] is not None else f" at {row['pipe_directory']}"
-    if row["forced"] is None and row["pid"] is None:
-        return f"would clear away what a dead MPS daemon{where} left"
-    if row["forced"] is None:
-        return f"would stop the MPS daemon{where} (process {row['pid']}): {row['command']}"
     if row["pid"] is None:
         text = f"cleared away what a dead MPS daemon{where} left"
     else:
@@ -453,21 +442,33 @@ def stop(
     Forcing takes the clients' GPU contexts away: they fail. A daemon that gpushare did not start is
     stopped only by its pipe directory and --yes.
     """
+    from dataclasses import replace
+
     from gpushare.host.leftovers import sweep
+    from gpushare.mps.stop import Stop
+    from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
     if not settings.dry_run:
+        # First: a stop that finds nothing to do clears leftovers too.
         sweep(host)
+    chosen = stopping(host, gpu, pipe_directory)
+    forces = force or drain is not None
+    if settings.dry_run:
+        works = [(Stop(host, found, device, drain_seconds=seconds, force=forces), found) for found, device in chosen]
+        planned = plan_result("mps stop", [step for work, _ in works for step in work.steps], dry_run=True)
+        return replace(planned, data={**planned.data, "stopped": [stop_row(work, found) for work, found in works]})
     rows, errors = [], []
     # One deadline for all: their clients end at the same time, not one daemon after another.
     deadline = time.monotonic() + seconds
-    for found, device in stopping(host, gpu, pipe_directory):
+    for found, device in chosen:
         left = max(0.0, deadline - time.monotonic())
+        work = Stop(host, found, device, drain_seconds=left, force=forces, on_wait=_waiting())
         try:
-            rows.append(stop_one(host, found, device, seconds=left, force=force or drain is not None))
+            rows.append(stop_row(work, found, work.run()))
         except GpushareError as error:
             # One that is in use must not keep the others from being stopped, nor hide that they were.
             errors.append(error)
@@ -475,7 +476,7 @@ def stop(
         raise errors[0]
     return Result(
         command="mps stop",
-        data={"dry_run": settings.dry_run, "stopped": rows},
+        data={"dry_run": False, "stopped": rows},
         text="\n".join(map(sentence, rows)),
         errors=tuple(errors),
         all_failed=not rows,
@@ -497,8 +498,7 @@ def kill(
     The documented order (terminate_client, then kill) broke a busy neighbour in 13 of 17 tries on our
     H200, a plain SIGKILL in 6 of 9; this order in none.
     """
-    from gpushare.mps import kill as mps_kill
-    from gpushare.mps.kill import DRAIN_BOUND_SECONDS
+    from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Kill, find_client
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds
@@ -506,11 +506,12 @@ def kill(
     bound = DRAIN_BOUND_SECONDS if drain is None else parse_seconds(drain)
     host = settings.connect()
     gpus = gpus_of(host)
-    client = mps_kill.find_client(host, gpus, pid)
+    client = find_client(host, gpus, pid)
+    work = Kill(host, client, gpus, bound)
     if settings.dry_run:
-        return plan_result("mps kill", mps_kill.plan_kill(client).steps, dry_run=True)
+        return plan_result("mps kill", work.plan.steps, dry_run=True)
     confirm_other_user(host.uid, client.client.user, pid)
-    done = mps_kill.kill(host, client, gpus, bound_seconds=bound)
+    done = work.run()
     return Result(command="mps kill", data=done, text=killed_sentence(done))
 
 

@@ -1,4 +1,4 @@
-"""`gpushare mps kill`: ending one MPS client, and what became of its neighbours."""
+"""End MPS clients without harm to their neighbours: SIGSTOP, wait until the GPU has drained their queue, SIGKILL."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.mps.control import control_command
 from gpushare.mps.daemons import FoundDaemon, find_daemons
-from gpushare.plan import Plan, Step
+from gpushare.plan import Plan, Step, carry_out
 
 if TYPE_CHECKING:
     from gpushare.host.activity import Activity
@@ -64,6 +65,61 @@ class Drain:
         return self.by != "bound"
 
 
+class Ending:
+    """The steps that end processes with work in flight on the GPU. ``drain`` says how the queue drained, once it has.
+
+    ``pids`` may have their start times, which are looked up otherwise: a process that gets one of the PIDs later gets no
+    signal. Undone before the kill, the processes that were running continue.
+    """
+
+    def __init__(
+        self, host: Host, pids: Iterable[int] | Mapping[int, float], meter: Meter, bound_seconds: float
+    ) -> None:
+        self._host, self._meter, self._bound = host, meter, bound_seconds
+        self._started = known(host.processes, pids)
+        self._stopped: list[int] = []
+        self._before: Activity | None = None
+        self.drain = Drain(seconds=0.0, by="bound", source=None, before_percent=None, after_percent=None)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps: stop all, drain, kill all."""
+        pids = " ".join(map(str, self._started))
+        which = f"process{'es' if len(self._started) > 1 else ''} {pids.replace(' ', ', ')}"
+        return (
+            Step(
+                what=f"stop {which}: no more kernels are launched",
+                command=f"kill -STOP {pids}",
+                undo=f"kill -CONT {pids}",
+                do=self._stop,
+                revert=self._go_on,
+            ),
+            Step(
+                what="wait until the GPU has drained the queue",
+                command="(watch the SM activity of the GPU)",
+                do=self._wait,
+            ),
+            Step(
+                what=f"kill {which}",
+                command=f"kill -KILL {pids}",
+                do=lambda: kill_all(self._host, self._started),
+            ),
+        )
+
+    def _stop(self) -> None:
+        self._before = self._meter.read()
+        for pid, started_at in self._started.items():
+            _stop(self._host, pid, started_at, self._stopped)
+
+    def _go_on(self) -> None:
+        for pid in self._stopped:
+            # Another user's was not stopped, and cannot be continued either.
+            with contextlib.suppress(NoPermission):
+                signal_known(self._host.processes, pid, self._started[pid], signal.SIGCONT)
+
+    def _wait(self) -> None:
+        self.drain = wait_for_drain(self._meter, self._before, self._bound)
+
+
 def end_clients(
     host: Host,
     pids: Iterable[int] | Mapping[int, float],
@@ -71,30 +127,15 @@ def end_clients(
     *,
     bound_seconds: float = DRAIN_BOUND_SECONDS,
 ) -> Drain:
-    """End processes that may have work in flight on the GPU: SIGSTOP all, drain, SIGKILL all.
-
-    An interruption before the kill lets the processes that were running go on. ``pids`` may have their start times;
-    otherwise these are noted here: whoever gets one of the PIDs meanwhile gets no signal.
+    """End processes as `Ending` does.
 
     Raises:
         NoPermission: they belong to another user (nothing was changed).
         OperationFailed: one would not go.
     """
-    started = known(host.processes, pids)
-    before = meter.read()
-    stopped: list[int] = []
-    try:
-        for pid in started:
-            _stop(host, pid, started[pid], stopped)
-        drain = wait_for_drain(meter, before, bound_seconds)
-    except BaseException:
-        for pid in stopped:
-            # Another user's was not stopped, and cannot be continued either.
-            with contextlib.suppress(NoPermission):
-                signal_known(host.processes, pid, started[pid], signal.SIGCONT)
-        raise
-    kill_all(host, started)
-    return drain
+    ending = Ending(host, pids, meter, bound_seconds)
+    carry_out(Plan(title="end MPS clients", steps=ending.steps()))
+    return ending.drain
 
 
 def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
@@ -194,7 +235,7 @@ FAULT_HINT: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Killed:
-    """What `kill` did."""
+    """What `mps kill` did."""
 
     pid: int
     server_pid: int | None
@@ -257,48 +298,52 @@ def _serves(daemon: MpsDaemon, pid: int) -> BadUsage:
     )
 
 
-def plan_kill(client: Client) -> Plan:
-    """Return the steps of the safe order, for `--dry-run`."""
-    pid = client.client.pid
-    steps = (
-        Step(
-            what=f"stop process {pid}, so that it launches nothing more",
-            command=f"kill -STOP {pid}",
-            undo=f"kill -CONT {pid}",
-            do=_nothing,
-        ),
-        Step(
-            what="wait until the GPU has drained its queue", command="(watch the SM activity of the GPU)", do=_nothing
-        ),
-        Step(what=f"kill process {pid}", command=f"kill -KILL {pid}", do=_nothing),
-        Step(
-            what="read the state of the MPS server",
-            command=f"echo get_server_status {client.client.server_pid} | "
-            f"CUDA_MPS_PIPE_DIRECTORY={shlex.quote(client.daemon.pipe_directory or '')} nvidia-cuda-mps-control",
-            do=_nothing,
-        ),
-    )
-    return Plan(title=f"end MPS client {pid}", steps=steps)
+class Kill:
+    """``gpushare mps kill``: its plan, and what it did."""
 
+    def __init__(
+        self, host: Host, client: Client, gpus: Sequence[Gpu], bound_seconds: float = DRAIN_BOUND_SECONDS
+    ) -> None:
+        self._host, self._client = host, client
+        self._status: str | None = None
+        pid, server = client.client.pid, client.client.server_pid
+        pids = [pid] if client.started_at is None else {pid: client.started_at}
+        self._ending = Ending(host, pids, meter_of(host, client, gpus), bound_seconds)
+        steps = self._ending.steps()
+        if server is not None:
+            command = control_command(client.daemon.pipe_directory or "", f"get_server_status {server}")
+            steps += (Step(what="read the state of the MPS server", command=command, do=self._read_status),)
+        self.plan = Plan(title=f"end MPS client {pid}", steps=steps)
 
-def kill(host: Host, client: Client, gpus: Sequence[Gpu], *, bound_seconds: float) -> Killed:
-    """End a client by SIGSTOP, drain, SIGKILL, and read its server's state.
+    def run(self) -> Killed:
+        """Carry out the plan.
 
-    Raises:
-        NoPermission: it belongs to another user.
-        OperationFailed: the server is in FAULT afterwards (code ``server_fault``).
-    """
-    pid = client.client.pid
-    ended = [pid] if client.started_at is None else {pid: client.started_at}
-    drain = end_clients(host, ended, meter_of(host, client, gpus), bound_seconds=bound_seconds)
-    status = _status_after(host, client)
-    return Killed(
-        pid=client.client.pid,
-        server_pid=client.client.server_pid,
-        method="stop-drain-kill",
-        drain=drain,
-        server_status=status,
-    )
+        Raises:
+            NoPermission: the client belongs to another user.
+            OperationFailed: the server is in FAULT afterwards (code ``server_fault``).
+        """
+        carry_out(self.plan)
+        return Killed(
+            pid=self._client.client.pid,
+            server_pid=self._client.client.server_pid,
+            method="stop-drain-kill",
+            drain=self._ending.drain,
+            server_status=self._status,
+        )
+
+    def _read_status(self) -> None:
+        client, daemon, server = self._client.client, self._client.daemon, self._client.client.server_pid or 0
+        try:
+            self._status = self._client.found.control(self._host).server_status(server)
+        except GpushareError:
+            return
+        if self._status == "FAULT":
+            raise OperationFailed(
+                f"client {client.pid} is gone, and MPS server {server} is in state FAULT",
+                FAULT_HINT.format(gpu=daemon.device_uuid or daemon.gpu_index),
+                gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
+                code="server_fault",
+            )
 
 
 def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
@@ -309,26 +354,3 @@ def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
         (mig.gpu_instance_id for gpu in gpus for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None
     )
     return ActivityMeter(host.nvml, index, instance)
-
-
-def _status_after(host: Host, client: Client) -> str | None:
-    server = client.client.server_pid
-    if server is None:
-        return None
-    try:
-        status = client.found.control(host).server_status(server)
-    except GpushareError:
-        return None
-    if status == "FAULT":
-        gpu = client.daemon.device_uuid or client.daemon.gpu_index
-        raise OperationFailed(
-            f"client {client.client.pid} is gone, and MPS server {server} is in state FAULT",
-            FAULT_HINT.format(gpu=gpu),
-            gpu=None if client.daemon.gpu_index is None else str(client.daemon.gpu_index),
-            code="server_fault",
-        )
-    return status
-
-
-def _nothing() -> None:
-    """Stand in for a step that `kill` does itself: its steps are one act that cannot be cut."""

@@ -1,4 +1,4 @@
-"""Stopping an MPS daemon: wait for its clients, then force, then prove that its process is gone."""
+"""Stop an MPS daemon: wait for its clients, end it (by force if asked), and see that its process is gone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, Operat
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
 from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
-from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.control import MpsControl, control_command, is_server
 from gpushare.mps.daemons import FoundDaemon, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord
+from gpushare.plan import Plan, Step, carry_out
 from gpushare.selection import Device
 from gpushare.units import counted
 
@@ -35,7 +37,7 @@ _PROBE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """What `stop` did: seconds waited for clients, whether it had to force, what was restored."""
+    """What a stop did: seconds waited for clients, whether it had to force, what was restored."""
 
     pid: int | None
     waited_seconds: float
@@ -43,90 +45,172 @@ class Stopped:
     compute_mode: ComputeMode | None = None
 
 
-def stop(
-    host: Host,
-    found: FoundDaemon,
-    device: Device | None,
-    *,
-    drain_seconds: float,
-    force: bool,
-    on_wait: Callable[[list[int], float], None] | None = None,
-) -> Stopped:
-    """Stop a daemon.
+class Stop:
+    """The stop of one daemon: ``steps`` are what ``--dry-run`` prints and `run` carries out.
 
-    Waits up to ``drain_seconds`` for its clients. If some are left: with ``force`` the servers are
-    forced down and the clients lose their contexts; without, nothing is changed and InUse is raised.
-    A daemon of another user is never told anything: its process gets the signals. Then waits for the daemon's process to be gone, clears its files away, and restores the compute mode.
-
-    Raises:
-        InUse: clients are left and ``force`` is False.
-        TimedOut: the daemon does not answer and ``force`` is False.
-        NoPermission: it belongs to another user.
-        OperationFailed: its process would not go.
+    It waits up to ``drain_seconds`` for the clients. If some are left: with ``force`` the servers are forced down and
+    the clients lose their contexts; without, nothing is changed. A daemon of another user is never told anything: its
+    process gets the signals.
     """
-    home = found.home
-    # Before the lock: another user's home cannot even be locked.
-    _may_stop(host, found)
-    if not _may_tell(host, found, force=force):
-        return _stop_by_signals(host, found, drain_seconds, force=force, on_wait=on_wait)
-    waited, forced = 0.0, False
-    if found.daemon.pid is not None:
-        # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
-        waited = _without_clients(host, found, drain_seconds, force=force, on_wait=on_wait)[0]
-    with home.locked() if home is not None else contextlib.nullcontext():
-        if _ended_by_its_last_run(host, found):
-            return Stopped(pid=found.daemon.pid, waited_seconds=waited, forced=False)
-        _still_there(found)
-        pid, started_at = found.daemon.pid, found.started_at
-        if pid is None and home is not None and found.record is not None:
-            # A start that was killed since we looked may have left one.
-            pid, started_at = live_pid(host, home, found.record), None
-        # Without a process it is the record of a dead daemon: nothing to stop, but to clear away and to restore.
-        if pid is not None:
-            control = found.control(host)
-            if not _may_tell(host, found, force=force):
-                return _stop_by_signals(host, found, 0.0, force=force)
-            # Somebody may have come while we waited for the lock.
-            left = _without_clients(host, found, 0.0, force=force)[1]
-            forced = bool(left)
-            forced |= end_daemon(host, control, pid, started_at=started_at, seconds=1.0, force=force)
-        restored = None if found.record is None else restore_mode(host, found.record, device)
-        # Last: until here it tells the next command what is still to be done.
+
+    def __init__(
+        self,
+        host: Host,
+        found: FoundDaemon,
+        device: Device | None,
+        *,
+        drain_seconds: float,
+        force: bool,
+        on_wait: Callable[[list[int], float], None] | None = None,
+    ) -> None:
+        self._host, self._found, self._device = host, found, device
+        self._seconds, self._force, self._on_wait = drain_seconds, force, on_wait
+        # To its process, and not a word to it: who listens at its directory may be another at the next conversation.
+        self._by_signals = False
+        self._pid, self._waited, self._forced = found.daemon.pid, 0.0, False
+        self._restored: ComputeMode | None = None
+
+    @property
+    def command(self) -> str | None:
+        """Return the plain command that it equals, or None where a dead daemon left only files."""
+        daemon = self._found.daemon
+        if daemon.pid is None:
+            return None
+        return control_command(daemon.pipe_directory or "", "quit") if self._found.trusted else f"kill {daemon.pid}"
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Return all steps in order."""
+        return (*self._waiting(), *self._changes())
+
+    def _where(self) -> str:
+        daemon = self._found.daemon
+        return f" of GPU {daemon.gpu_index}" if daemon.gpu_index is not None else f" at {daemon.pipe_directory}"
+
+    def _waiting(self) -> list[Step]:
+        daemon = self._found.daemon
+        if daemon.pid is None:
+            return []
+        ask = control_command(daemon.pipe_directory or "", "ps") if self._found.trusted else "nvidia-smi"
+        return [Step(what=f"wait up to {self._seconds:g} s for the clients{self._where()}", command=ask, do=self._wait)]
+
+    def _changes(self) -> list[Step]:
+        daemon, record, home = self._found.daemon, self._found.record, self._found.home
+        dead, where = daemon.pid is None, self._where()
+        end = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
+        steps = [
+            Step(
+                what=f"end what an interrupted start of the MPS daemon{where} may have left" if dead else end,
+                command=self.command or control_command(daemon.pipe_directory or "", "quit"),
+                do=self._end,
+            )
+        ]
+        if record is not None and record.previous_compute_mode is not None:
+            steps.append(
+                Step(
+                    what=f"restore the compute mode{where}",
+                    command=compute_mode_command(record.device_uuid, record.previous_compute_mode),
+                    do=self._restore,
+                )
+            )
         if home is not None:
-            home.clear()
-    return Stopped(pid=pid, waited_seconds=waited, forced=forced, compute_mode=restored)
+            # Last: until here the record tells the next command what is still to be done.
+            steps.append(
+                Step(
+                    what=f"clear away the files of {'a dead' if dead else 'the'} MPS daemon{where}",
+                    command=f"rm -f {shlex.quote(str(home.directory / 'daemon.json'))}",
+                    do=home.clear,
+                )
+            )
+        return steps
 
+    def run(self) -> Stopped:
+        """Stop the daemon, and see that its process is gone.
 
-def _stop_by_signals(
-    host: Host,
-    found: FoundDaemon,
-    seconds: float,
-    *,
-    force: bool,
-    on_wait: Callable[[list[int], float], None] | None = None,
-) -> Stopped:
-    """Stop a daemon without a word to it: who listens at its directory may be another at the next conversation.
+        Raises:
+            InUse: clients are left and ``force`` is False.
+            TimedOut: the daemon does not answer and ``force`` is False.
+            NoPermission: it belongs to another user.
+            OperationFailed: its process would not go.
+        """
+        host, found = self._host, self._found
+        title = f"stop the MPS daemon{self._where()}"
+        # Before the lock: another user's home cannot even be locked.
+        _may_stop(host, found)
+        self._by_signals = not _may_tell(host, found, force=self._force)
+        # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
+        carry_out(Plan(title=title, steps=tuple(self._waiting())))
+        with found.home.locked() if found.home is not None else contextlib.nullcontext():
+            if not _ended_by_its_last_run(host, found):
+                _still_there(found)
+                carry_out(Plan(title=title, steps=tuple(self._changes())))
+        return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
-    Its clients are those that the driver shows.
-    """
-    waited = 0.0
-    if not force:
-        waited, left = _wait_for(lambda: _shown_clients(host, found), seconds, on_wait=on_wait)
+    def _wait(self) -> None:
+        if not self._by_signals:
+            self._waited = self._without_clients(self._seconds)[0]
+        elif not self._force:
+            self._waited = self._without_shown_clients(self._seconds)
+
+    def _without_clients(self, seconds: float) -> tuple[float, list[int]]:
+        """Wait for the clients to go; return the seconds waited and, with ``force``, those left; else raise InUse."""
+        control = self._found.control(self._host)
+        waited, left = _wait_for_clients(control, seconds, force=self._force, on_wait=self._on_wait)
+        if left and not self._force:
+            raise _still_used(self._found, left, waited)
+        return waited, left
+
+    def _without_shown_clients(self, seconds: float) -> float:
+        """Wait for the clients that the driver shows to go; return the seconds waited."""
+        waited, left = _wait_for(lambda: _shown_clients(self._host, self._found), seconds, on_wait=self._on_wait)
         if left:
-            raise _still_used(found, left, waited)
-    _may_tell(host, found, force=force)
-    pid = found.daemon.pid
-    info = None if pid is None else host.processes.describe(pid)
-    if pid is None or info is None or info.started_at is None or found.started_at not in {None, info.started_at}:
-        return Stopped(pid=pid, waited_seconds=waited, forced=force)
-    # A process keeps its PID and its start where it becomes another program, even another user's.
-    if info.uid != found.uid or not _end_by_signals(host, pid, info.started_at):
-        raise OperationFailed(
-            f"the MPS daemon {pid} (user {found.daemon.user or 'unknown'}) is still there after SIGTERM and SIGKILL",
-            f"look at it: ps -fp {pid}",
-            code="daemon_stays",
+            raise _still_used(self._found, left, waited)
+        return waited
+
+    def _end(self) -> None:
+        host, found = self._host, self._found
+        started_at = found.started_at
+        if self._pid is None and found.home is not None and found.record is not None:
+            # A start that was killed since we looked may have left one.
+            self._pid, started_at = live_pid(host, found.home, found.record), None
+        if self._pid is None:
+            return
+        # Who listens may have changed while we waited.
+        if not _may_tell(host, found, force=self._force) and not self._by_signals:
+            self._by_signals = True
+            if not self._force:
+                self._without_shown_clients(0.0)
+        if self._by_signals:
+            self._forced = self._force
+            self._end_foreign(self._pid)
+            return
+        # Somebody may have come while we waited for the lock.
+        left = self._without_clients(0.0)[1]
+        self._forced = bool(left)
+        self._forced |= end_daemon(
+            host, found.control(host), self._pid, started_at=started_at, seconds=1.0, force=self._force
         )
-    return Stopped(pid=pid, waited_seconds=waited, forced=force)
+
+    def _end_foreign(self, pid: int) -> None:
+        info = self._host.processes.describe(pid)
+        if info is None or info.started_at is None or self._found.started_at not in {None, info.started_at}:
+            return
+        # A process keeps its PID and its start where it becomes another program, even another user's.
+        if info.uid != self._found.uid or not _end_by_signals(self._host, pid, info.started_at):
+            raise OperationFailed(
+                f"the MPS daemon {pid} (user {self._found.daemon.user or 'unknown'}) is still there after SIGTERM and SIGKILL",
+                f"look at it: ps -fp {pid}",
+                code="daemon_stays",
+            )
+
+    def _restore(self) -> None:
+        if self._found.record is not None:
+            self._restored = restore_mode(self._host, self._found.record, self._device)
+
+
+def stop(host: Host, found: FoundDaemon, device: Device | None, *, drain_seconds: float, force: bool) -> Stopped:
+    """Stop a daemon, see `Stop`."""
+    return Stop(host, found, device, drain_seconds=drain_seconds, force=force).run()
 
 
 def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
@@ -146,21 +230,6 @@ def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
     clients = {one.pid for processes in shown for one in processes or () if one.mps}
     infos = [host.processes.describe(pid) for pid in sorted(clients)]
     return [one.pid for one in infos if one is not None and one.uid == found.uid and not is_server(one.name)]
-
-
-def _without_clients(
-    host: Host,
-    found: FoundDaemon,
-    seconds: float,
-    *,
-    force: bool,
-    on_wait: Callable[[list[int], float], None] | None = None,
-) -> tuple[float, list[int]]:
-    """Wait for the clients to go; return the seconds waited and, with ``force``, who is left; else raise InUse."""
-    waited, left = _wait_for_clients(found.control(host), seconds, force=force, on_wait=on_wait)
-    if left and not force:
-        raise _still_used(found, left, waited)
-    return waited, left
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:

@@ -94,6 +94,7 @@ def test_dry_run(cli: Cli, world: World, idle: int) -> None:
     commands = [step["command"] for step in data["steps"]]
     assert commands[0] == f"kill -STOP {idle}"
     assert commands[2] == f"kill -KILL {idle}"
+    assert commands[3].startswith("echo get_server_status ")
     assert world.process(idle).stopped_at is None
 
 

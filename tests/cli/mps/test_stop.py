@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.cli import mps
-from gpushare.model import ComputeMode
+from gpushare.model import ComputeMode, MpsDaemon
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import FoundDaemon
+from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -56,8 +57,28 @@ def test_logs_stay(cli: Cli, world: World) -> None:
 def test_dry_run(cli: Cli, world: World, daemon: int) -> None:
     world.client()
     answer = cli("mps", "stop", "-n").ok()
-    assert answer.out.startswith(f"would stop the MPS daemon of GPU 0 (process {daemon}): echo quit")
+    assert f"end the MPS daemon of GPU 0 (process {daemon})" in answer.out
     assert len(world.state.daemons) == 1
+
+
+def test_a_dry_run_shows_the_steps_that_are_carried_out(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    (daemon,) = world.state.daemons
+    planned = cli("mps", "stop", "-n", output="json").ok().data
+    (row,) = planned["stopped"]
+    assert (row["pid"], row["forced"], row["command"]) == (daemon.pid, None, planned["steps"][1]["command"])
+    done: list[str] = []
+
+    def noted(plan: Plan) -> None:
+        done.extend(step.what for step in plan.steps)
+        carry_out(plan)
+
+    monkeypatch.setattr(stop, "carry_out", noted)
+    cli("mps", "stop").ok()
+    assert [step["what"] for step in planned["steps"]] == done
+    assert [what.split()[0] for what in done] == ["wait", "end", "restore", "clear"]
 
 
 @pytest.mark.usefixtures("daemon")
@@ -144,7 +165,8 @@ def test_force_on_a_daemon_that_never_answers(cli: Cli, world: World) -> None:
 def test_dead_daemon_is_cleared_away(cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
-    assert cli("mps", "stop", "-n").ok().out == "would clear away what a dead MPS daemon of GPU 0 left\n"
+    steps = cli("mps", "stop", "-n", output="json").ok().data["steps"]
+    assert [step["what"].split()[0] for step in steps] == ["end", "restore", "clear"]
     answer = cli("mps", "stop").ok()
     assert answer.out == "cleared away what a dead MPS daemon of GPU 0 left; compute mode default restored\n"
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
@@ -167,7 +189,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(
         assert f"--pipe-directory {sim_dir}/p --yes" in said
     said = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", code="foreign_daemon", exit_code=2)
     assert "--yes" in said
-    assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n").ok().out.startswith("would stop")
+    assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]
     (row,) = cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p/", "--yes", output="json").ok().data["stopped"]
     assert row["pid"] == pid
     assert world.state.daemons == []
@@ -376,7 +398,12 @@ def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
 
 
 def test_the_plain_command_tells_nothing_to_another_users_daemon() -> None:
-    ours = SimpleNamespace(daemon=SimpleNamespace(pid=7, pipe_directory="/run/a b"), trusted=True)
-    assert mps._plain_stop(ours) == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"  # type: ignore[arg-type]
-    theirs = SimpleNamespace(daemon=SimpleNamespace(pid=7, pipe_directory="/tmp/x"), trusted=False)
-    assert mps._plain_stop(theirs) == "kill 7"  # type: ignore[arg-type]
+    def command(pipe: str, *, trusted: bool) -> str | None:
+        daemon = MpsDaemon(pid=7, ours=False, pipe_directory=pipe)
+        found = FoundDaemon(daemon, None, None, trusted)
+        work = stop.Stop(None, found, None, drain_seconds=1.0, force=False)  # type: ignore[arg-type]
+        assert [step.command for step in work.steps][1:] == [work.command]
+        return work.command
+
+    assert command("/run/a b", trusted=True) == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"
+    assert command("/tmp/x", trusted=False) == "kill 7"
