@@ -96,6 +96,28 @@ def setting_step(
     return Step(what=what, command=command, undo=undo, do=act, revert=back)
 
 
+def deferred(
+    what: str, command: str, makes: Sequence[Callable[[], Sequence[Step]]], *, undo: str | None = None
+) -> Step:
+    """Return one step made of several that are planned only when it acts, each list after the one before was done."""
+    done: list[Step] = []
+
+    def act() -> None:
+        for make in makes:
+            for step in make():
+                # Noted before it acts, as in `carry_out`.
+                done.append(step)
+                step.do()
+
+    def back() -> None:
+        while done:
+            step = done.pop()
+            if step.revert is not None:
+                step.revert()
+
+    return Step(what=what, command=command, undo=undo, do=act, revert=back)
+
+
 def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None:
     """Do the steps in order; when one fails, undo those before it, last first, and raise its error.
 

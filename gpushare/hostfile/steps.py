@@ -6,7 +6,7 @@ They look at the host when they act, not when they are planned: most of them fol
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MpsWish
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, start_command
-from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke
-from gpushare.mig.names import NamedInstance, names_changed, names_of
+from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke
+from gpushare.mig.names import NamedInstance, names_of
 from gpushare.model import MigInstance
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
@@ -26,7 +26,7 @@ from gpushare.mps.limits import check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
-from gpushare.plan import Step, carry_out
+from gpushare.plan import Step, carry_out, deferred
 from gpushare.selection import Device
 from gpushare.timeslice.policy import plan_level
 from gpushare.units import size_option
@@ -37,28 +37,6 @@ if TYPE_CHECKING:
     from gpushare.hostfile.live import Device as Seated
     from gpushare.hostfile.live import LiveGpu, WantedName
     from gpushare.model import Gpu, TimeSlice
-
-
-def deferred(
-    what: str, command: str, makes: Iterable[Callable[[], Sequence[Step]]], *, undo: str | None = None
-) -> Step:
-    """Return one step of several that are planned only when it acts, each after the one before was done."""
-    done: list[Step] = []
-
-    def act() -> None:
-        for make in makes:
-            for step in make():
-                # Noted before it acts, as in `carry_out`.
-                done.append(step)
-                step.do()
-
-    def back() -> None:
-        while done:
-            step = done.pop()
-            if step.revert is not None:
-                step.revert()
-
-    return Step(what=what, command=command, undo=undo, do=act, revert=back)
 
 
 def ask_levels(host: Host) -> None:
@@ -113,38 +91,16 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName]) -> list
     if there == want:
         return []
     uuid = live.gpu.uuid or ""
-    before: dict[str, NamedInstance] = {}
-    gone = [name for name in there if name not in want]
-    new = [name for name, place in want.items() if there.get(name) != place]
-
-    def act() -> None:
-        with names_changed(host) as names:
-            before.update({name: names_of(host)[name] for name in (*gone, *new) if name in names_of(host)})
-            for name in gone:
-                if name in names and names[name].gpu_uuid == uuid:
-                    del names[name]
-            for name in new:
-                profile, start = want[name]
-                names[name] = NamedInstance(name=name, gpu_uuid=uuid, profile=profile, start=start)
-
-    def back() -> None:
-        with names_changed(host) as names:
-            for name in new:
-                names.pop(name, None)
-            names.update(before)
-
-    words = [f"call {profile}:{start} '{name}'" for name, (profile, start) in want.items() if name in new]
-    words += [f"forget the name '{name}'" for name in gone]
-    commands = [f"gpushare mig name {name} {profile}:{start}" for name, (profile, start) in want.items() if name in new]
-    commands += [f"gpushare mig name --forget {name}" for name in gone]
-    return [
-        Step(
-            what=f"GPU {live.gpu.index}: {', '.join(words)}",
-            command="\n".join(commands),
-            do=act,
-            revert=back,
-        )
-    ]
+    gone = [NamedInstance(name=one.name, gpu_uuid=uuid, profile=one.profile, start=one.start) for one in live.names]
+    gone = [one for one in gone if one.name not in want]
+    new = [NamedInstance(name=one.name, gpu_uuid=uuid, profile=one.profile, start=one.start) for one in wanted]
+    new = [one for one in new if there.get(one.name) != want[one.name]]
+    words = [f"call {one.profile}:{one.start} '{one.name}'" for one in new]
+    words += [f"forget the name '{one.name}'" for one in gone]
+    commands = [f"gpushare mig name {one.name} {one.profile}:{one.start}" for one in new]
+    commands += [f"gpushare mig name --forget {one.name}" for one in gone]
+    what = f"GPU {live.gpu.index}: {', '.join(words)}"
+    return [names_step(host, what=what, command="\n".join(commands), bind=new, forget=gone)]
 
 
 def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], made: set[tuple[str, int]]) -> list[Step]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotHeld, NotSupported
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
+from gpushare.host.compute_mode import need_root
 from gpushare.mig.driver import MigReader
 from gpushare.mig.names import NamedInstance, check_name, names_changed, names_of
 from gpushare.mig.places import unknown_name
 from gpushare.mig.target import need_name
-from gpushare.plan import Plan, Step
+from gpushare.plan import Plan, Step, deferred, setting_step
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -197,59 +198,53 @@ def _known(user: str) -> str:
 
 
 def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
-    def write(wanted: bool) -> Callable[[], None]:  # noqa: FBT001
-        def act() -> None:
-            _need_root(host)
-            if wanted is False and host.capabilities.access(node.capability) is None:
-                # Nobody used it yet, and nvidia-modprobe makes no node that it must leave alone.
-                host.programs.run(["nvidia-modprobe", "-f", node.capability.path])
-            host.capabilities.set_modify(node.capability, modify=wanted)
-            held = host.capabilities.read(node.minor, *node.place)
-            if held is None or held.modify is not wanted:
-                raise _not_held(node.capability.path, modify_line(modify=wanted).strip())
+    path = node.capability.path
 
-        return act
+    def read() -> bool | None:
+        held = host.capabilities.read(node.minor, *node.place)
+        return None if held is None else held.modify
 
-    return Step(
-        what=f"let nvidia-modprobe {'see to' if modify else 'leave'} the node of {node.title}{'' if modify else ' alone'}",
+    def write(wanted: bool) -> None:  # noqa: FBT001
+        if not wanted and host.capabilities.access(node.capability) is None:
+            # Nobody has used it yet, and nvidia-modprobe makes no node that it must leave alone.
+            host.programs.run(["nvidia-modprobe", "-f", path])
+        host.capabilities.set_modify(node.capability, modify=wanted)
+
+    return setting_step(
+        what=f"let nvidia-modprobe {'manage' if modify else 'leave'} the node of {node.title}{'' if modify else ' alone'}",
         command=_echo(node.capability, modify=modify),
         undo=_echo(node.capability, modify=not modify),
-        do=write(modify),
-        revert=_reverting(host, node, write(not modify)),
+        setting=path,
+        read=read,
+        write=write,
+        wanted=modify,
+        in_words=lambda value: modify_line(modify=value).strip(),
+        see=f"cat {shlex.quote(path)}",
+        allowed=lambda: _need_root(host),
     )
-
-
-def _reverting(host: Host, node: _Node, back: Callable[[], None]) -> Callable[[], None]:
-    def revert() -> None:
-        # A step that failed before it changed anything (no root) has nothing to undo.
-        held = host.capabilities.read(node.minor, *node.place)
-        if held is not None and held.modify is not node.capability.modify:
-            back()
-
-    return revert
 
 
 def _access_step(host: Host, node: _Node, now: NodeAccess | None, wanted: NodeAccess, users: Sequence[str]) -> Step:
     before = now or NodeAccess(mode=node.capability.mode)
-
-    def give(access: NodeAccess) -> None:
-        _need_root(host)
-        host.capabilities.set_access(node.capability, access)
-        if host.capabilities.access(node.capability) != access:
-            raise _not_held(node.capability.node, f"mode {access.mode:04o}")
-
-    def back() -> None:
-        if host.capabilities.access(node.capability) not in {before, None}:
-            give(before)
-
     whom = "everybody" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
-    return Step(
+    return setting_step(
         what=f"open {node.title} to {whom}",
         command=_commands(node.capability, before, wanted),
         undo=_commands(node.capability, wanted, before),
-        do=lambda: give(wanted),
-        revert=back,
+        setting=f"the access to {node.capability.node}",
+        # A node that is gone has nothing to be taken back.
+        read=lambda: host.capabilities.access(node.capability) or before,
+        write=lambda access: host.capabilities.set_access(node.capability, access),
+        wanted=wanted,
+        in_words=_access_in_words,
+        see=f"ls -l {shlex.quote(node.capability.node)}",
+        allowed=lambda: _need_root(host),
     )
+
+
+def _access_in_words(access: NodeAccess) -> str:
+    others = f" and {', '.join(map(user_name, access.users))}" if access.users else ""
+    return f"mode {access.mode:04o} of {user_name(access.owner)}{others}"
 
 
 def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, root: bool = False) -> list[Step]:
@@ -257,25 +252,24 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, r
         return []
 
     def write(wanted: tuple[str, ...]) -> None:
-        if root:
-            # What is to follow needs it: a record alone would tell of a grant that is none.
-            _need_root(host)
         with names_changed(host) as names:
-            # Root may grant by a name that another directory holds: it is kept in its own.
+            # Root may grant by a name in another directory: root's own directory then has it, too.
             names[named.name] = replace(names.get(named.name, named), users=wanted)
-
-    def back() -> None:
-        if names_of(host).get(named.name) != named:
-            write(named.users)
 
     path = shlex.quote(str(host.state_directory / "mig-names.json"))
     return [
-        Step(
-            what=f"keep with the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
-            command=f"write {shlex.quote(str(path))}",
-            undo=f"write {shlex.quote(str(path))}",
-            do=lambda: write(users),
-            revert=back,
+        setting_step(
+            what=f"note under the name {named.name}: granted to {', '.join(users) or 'nobody in particular'}",
+            command=f"write {path}",
+            undo=f"write {path}",
+            setting=f"the grant of '{named.name}'",
+            read=lambda: names_of(host).get(named.name, named).users,
+            write=write,
+            wanted=users,
+            in_words=lambda value: ", ".join(value) or "nobody",
+            see=f"cat {path}",
+            # The steps after it need root: a record alone would be a grant that is not in force.
+            allowed=lambda: _need_root(host) if root else None,
         )
     ]
 
@@ -297,15 +291,7 @@ def _commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) ->
 
 
 def _need_root(host: Host) -> None:
-    if host.uid != 0:
-        raise NoPermission(
-            "changing who may use a MIG instance needs root",
-            "run it as root: sudo gpushare ...; or look first: --dry-run",
-        )
-
-
-def _not_held(path: str, wanted: str) -> GpushareError:
-    return NotHeld(f"{path} was changed, but does not hold {wanted}", f"see: ls -l {shlex.quote(str(path))}")
+    need_root(host, "changing who may use a MIG instance")
 
 
 def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:
@@ -345,47 +331,62 @@ def _new_name(word: str, plan: GpuPlan, new: Created) -> NamedInstance:
     return NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.placement.start)
 
 
-def bind_step(host: Host, one: NamedInstance, gpu: int) -> Step:
-    """Return the step that binds a name; ``gpu`` is the index of its GPU."""
-    before: list[NamedInstance] = []
+def names_step(
+    host: Host,
+    *,
+    what: str,
+    command: str,
+    undo: str | None = None,
+    bind: Sequence[NamedInstance] = (),
+    forget: Sequence[NamedInstance] = (),
+) -> Step:
+    """Return the step that binds names and forgets others; undone, a name that somebody changed since stays."""
+    wanted: dict[str, NamedInstance | None] = {one.name: None for one in forget}
+    wanted |= {one.name: one for one in bind}
+    gpus = {one.name: one.gpu_uuid for one in forget}
+    before: dict[str, NamedInstance | None] = {}
 
     def act() -> None:
         with names_changed(host) as names:
-            before.extend(filter(None, [names.get(one.name)]))
-            names[one.name] = one
+            for name, one in wanted.items():
+                there = names.get(name)
+                if one is not None:
+                    before[name] = there
+                    names[name] = one
+                elif there is None and name in names_of(host):
+                    raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
+                elif there is not None and there.gpu_uuid == gpus[name]:
+                    before[name] = names.pop(name)
 
     def back() -> None:
         with names_changed(host) as names:
-            names.pop(one.name, None)
-            names.update({old.name: old for old in before})
+            for name, old in before.items():
+                if names.get(name) == wanted[name]:
+                    names.pop(name, None)
+                    names.update({} if old is None else {name: old})
 
-    return Step(
+    return Step(what=what, command=command, undo=undo, do=act, revert=back)
+
+
+def bind_step(host: Host, one: NamedInstance, gpu: int) -> Step:
+    """Return the step that binds a name; ``gpu`` is the index of its GPU."""
+    return names_step(
+        host,
         what=f"name {one.profile}:{one.start} on GPU {gpu} '{one.name}'",
         command=f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}",
         undo=f"gpushare mig name --forget {one.name}",
-        do=act,
-        revert=back,
+        bind=[one],
     )
 
 
 def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
     """Return the step that forgets a name; ``gpu`` is the index of its GPU, where that is known."""
-
-    def act() -> None:
-        with names_changed(host) as names:
-            if names.pop(one.name, None) is None and one.name in names_of(host):
-                raise NoPermission(f"the name '{one.name}' was given by root", "run it as root: sudo gpushare ...")
-
-    def back() -> None:
-        with names_changed(host) as names:
-            names.setdefault(one.name, one)
-
-    return Step(
+    return names_step(
+        host,
         what=f"forget the name '{one.name}' ({one.profile}:{one.start})",
         command=f"gpushare mig name --forget {one.name}",
         undo=f"gpushare mig name {one.name} {one.profile}:{one.start}" + ("" if gpu is None else f" -g {gpu}"),
-        do=act,
-        revert=back,
+        forget=[one],
     )
 
 
@@ -433,24 +434,9 @@ def forget(host: Host, names: Collection[str]) -> None:
 
 
 def _grant_step(host: Host, one: NamedInstance) -> Step:
-    users = ", ".join(one.users)
-    done: list[Step] = []
-
-    def act() -> None:
-        # Only now the instance is there, with nodes of its own.
-        for step in plan_reapply(host, [one]):
-            done.append(step)
-            step.do()
-
-    def back() -> None:
-        for step in reversed(done):
-            if step.revert is not None:
-                step.revert()
-
-    return Step(
-        what=f"grant '{one.name}' to {users} again",
-        command="\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users),
-        undo=None,
-        do=act,
-        revert=back,
+    return deferred(
+        f"grant '{one.name}' to {', '.join(one.users)} again",
+        "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users),
+        # The instance gets its nodes only when it is made.
+        [lambda: plan_reapply(host, [one])],
     )
