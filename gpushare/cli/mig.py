@@ -171,7 +171,7 @@ def fits(
             raise NotSupported(found.message, found.hint, code="never_fits")
     if isinstance(found, MigPlan):
         places = [
-            f"{'' if new.into is None else 'in '}{new} on GPU {one.gpu}" for one in found.gpus for new in one.created
+            f"{'' if new.whole else 'in '}{new.instance} on GPU {one.gpu}" for one in found.gpus for new in one.created
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(found, {one.gpu: one for one in layouts})
         return Result(command="mig fits", data={"fits": True, "where": places, "would_go": []}, text=text)
@@ -255,13 +255,12 @@ def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence
     from dataclasses import replace
 
     from gpushare.cli.mig_change import planned_or_refused
-    from gpushare.mig.plan import rows
-    from gpushare.plan import Step
+    from gpushare.mig.plan import shown_steps
     from gpushare.show.mig import plan_text
     from gpushare.show.plan import plan_result
 
     found = planned_or_refused(found)
-    steps = [Step(what=row.what, command=row.command, undo=row.undo, do=lambda: None) for row in rows(found)]
+    steps = shown_steps(found)
     notes = _plan_notes(found, off, made_ids=any("-gi GI" in step.command for step in steps))
     result = plan_result("mig plan", steps, dry_run=True, notes=notes)
     return replace(

@@ -227,7 +227,7 @@ def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
 def _stayed(change: MigChange) -> set[str | None]:
     """Return the UUIDs of compute instances beside which others were made in their GPU instance."""
     plans = [one.plan for one in change.gpus]
-    inside = {c.uuid for plan in plans for new in plan.created if new.into is not None for c in new.into.compute}
+    inside = {c.uuid for plan in plans for new in plan.created if not new.whole for c in new.instance.compute}
     return inside - {c.uuid for plan in plans for gone in plan.destroyed for c in gone.compute}
 
 
@@ -269,7 +269,7 @@ def _undo_of(change: GpuChange) -> list[str]:
     granted = {one.name: one.granted for one in change.layout.instances}
     words = [as_command(before)]
     for one in lost:
-        words.append(f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}")
+        words.append(f"gpushare mig name {one.name} {one} -g {gpu}")
         words += [f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in granted.get(one.name, ())]
     return words
 

@@ -235,7 +235,7 @@ class _GpuWork:
     def after(self) -> list[Step]:
         """Return the steps after MIG changed, but for the daemons."""
         if self.wants_mig:
-            made = {(new.profile.name, new.placement.start) for new in (self.plan.created if self.plan else ())}
+            made = {new.instance.place for new in (self.plan.created if self.plan else ())}
             return grant_steps(self.host, self.live, self.names, made)
         return [*self._mode_steps(), *self._level_steps()]
 

@@ -295,13 +295,14 @@ def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[D
     left, found = list(kept), []
     for one in shape.instances:
         for part in one.compute:
-            same = [k for k in left if k.place == one.place and k.slices == part.slices]
+            slices = part.profile.slices
+            same = [k for k in left if k.place == one.place and k.slices == slices]
             if same:
                 left.remove(same[0])
                 found.append(same[0])
                 continue
-            number = _count(found, one.place, part.slices)
-            found.append(Device(*one.place, part.slices, part.slices == whole.get(one.profile), number))
+            number = _count(found, one.place, slices)
+            found.append(Device(*one.place, slices, slices == whole.get(one.profile.name), number))
     return found
 
 

@@ -13,8 +13,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from gpushare.mig.plan import NewCompute
-from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Profile, mask_of
 
 _UNLIMITED: Final = 1 << 20
 
@@ -184,10 +183,7 @@ def board_of(layout: Layout) -> Board:
 
 def occupied(layout: Layout) -> int:
     """Return the memory slices that the instances of a GPU take, as bits."""
-    taken = 0
-    for one in layout.instances:
-        taken |= one.placement.mask
-    return taken
+    return mask_of(one.placement for one in layout.instances)
 
 
 def members_of(layout: Layout) -> tuple[int, ...]:
@@ -205,14 +201,14 @@ class ComputeChange(NamedTuple):
     """What changes inside a GPU instance that stays."""
 
     destroyed: tuple[ComputeInstance, ...]
-    created: tuple[NewCompute, ...]
+    created: tuple[ComputeInstance, ...]
     # How many of those destroyed are busy; all, when the GPU instance itself is held.
     busy: int
 
 
 def new_compute(
     profile: Profile, wanted: Sequence[int], beside: Sequence[ComputeInstance] = ()
-) -> tuple[NewCompute, ...] | None:
+) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to create, largest first; None when they do not fit beside the others.
 
     Placements are explicit where the driver has told them (-lcipp); else their slices are counted, and the
@@ -229,25 +225,22 @@ def new_compute(
         if part.instances is not None and totals[part.slices] > part.instances:
             return None
     if any(part.placements is None for part in found) or any(one.placement is None for one in beside):
-        return tuple(NewCompute(profile=part) for part in found)
-    taken = 0
-    for one in beside:
-        taken |= one.placement.mask if one.placement is not None else 0
-    return _placed(found, taken)
+        return tuple(ComputeInstance(profile=part) for part in found)
+    return _placed(found, mask_of(one.placement for one in beside))
 
 
 def _whole(profile: Profile, slices: int) -> ComputeProfile | None:
     return profile.whole if slices == profile.slices else None
 
 
-def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[NewCompute, ...] | None:
+def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
     if not parts:
         return ()
     for place in parts[0].placements or ():
         if not taken & place.mask:
             rest = _placed(parts[1:], taken | place.mask)
             if rest is not None:
-                return (NewCompute(profile=parts[0], placement=Placement(*place)), *rest)
+                return (ComputeInstance(profile=parts[0], placement=place), *rest)
     return None
 
 
@@ -265,7 +258,7 @@ def make_room(
     Fewest busy ones go, then fewest. What stays may be nothing unless ``beside``, and nobody is in it unless
     ``beside_busy``. A GPU instance that is held as a whole is left as it is.
     """
-    held = instance.holders is None or bool(instance.holders)
+    held = instance.held
     if held and not beside_busy:
         return None
     best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
@@ -289,7 +282,7 @@ def change_compute(
     """
     best: tuple[tuple[int, int], ComputeChange] | None = None
     existing = instance.compute
-    held = instance.holders is None or bool(instance.holders)
+    held = instance.held
     for size in range(len(existing), -1, -1):
         for kept in combinations(existing, size):
             missing = Counter(wanted)

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld, NotSupported
@@ -16,9 +16,8 @@ from gpushare.host.identity import ancestors, is_kernel_thread
 from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, named, remedy
-from gpushare.mig.plan import Destroyed, GpuPlan, Row, rows_of
-from gpushare.mig.plan import Step as MigStep
-from gpushare.mig.shape import GpuShape, differences, shape_after, shape_of
+from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
+from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import begun_by, look, made_by, perform, restore
 from gpushare.model import ComputeMode, GpuProcess, Holder
 from gpushare.plan import NotUndone, Plan, Step, carry_out
@@ -148,14 +147,7 @@ CLAIM_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ending(Step):
-    """A step that ends programs: nothing brings them back. What it then holds is released at the end of the change."""
-
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False, compare=False)
-
-
-def holders_of(gone: Destroyed) -> list[int]:
+def holders_of(gone: InstanceChange) -> list[int]:
     """Return the PIDs of all who are in what goes, or hold its GPU instance; not those in a part that stays.
 
     A claim alone is none: nothing proves that its process is in the instance.
@@ -163,34 +155,11 @@ def holders_of(gone: Destroyed) -> list[int]:
     return sorted({one.pid for one in _all(gone) if _is_proved(one)})
 
 
-def evict_step(host: Host, gpu: Gpu, gone: Destroyed) -> Ending:
-    """Return the step that ends everybody in what goes: SIGTERM, ten seconds, SIGKILL. There is no way back.
-
-    Without MPS a process in a MIG instance takes nobody with it; MPS daemons are stopped by their own step.
-
-    Raises:
-        InUse: only a claim holds it (``claimed``); a service (DCGM, persistence daemon) does, which is no program to be
-            killed (``held_by_service``); or it is this gpushare's own shell, or cannot be told apart (``not_evictable``).
-    """
-    eviction = _Eviction(host, gpu, gone)
-    eviction.check()
-    pids = sorted(eviction.started)
-    count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
-    held = contextlib.ExitStack()
-    return Ending(
-        what=f"end {count} in {eviction.title} on GPU {gpu.index}: {named(host, pids, most=len(pids))}",
-        command=f"kill {' '.join(map(str, pids))}",
-        undo=None,
-        do=lambda: eviction.end(held),
-        held=held,
-    )
-
-
-def refuse_claimed(host: Host, gpu: Gpu, gone: Destroyed) -> None:
+def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
     """Raise InUse when nobody is known to be in what goes, and a claim holds it."""
     claims = [one for one in _all(gone) if isinstance(one, Holder) and one.what == CLAIM]
     if claims and not holders_of(gone):
-        raise _claimed(host, gpu, _title(gone), claims[0].pid)
+        raise _claimed(host, gpu, str(gone.instance), claims[0].pid)
 
 
 def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
@@ -203,17 +172,40 @@ def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUs
     )
 
 
-class _Eviction:
-    """The end of all who were in what goes when it was planned."""
+class Eviction:
+    """The end of all who are in an instance that goes, as they were when it was planned.
 
-    def __init__(self, host: Host, gpu: Gpu, gone: Destroyed) -> None:
+    Without MPS a process in a MIG instance takes nobody with it; MPS daemons are stopped by their own step.
+    """
+
+    def __init__(self, host: Host, gpu: Gpu, gone: InstanceChange) -> None:
         self._host, self._gpu, self._gone = host, gpu, gone
-        self.title = _title(gone)
+        self.title = str(gone.instance)
         # When each started: a PID is given out again.
         self.started: dict[int, float | None] = {pid: self._start_of(pid) for pid in holders_of(gone)}
+        # What the eviction holds until the end of the change, so that no `gpushare run` starts there.
+        self.held = contextlib.ExitStack()
+        self.begun = False
 
-    def check(self) -> None:
-        """Raise unless all of them may be ended."""
+    def step(self) -> Step:
+        """Return the step that ends them: SIGTERM, ten seconds, SIGKILL. There is no way back.
+
+        Raises:
+            InUse: only a claim holds it (``claimed``); a service (DCGM, persistence daemon) does, which is no program
+                to be killed (``held_by_service``); or it is this gpushare's own shell, or cannot be told apart
+                (``not_evictable``).
+        """
+        self._check()
+        pids = sorted(self.started)
+        count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
+        who = named(self._host, pids, most=len(pids))
+        return Step(
+            what=f"end {count} in {self.title} on GPU {self._gpu.index}: {who}",
+            command=f"kill {' '.join(map(str, pids))}",
+            do=self._end,
+        )
+
+    def _check(self) -> None:
         held = [one for one in _all(self._gone) if isinstance(one, Holder) and one.what != CLAIM]
         known = remedy(held)
         if known is not None:
@@ -237,8 +229,8 @@ class _Eviction:
                 why = "has only its device node open, and not the driver's library"
                 raise self._refused([pid], why, f"look at it and end it yourself: ps -fp {pid}")
 
-    def end(self, held: contextlib.ExitStack) -> None:
-        """End them, and hold what they were in, so that no `gpushare run` starts there."""
+    def _end(self) -> None:
+        self.begun = True
         left = self._signalled(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
         left = self._signalled(left, signal.SIGKILL, _KILL_SECONDS)
         if left:
@@ -249,16 +241,16 @@ class _Eviction:
             )
         for part in self._gone.compute:
             if part.uuid:
-                self._take(part.uuid, held)
+                self._take(part.uuid)
 
-    def _take(self, uuid: str, held: contextlib.ExitStack) -> None:
+    def _take(self, uuid: str) -> None:
         deadline = time.monotonic() + CLAIM_SECONDS
         while isinstance(claim := take_claim(self._host, uuid), Claim):
             if time.monotonic() > deadline:
                 then = ", although all who were in it have ended"
                 raise _claimed(self._host, self._gpu, self.title, claim.pid, then)
             time.sleep(0.05)
-        held.callback(claim.release)
+        self.held.callback(claim.release)
 
     def _signalled(self, pids: list[int], number: int, seconds: float) -> list[int]:
         """Send a signal to those who are still the same, and still there; return who of them lives after so long.
@@ -315,17 +307,13 @@ class _Eviction:
         )
 
 
-def _all(gone: Destroyed) -> list[GpuProcess | Holder]:
+def _all(gone: InstanceChange) -> list[GpuProcess | Holder]:
     parts = (gone.instance.holders or (), *(one.holders or () for one in gone.compute))
     return [one for part in parts for one in part]
 
 
 def _is_proved(one: GpuProcess | Holder) -> bool:
     return isinstance(one, GpuProcess) or one.what.startswith(f"{NODES}/")
-
-
-def _title(gone: Destroyed) -> str:
-    return f"{gone.instance.profile.name}:{gone.instance.start}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +338,8 @@ class GpuChange:
     @property
     def after(self) -> GpuShape:
         """Return what is to be."""
-        return shape_after(self.plan, mig_enabled=self.gpu.mig_enabled if self.enable is None else self.enable)
+        enabled = self.gpu.mig_enabled if self.enable is None else self.enable
+        return shape_of(self.layout, mig_enabled=enabled, instances=self.plan.after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +351,8 @@ class MigChange:
     notes: tuple[str, ...] = field(default=())
     # The names that it gives.
     names: tuple[str, ...] = field(default=())
+    instances: tuple[_Instances, ...] = field(default=(), repr=False, compare=False)
+    evictions: tuple[Eviction, ...] = field(default=(), repr=False, compare=False)
 
 
 def plan_change(
@@ -387,102 +378,80 @@ def plan_change(
     daemons: list[Step] = []
     last: list[Step] = []
     notes: list[str] = []
+    instances: list[_Instances] = []
+    evictions: list[Eviction] = []
     for change in changes:
         if not change.changes:
             continue
+        gpu = change.gpu
+        evicted = [gone for gone in change.plan.destroyed if (gpu.index, gone.instance.id) in evict]
         if change.enable is not None:
-            ending = [pid for gone in _evicted(change, evict) for pid in holders_of(gone)]
+            ending = [pid for gone in evicted for pid in holders_of(gone)]
             bare = not change.plan.created
-            notes += check_mode_change(host, change.gpu, enable=change.enable, bare=bare, ending=ending)
-        work, then, forgetting = _steps(host, change, journal, evict)
-        steps += work
-        daemons += then
+            notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending)
+        stopping, starting, forgetting = _daemon_steps(host, change, evicted)
+        for gone in evicted:
+            refuse_claimed(host, gpu, gone)
+        ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
+        steps += [*stopping, *(one.step() for one in ending_here)]
+        if change.enable:
+            steps.append(mode_step(host, gpu, journal, enable=True))
+        work = _Instances(host, change, journal)
+        steps += work.steps()
+        if change.enable is False:
+            steps.append(mode_step(host, gpu, journal, enable=False))
+        daemons += starting
         last += forgetting
-    # What was stopped is forgotten only when nothing can be undone any more.
-    everything = (*first, *steps, *daemons, *after, *last)
-    return MigChange(gpus=tuple(changes), plan=Plan(title=title, steps=everything), notes=tuple(notes))
+        evictions += ending_here
+        instances.append(work)
+    return MigChange(
+        gpus=tuple(changes),
+        # What was stopped is forgotten only when nothing can be undone any more.
+        plan=Plan(title=title, steps=(*first, *steps, *daemons, *after, *last)),
+        notes=tuple(notes),
+        instances=tuple(instances),
+        evictions=tuple(evictions),
+    )
 
 
-def _evicted(change: GpuChange, evict: Collection[tuple[int, int]]) -> list[Destroyed]:
-    return [gone for gone in change.plan.destroyed if (change.gpu.index, gone.instance.id) in evict]
-
-
-def _steps(
-    host: Host, change: GpuChange, journal: Journal, evict: Collection[tuple[int, int]]
-) -> tuple[list[Step], Sequence[Step], Sequence[Step]]:
-    """Return the steps of one GPU, those for its daemons when the instances of all GPUs are there, and the very last."""
+def _daemon_steps(
+    host: Host, change: GpuChange, evicted: Sequence[InstanceChange]
+) -> tuple[Sequence[Step], Sequence[Step], Sequence[Step]]:
+    """Return the steps that stop MPS daemons, those that start them when all instances are there, and the very last."""
     gpu = change.gpu
     going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
     if change.enable and gpu.uuid:
         # MIG takes the whole GPU away from a daemon that serves it.
         going.add(gpu.uuid)
-    evicted = _evicted(change, evict)
     forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
-    steps = list(daemon_steps_before(host, gpu, going, evicted=forced))
-    for gone in evicted:
-        refuse_claimed(host, gpu, gone)
-    steps += [evict_step(host, gpu, gone) for gone in evicted if holders_of(gone)]
-    if change.enable:
-        steps.append(mode_step(host, gpu, journal, enable=True))
-    steps += _instance_steps(host, change, journal)
-    if change.enable is False:
-        steps.append(mode_step(host, gpu, journal, enable=False))
+    stopping = daemon_steps_before(host, gpu, going, evicted=forced)
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
     back = set(_coming_back(change.plan))
-    then, last = daemon_steps_after(
+    starting, last = daemon_steps_after(
         host,
         {uuid: device for uuid, device in devices.items() if uuid in back},
         gone=going - back,
         stayed=[device for uuid, device in devices.items() if uuid not in going],
     )
-    return steps, then, last
+    return stopping, starting, last
 
 
 def _coming_back(plan: GpuPlan) -> Iterator[str]:
     """Yield the UUIDs of the MIG devices that go and are made again: of the same size, in the same place."""
-    made = [(new.profile.name, new.placement.start, part) for new in plan.created for part in new.compute]
+    made = [(new.instance.place, part) for new in plan.created for part in new.compute]
     for gone in plan.destroyed:
-        place = gone.instance.profile.name, gone.instance.start
         for part in gone.compute:
-            # Without a placement the driver chooses, and may choose the same.
-            again = next(
-                (
-                    one
-                    for one in made
-                    if one[:2] == place
-                    and one[2].profile.slices == part.profile.slices
-                    and one[2].placement in {None, part.placement}
-                ),
-                None,
-            )
-            if part.uuid and again is not None:
-                made.remove(again)
+            again = [
+                one
+                for one in made
+                if one[0] == gone.instance.place
+                and one[1].profile.slices == part.profile.slices
+                # Without a placement the driver chooses, and may choose the same.
+                and one[1].placement in {None, part.placement}
+            ]
+            if part.uuid and again:
+                made.remove(again[0])
                 yield part.uuid
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstanceStep(Step):
-    """A step on the instances of a GPU; ``work`` knows what its rollback left alone."""
-
-    work: _Instances = field(repr=False, compare=False)
-
-
-def _instance_steps(host: Host, change: GpuChange, journal: Journal) -> list[Step]:
-    work = _Instances(host, change, journal)
-    lines = list(rows_of(change.plan))
-
-    def step(number: int, row: Row) -> Step:
-        return InstanceStep(
-            work=work,
-            what=row.what,
-            command=row.command,
-            undo=row.undo,
-            do=lambda: work.do(row, last=number == len(lines) - 1),
-            # Undoing one is undoing all of this GPU: read from the host, not from what was meant.
-            revert=work.restore if number == 0 else None,
-        )
-
-    return [step(number, row) for number, row in enumerate(lines)]
 
 
 class _Instances:
@@ -495,33 +464,41 @@ class _Instances:
         # In words, what a rollback found and left, because others made it.
         self.left_alone: tuple[str, ...] = ()
 
-    def do(self, row: Row, *, last: bool) -> None:
+    def steps(self) -> list[Step]:
+        steps = steps_of(self._change.plan, self._do)
+        if steps:
+            last = steps[-1].do
+
+            def finish() -> None:
+                last()
+                self._verify()
+
+            steps[-1] = replace(steps[-1], do=finish)
+            # Undoing one is undoing all of this GPU: read from the host, not from what was meant.
+            steps[0] = replace(steps[0], revert=self._restore)
+        return steps
+
+    def _do(self, what: str, call: Call) -> None:
+        """Do one call of the driver, and note what it makes: before with what is there, after with its ids."""
         if not self._begun:
             # Our own handles on MIG devices would keep them in use.
             self._host.nvml.restart()
             self._begun = True
-        for step in row.steps:
-            self._do(row, step)
-        if last:
-            self._verify()
-
-    def _do(self, row: Row, step: MigStep) -> None:
-        """Do one call of the driver, and note what it makes: before with what is there, after with its ids."""
         changes = MigChanges(self._host.nvml)
-        begun = begun_by(changes, self._change.before.uuid, step, self._made)
-        self._journal.note(f"{row.what}: {step.action.value}", begun)
+        begun = begun_by(changes, self._change.before.uuid, call, self._made)
+        self._journal.note(f"{what}: {call.action.value}", begun)
         try:
-            made = perform(changes, step, self._made)
+            made = perform(changes, call, self._made)
         except GpushareError as error:
             if error.code != NOT_READ_BACK:
                 self._journal.refused()
             raise
         if begun is not None and made is not None:
-            self._journal.made(made_by(self._host, begun, step.gpu, made))
+            self._journal.made(made_by(self._host, begun, call.gpu, made))
 
     def _verify(self) -> None:
         now = look(self._host, self._change.gpu.index)
-        wrong = differences(now, shape_after(self._change.plan, mig_enabled=True))
+        wrong = differences(now, replace(self._change.after, mig_enabled=True))
         if wrong:
             raise NotHeld(
                 f"the driver accepted every call, but the layout is another: {'; '.join(wrong)}",
@@ -529,19 +506,19 @@ class _Instances:
                 gpu=str(self._change.gpu.index),
             )
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         if self._begun:
             self.left_alone = restore(self._host, self._change.before, self._change.after, self._journal.proof)
 
 
 def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:
     """Return the GPU instances that a change has made, as they are now, each with its GPU's index."""
-    places = {(one.gpu.index, new.profile.name, new.placement.start) for one in change.gpus for new in one.plan.created}
+    places = {(one.gpu.index, new.instance.place) for one in change.gpus for new in one.plan.created}
     return [
         (index, instance)
         for index, layout in layouts.items()
         for instance in layout.instances
-        if (index, instance.profile.name, instance.start) in places
+        if (index, instance.place) in places
     ]
 
 
@@ -555,9 +532,8 @@ def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[
     if not change.plan.steps:
         return
     with contextlib.ExitStack() as claims:
-        for step in change.plan.steps:
-            if isinstance(step, Ending):
-                claims.enter_context(step.held)
+        for one in change.evictions:
+            claims.enter_context(one.held)
         _take_claims(host, change, claims)
         _carry_out(journal, change, on_step)
 
@@ -571,9 +547,8 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
                     continue
                 claim = take_claim(host, part.uuid)
                 if isinstance(claim, Claim):
-                    title = f"{gone.instance.profile.name}:{gone.instance.start}"
                     raise InUse(
-                        f"GPU {one.gpu.index}: a gpushare run has just taken {title}: process {named(host, [claim.pid])}",
+                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host, [claim.pid])}",
                         f"see who: gpushare mig status -g {one.gpu.index}",
                         gpu=str(one.gpu.index),
                     )
@@ -584,51 +559,39 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     touched = [one for one in change.gpus if one.changes]
     shapes = [one.before for one in touched], [one.after for one in touched]
     journal.begin(change.plan.title, *shapes, names=change.names)
-    step = _Watched(on_step)
+    last: Step | None = None
+
+    def begin(step: Step) -> None:
+        nonlocal last
+        last = step
+        if on_step is not None:
+            on_step(step)
+
     # What an error that nobody foresaw leaves may be anything; it is compared with what is there.
     over = journal.give_up
     try:
-        carry_out(change.plan, step)
+        carry_out(change.plan, begin)
         over = journal.end
     except NotUndone as error:
-        if step.last is not None:
-            raise error.restated(message=f"could not {step.last.what}: {error.message}") from error
+        if last is not None:
+            raise error.restated(message=f"could not {last.what}: {error.message}") from error
         raise
     except KeyboardInterrupt:
         over = journal.end
         raise
     except GpushareError as error:
         over = journal.end
-        if step.last is not None:
-            raise _undone(error, step.last, _left_alone(change), ended=step.ended) from error
+        if last is not None:
+            raise _undone(error, last, change) from error
         raise
     finally:
         # Killed in between, the journal stays as that of a change that was interrupted.
         over()
 
 
-class _Watched:
-    """Remembers the step that was begun last, and whether one ended programs."""
-
-    def __init__(self, on_step: Callable[[Step], None] | None) -> None:
-        self.last: Step | None = None
-        self.ended = False
-        self._on_step = on_step
-
-    def __call__(self, step: Step) -> None:
-        self.last = step
-        self.ended = self.ended or isinstance(step, Ending)
-        if self._on_step is not None:
-            self._on_step(step)
-
-
-def _left_alone(change: MigChange) -> list[str]:
-    works = {id(step.work): step.work for step in change.plan.steps if isinstance(step, InstanceStep)}
-    return [words for work in works.values() for words in work.left_alone]
-
-
-def _undone(error: GpushareError, step: Step, others: Sequence[str], *, ended: bool) -> GpushareError:
-    but = ["the programs that --evict ended"] if ended else []
+def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
+    but = ["the programs that --evict ended"] if any(one.begun for one in change.evictions) else []
+    others = [one for work in change.instances for one in work.left_alone]
     but += [f"{one}, which somebody else made and which stays" for one in others]
     exceptions = f", but for {' and '.join(but)}" if but else ""
     return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

@@ -24,7 +24,7 @@ from gpushare.plan import Plan, Step, deferred, setting_step
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.plan import Created, GpuPlan
+    from gpushare.mig.plan import GpuPlan
 
 
 _CLOSED: Final = 0o400
@@ -302,10 +302,10 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
     Raises:
         BadUsage: no name, or one that is given already.
     """
-    made = [(plan, new) for plan in plans for new in plan.created]
+    made = [(plan, new.instance) for plan in plans for new in plan.created]
     words = [name] if len(made) == 1 else [f"{name}-{number}" for number in range(1, len(made) + 1)]
     check_name(name)
-    there = {(plan.uuid, one.profile.name, one.start) for plan in plans for one in plan.kept}
+    there = {(plan.uuid, *one.place) for plan in plans for one in plan.kept}
     looked_at = {plan.uuid for plan in plans}
     for word in words:
         one = names_of(host).get(check_name(word))
@@ -313,7 +313,10 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
             continue
         if one.gpu_uuid not in looked_at or (one.gpu_uuid, one.profile, one.start) in there:
             raise name_taken(one, {plan.uuid: plan.gpu for plan in plans})
-    return [_new_name(word, plan, new) for word, (plan, new) in zip(words, made, strict=True)]
+    return [
+        NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
+        for word, (plan, new) in zip(words, made, strict=True)
+    ]
 
 
 def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
@@ -325,10 +328,6 @@ def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsag
         f"choose another, or forget it: gpushare mig name --forget {one.name}",
         code="name_taken",
     )
-
-
-def _new_name(word: str, plan: GpuPlan, new: Created) -> NamedInstance:
-    return NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.placement.start)
 
 
 def names_step(
@@ -398,8 +397,8 @@ def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
     """
     steps = []
     for plan in plans:
-        gone = {(one.instance.profile.name, one.instance.start) for one in plan.destroyed if one.whole}
-        made = {(one.profile.name, one.placement.start) for one in plan.created}
+        gone = {one.instance.place for one in plan.destroyed if one.whole}
+        made = {one.instance.place for one in plan.created}
         for one in names_of(host).values():
             place = (one.profile, one.start)
             if one.gpu_uuid != plan.uuid or place not in gone | made:

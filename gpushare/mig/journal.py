@@ -20,7 +20,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +31,7 @@ from gpushare.host.records import clear_leftovers, open_lock, read_understood, r
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.mig.shape import Begun, GpuShape, Made, Proof
+    from gpushare.mig.shape import Creation, GpuShape, Proof
 
 
 SCHEMA: Final = 1
@@ -104,6 +104,14 @@ def _entry_of(raw: Any) -> JournalEntry:
     if not isinstance(raw["title"], str) or not all(isinstance(raw[key] or "", str) for key in ("boot_id", "step")):
         raise TypeError("no text")
     return entry
+
+
+def _to_json(entry: JournalEntry) -> dict[str, Any]:
+    from gpushare.mig.shape import proof_to_json, to_json
+
+    shapes = {key: [to_json(one) for one in getattr(entry, key)] for key in ("before", "after")}
+    proof = None if entry.proof is None else proof_to_json(entry.proof)
+    return {**{field.name: getattr(entry, field.name) for field in fields(entry)}, **shapes, "proof": proof}
 
 
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC
@@ -261,7 +269,7 @@ class Journal:
         """Return what the change has made until now."""
         return None if self._entry is None else self._entry.proof
 
-    def note(self, step: str, begun: Begun | None = None) -> None:
+    def note(self, step: str, begun: Creation | None = None) -> None:
         """Write down the step that is begun now, on the disk before it acts; ``begun`` is what it is about to make.
 
         Raises:
@@ -271,7 +279,7 @@ class Journal:
             self._entry = replace(self._entry, step=step, proof=self._entry.proof.with_begun(begun))
             self._write(self._entry)
 
-    def made(self, one: Made) -> None:
+    def made(self, one: Creation) -> None:
         """Write down what the driver has made, before anything else is done.
 
         Raises:
@@ -340,7 +348,7 @@ class Journal:
 
     def _write(self, entry: JournalEntry, path: Path | None = None) -> None:
         with writing(path or self._path, _WHAT, code=_UNWRITABLE):
-            replace_file(path or self._path, json.dumps(asdict(entry)), durable=True)
+            replace_file(path or self._path, json.dumps(_to_json(entry)), durable=True)
 
 
 def _wait_for(descriptor: int, path: Path, seconds: float, deadline: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
+from gpushare.mig.profile import ComputeInstance, GpuInstance
+from gpushare.plan import Step
 
 
 class Cost(NamedTuple):
@@ -29,7 +30,7 @@ class Cost(NamedTuple):
 
 
 class Action(str, Enum):
-    """One kind of step, with the NVML call that it is."""
+    """One kind of change, by its NVML call."""
 
     DESTROY_COMPUTE = "nvmlComputeInstanceDestroy"
     DESTROY_GPU_INSTANCE = "nvmlGpuInstanceDestroy"
@@ -38,8 +39,11 @@ class Action(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Destroyed:
-    """A GPU instance that goes with all in it, or (``whole`` False) some of its compute instances."""
+class InstanceChange:
+    """A GPU instance that is destroyed or created with all in it, or (``whole`` False) compute instances in one that stays.
+
+    ``compute`` are those destroyed or created; what is to be created has no id.
+    """
 
     instance: GpuInstance
     compute: tuple[ComputeInstance, ...]
@@ -47,47 +51,28 @@ class Destroyed:
 
     @property
     def busy(self) -> bool:
-        """Return whether somebody is, or may be, in what goes."""
-        held = self.instance.holders is None or bool(self.instance.holders)
-        return held or any(one.busy for one in self.compute)
+        """Return whether somebody is, or may be, in what is destroyed."""
+        return self.instance.held or any(one.busy for one in self.compute)
+
+    @property
+    def created(self) -> int:
+        """Return how many instances a creation makes: the GPU instance, if it is new, and compute instances."""
+        return self.whole + len(self.compute)
+
+
+def whole(instance: GpuInstance) -> InstanceChange:
+    """Return a GPU instance that is destroyed or created with all in it."""
+    return InstanceChange(instance=instance, compute=instance.compute, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewCompute:
-    """A compute instance to create; without a placement the driver chooses."""
-
-    profile: ComputeProfile
-    placement: Placement | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Created:
-    """A GPU instance to create at an explicit placement, with its compute instances.
-
-    ``into`` is the GPU instance that exists when only compute instances are created in it.
-    """
-
-    profile: Profile
-    placement: Placement
-    compute: tuple[NewCompute, ...]
-    into: GpuInstance | None = None
-
-    def __str__(self) -> str:
-        return f"{self.profile.name}:{self.placement.start}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One call. ``instance`` is the GPU instance that exists, or None for one that this plan creates."""
+class Call:
+    """One NVML call; without ``compute`` it is about the GPU instance itself."""
 
     action: Action
     gpu: int
-    profile: Profile
-    placement: Placement
-    instance: GpuInstance | None = None
-    # DESTROY_COMPUTE: what goes; CREATE_COMPUTE: what comes.
+    instance: GpuInstance
     compute: ComputeInstance | None = None
-    new_compute: NewCompute | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,29 +82,41 @@ class GpuPlan:
     gpu: int
     uuid: str | None = None
     kept: tuple[GpuInstance, ...]
-    destroyed: tuple[Destroyed, ...] = ()
-    created: tuple[Created, ...] = ()
+    destroyed: tuple[InstanceChange, ...] = ()
+    created: tuple[InstanceChange, ...] = ()
 
     @property
     def changes(self) -> bool:
         """Return whether anything is to be done."""
         return bool(self.destroyed or self.created)
 
-    def steps(self) -> Iterator[Step]:
+    @property
+    def after(self) -> tuple[GpuInstance, ...]:
+        """Return the GPU instances that it leaves, by place."""
+        gone = {one.instance.place: one.compute for one in self.destroyed if not one.whole}
+        new = {one.instance.place: one.compute for one in self.created if not one.whole}
+        found = [one.instance for one in self.created if one.whole]
+        for one in self.kept:
+            stay = (part for part in one.compute if part not in gone.get(one.place, ()))
+            found.append(replace(one, compute=(*stay, *new.get(one.place, ()))))
+        return tuple(sorted(found, key=lambda one: one.start))
+
+    def calls(self) -> Iterator[Call]:
         """Yield the calls in an order that works: destroy before create, compute before GPU instance, big first."""
         for gone in self.destroyed:
-            one = gone.instance
-            place = {"gpu": self.gpu, "profile": one.profile, "placement": one.placement, "instance": one}
-            for compute in gone.compute:
-                yield Step(action=Action.DESTROY_COMPUTE, compute=compute, **place)  # type: ignore[arg-type]
+            for part in gone.compute:
+                yield Call(action=Action.DESTROY_COMPUTE, gpu=self.gpu, instance=gone.instance, compute=part)
             if gone.whole:
-                yield Step(action=Action.DESTROY_GPU_INSTANCE, **place)  # type: ignore[arg-type]
+                yield Call(action=Action.DESTROY_GPU_INSTANCE, gpu=self.gpu, instance=gone.instance)
         for new in self.created:
-            place = {"gpu": self.gpu, "profile": new.profile, "placement": new.placement, "instance": new.into}
-            if new.into is None:
-                yield Step(action=Action.CREATE_GPU_INSTANCE, **place)  # type: ignore[arg-type]
-            for part in new.compute:
-                yield Step(action=Action.CREATE_COMPUTE, new_compute=part, **place)  # type: ignore[arg-type]
+            yield from self.creating(new)
+
+    def creating(self, new: InstanceChange) -> Iterator[Call]:
+        """Yield the calls that create one of ``created``."""
+        if new.whole:
+            yield Call(action=Action.CREATE_GPU_INSTANCE, gpu=self.gpu, instance=new.instance)
+        for part in new.compute:
+            yield Call(action=Action.CREATE_COMPUTE, gpu=self.gpu, instance=new.instance, compute=part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +132,9 @@ class MigPlan:
         return any(gpu.changes for gpu in self.gpus)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def calls(self) -> tuple[Call, ...]:
         """Return the calls in order: one GPU after the other, so that an error leaves the rest untouched."""
-        return tuple(step for gpu in self.gpus for step in gpu.steps())
+        return tuple(call for gpu in self.gpus for call in gpu.calls())
 
 
 class Why(str, Enum):
@@ -164,75 +161,66 @@ class NoPlan:
     most: int | None = None
 
     @property
-    def would_go(self) -> tuple[tuple[int, Destroyed], ...]:
+    def would_go(self) -> tuple[tuple[int, InstanceChange], ...]:
         """Return what would have to go, each with its GPU's index."""
         gpus = () if self.instead is None else self.instead.gpus
         return tuple((gpu.gpu, gone) for gpu in gpus for gone in gpu.destroyed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of a plan; ``steps`` are the NVML calls that it stands for."""
-
-    what: str
-    command: str
-    undo: str | None
-    steps: tuple[Step, ...]
+# Does one call; the text is the step that the call is part of.
+Perform = Callable[[str, Call], object]
 
 
-def rows(plan: MigPlan) -> list[Row]:
-    """Return the lines of a plan, in the order of its steps."""
-    return [row for gpu in plan.gpus for row in rows_of(gpu)]
-
-
-def rows_of(gpu: GpuPlan) -> Iterator[Row]:
-    """Yield the lines of one GPU, in the order of its steps."""
-    steps = list(gpu.steps())
-    gone = {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
-    yield from (_gone(step) for step in steps if step.action in gone)
-    comes = iter([step for step in steps if step.action not in gone])
+def steps_of(gpu: GpuPlan, perform: Perform) -> list[Step]:
+    """Return the steps of one GPU, each one line of nvidia-smi; a step is one call, or two (``-cgi ... -C``)."""
+    where = f"nvidia-smi mig -i {gpu.gpu}"
+    steps = [
+        _destroying(call, where, perform)
+        for call in gpu.calls()
+        if call.action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
+    ]
     for new in gpu.created:
-        yield from _new(gpu.gpu, new, comes)
+        steps += _creating(gpu, new, where, perform)
+    return steps
 
 
-def _gone(step: Step) -> Row:
-    instance = step.instance.id if step.instance is not None else None
-    where = f"nvidia-smi mig -i {step.gpu}"
-    if step.action is Action.DESTROY_COMPUTE and step.compute is not None:
-        return Row(
-            what=f"destroy compute instance {step.compute.id} of GPU instance {instance} on GPU {step.gpu}",
-            command=f"{where} -dci -gi {instance} -ci {step.compute.id}",
-            undo=f"{where} -cci {step.compute.profile.id} -gi {instance}",
-            steps=(step,),
-        )
-    return Row(
-        what=f"destroy GPU instance {instance} ({step.profile.name}) on GPU {step.gpu}",
-        command=f"{where} -dgi -gi {instance}",
-        undo=f"{where} -cgi {step.profile.id}:{step.placement.start}",
-        steps=(step,),
-    )
+def shown_steps(plan: MigPlan) -> list[Step]:
+    """Return the steps of a plan that is only shown."""
+    return [step for gpu in plan.gpus for step in steps_of(gpu, lambda *_: None)]
 
 
-def _new(gpu: int, new: Created, steps: Iterator[Step]) -> Iterator[Row]:
-    where = f"nvidia-smi mig -i {gpu}"
-    whole = [part.profile.slices for part in new.compute] == [new.profile.slices]
-    if new.into is None:
-        taken = (next(steps), next(steps)) if whole else (next(steps),)
-        yield Row(
-            what=f"create {new} on GPU {gpu}" + (" with its compute instance" if whole else ""),
-            command=f"{where} -cgi {new.profile.id}:{new.placement.start}" + (" -C" if whole else ""),
-            undo=None,
-            steps=taken,
-        )
-        if whole:
-            return
-    instance = str(new.into.id) if new.into is not None else "GI"
-    for part in new.compute:
+def _step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:
+    def act() -> None:
+        for call in calls:
+            perform(what, call)
+
+    return Step(what=what, command=command, undo=undo, do=act)
+
+
+def _destroying(call: Call, where: str, perform: Perform) -> Step:
+    one, part = call.instance, call.compute
+    if part is not None:
+        what = f"destroy compute instance {part.id} of GPU instance {one.id} on GPU {call.gpu}"
+        undo = f"{where} -cci {part.profile.id} -gi {one.id}"
+        return _step(what, f"{where} -dci -gi {one.id} -ci {part.id}", [call], perform, undo)
+    what = f"destroy GPU instance {one.id} ({one.profile.name}) on GPU {call.gpu}"
+    return _step(what, f"{where} -dgi -gi {one.id}", [call], perform, f"{where} -cgi {one.profile.id}:{one.start}")
+
+
+def _creating(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perform) -> Iterator[Step]:
+    one, calls = new.instance, list(gpu.creating(new))
+    command = f"{where} -cgi {one.profile.id}:{one.start}"
+    if new.whole and [part.profile.slices for part in new.compute] == [one.profile.slices]:
+        yield _step(f"create {one} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform)
+        return
+    for call in calls:
+        part = call.compute
+        if part is None:
+            yield _step(f"create {one} on GPU {gpu.gpu}", command, [call], perform)
+            continue
         place = "" if part.placement is None else f":{part.placement.start}"
-        yield Row(
-            what=f"create {part.profile.name}.{new.profile.name} in "
-            + ("it" if new.into is None else f"GPU instance {instance} on GPU {gpu}"),
-            command=f"{where} -cci {part.profile.id}{place} -gi {instance}",
-            undo=None,
-            steps=(next(steps),),
-        )
+        owner = "it" if new.whole else f"GPU instance {one.id} on GPU {gpu.gpu}"
+        what = f"create {part.profile.name}.{one.profile.name} in {owner}"
+        # The id of a new GPU instance is known only when it is there.
+        command = f"{where} -cci {part.profile.id}{place} -gi {'GI' if new.whole else one.id}"
+        yield _step(what, command, [call], perform)

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 from gpushare.errors import GpushareError, NotFound, NotSupported
 from gpushare.mig.assign import Codes, Group, assign, codes_for
 from gpushare.mig.board import Arrangement, Board, Kind, board_of, change_compute, members_of, new_compute, occupied
-from gpushare.mig.plan import Cost, Created, Destroyed, GpuPlan, MigPlan, NoPlan, Why
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.plan import Cost, GpuPlan, InstanceChange, MigPlan, NoPlan, Why, whole
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
 from gpushare.mig.site import Option, Site, Way, cost_of, ways, weigh
 from gpushare.mig.wish import Request, Wish, merged, resolve
 from gpushare.model import GpuProcess, Holder
@@ -31,7 +31,7 @@ def untouched(layout: Layout) -> GpuPlan:
 
 
 def gpu_plan(
-    layout: Layout, kept: Sequence[GpuInstance], destroyed: Sequence[Destroyed], created: Sequence[Created]
+    layout: Layout, kept: Sequence[GpuInstance], destroyed: Sequence[InstanceChange], created: Sequence[InstanceChange]
 ) -> GpuPlan:
     """Return what happens on one GPU, in the order of the steps: by place what goes, the largest first what comes."""
     return GpuPlan(
@@ -39,29 +39,20 @@ def gpu_plan(
         uuid=layout.uuid,
         kept=tuple(kept),
         destroyed=tuple(sorted(destroyed, key=lambda one: one.instance.start)),
-        created=tuple(sorted(created, key=lambda one: (-one.placement.size, one.placement.start))),
+        created=tuple(sorted(created, key=lambda one: (-one.instance.placement.size, one.instance.start))),
     )
 
 
-def whole(instance: GpuInstance) -> Destroyed:
-    """Return a GPU instance that goes with all in it."""
-    return Destroyed(instance=instance, compute=instance.compute, whole=True)
-
-
-def creation(
-    profile: Profile,
-    start: int,
-    compute: Sequence[int],
-    into: GpuInstance | None = None,
-    beside: Sequence[ComputeInstance] = (),
-) -> Created:
-    """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it.
-
-    ``into``: it exists, and they come beside those that stay inside.
-    """
+def creation(profile: Profile, start: int, compute: Sequence[int]) -> InstanceChange:
+    """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it."""
     placement = next(one for one in profile.placements or () if one.start == start)
-    parts = new_compute(profile, compute or (profile.slices,), beside) or ()
-    return Created(profile=profile, placement=Placement(*placement), compute=parts, into=into)
+    parts = new_compute(profile, compute or (profile.slices,)) or ()
+    return whole(GpuInstance(profile=profile, placement=placement, compute=parts))
+
+
+def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceChange:
+    """Return compute instances that are destroyed or created in a GPU instance that stays."""
+    return InstanceChange(instance=instance, compute=tuple(parts), whole=False)
 
 
 def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
@@ -77,9 +68,9 @@ def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> 
             continue
         into, parts = site.instances[number], site.fills[number, kind]
         kept = [one for one in into.compute if one not in parts]
-        created.append(creation(into.profile, start, compute[kind], into, kept))
+        created.append(inside(into, new_compute(into.profile, compute[kind] or (into.profile.slices,), kept) or ()))
         if parts:
-            destroyed.append(Destroyed(instance=into, compute=parts, whole=False))
+            destroyed.append(inside(into, parts))
     return gpu_plan(
         site.layout, [one for number, one in enumerate(site.instances) if number not in gone], destroyed, created
     )
@@ -99,38 +90,30 @@ def removal(
         if not all_of_it:
             kept.append(one)
         if all_of_it or parts:
-            gone = whole(one) if all_of_it else Destroyed(instance=one, compute=parts, whole=False)
+            gone = whole(one) if all_of_it else inside(one, parts)
             destroyed.append(gone)
             blocked = blocked or (gone.busy and not may_end(gone, evict))
     return gpu_plan(layout, kept, destroyed, []), blocked
 
 
-def may_end(gone: Destroyed, named: Collection[tuple[int, int | None]]) -> bool:
+def may_end(gone: InstanceChange, named: Collection[tuple[int, int | None]]) -> bool:
     """Return whether all who are in what goes are named (GPU instance id, compute instance id or None for all)."""
     one = gone.instance
     if (one.id, None) in named:
         return True
-    held = one.holders is None or bool(one.holders)
-    return not held and all((one.id, part.id) in named for part in gone.compute if part.busy)
+    return not one.held and all((one.id, part.id) in named for part in gone.compute if part.busy)
 
 
 def lost_after(layout: Layout, plan: GpuPlan) -> int:
     """Return `fragmentation.capacity_lost` of a GPU when its plan is done."""
-    board, mask, members = board_of(layout), 0, []
-    there = [(one.profile, one.placement) for one in plan.kept]
-    there += [(one.profile, one.placement) for one in plan.created if one.into is None]
-    for profile, placement in there:
-        mask |= placement.mask
-        if profile.name in board.number:
-            members.append(board.number[profile.name])
-    return board.lost(mask, tuple(sorted(members)))
+    return capacity_lost(replace(layout, instances=plan.after))
 
 
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     """Return the plan of a host, with its cost."""
     costs = [cost_of(gone) for plan in plans for gone in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
-        created = sum((one.into is None) + len(one.compute) for one in plan.created)
+        created = sum(one.created for one in plan.created)
         costs.append(Cost(created=created, capacity_lost=lost_after(layout, plan)))
     return MigPlan(
         gpus=tuple(plans), cost=Cost(*(sum(field) for field in zip(*costs, strict=True))) if costs else Cost()
@@ -142,13 +125,13 @@ class Change:
     """One way to the layout: what stays, what goes, what comes."""
 
     kept: list[GpuInstance]
-    destroyed: list[Destroyed]
-    created: list[Created]
+    destroyed: list[InstanceChange]
+    created: list[InstanceChange]
 
     @property
     def weight(self) -> int:
         """Return what it costs, without the room that is left."""
-        made = sum((one.into is None) + len(one.compute) for one in self.created)
+        made = sum(one.created for one in self.created)
         return weigh(Cost(created=made)) + sum(weigh(cost_of(one)) for one in self.destroyed)
 
 
@@ -196,7 +179,7 @@ def _change(
     missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
     change = Change([], [], [])
     for one in layout.instances:
-        kind = missing.pop((one.profile.name, one.start), None)
+        kind = missing.pop(one.place, None)
         if kind is not None and _keep(change, one, compute[kind], may_evict=one.id in evict):
             continue
         if kind is not None or (one.busy and one.id not in evict):
@@ -210,14 +193,14 @@ def _change(
 
 def _keep(change: Change, one: GpuInstance, wanted: tuple[int, ...], *, may_evict: bool) -> bool:
     """Keep a GPU instance in its place with these compute instances inside; False when that may not be done."""
-    inside = change_compute(one, wanted, may_destroy=True, may_evict=may_evict)
-    if inside is None:
+    parts = change_compute(one, wanted, may_destroy=True, may_evict=may_evict)
+    if parts is None:
         return False
     change.kept.append(one)
-    if inside.destroyed:
-        change.destroyed.append(Destroyed(instance=one, compute=inside.destroyed, whole=False))
-    if inside.created:
-        change.created.append(Created(profile=one.profile, placement=one.placement, compute=inside.created, into=one))
+    if parts.destroyed:
+        change.destroyed.append(inside(one, parts.destroyed))
+    if parts.created:
+        change.created.append(inside(one, parts.created))
     return True
 
 
@@ -301,36 +284,35 @@ def eviction(found: NoPlan) -> tuple[str, str] | None:
     return (_words(found.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
 
 
-def _busy_only(gone: Sequence[tuple[int, Destroyed]]) -> list[tuple[int, Destroyed]]:
+def _busy_only(gone: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
     """Return what has to be named to be evicted: of the parts of a GPU instance those that somebody is in."""
     found = []
     for gpu, one in gone:
-        held = one.instance.holders is None or bool(one.instance.holders)
-        parts = one.compute if held else tuple(part for part in one.compute if part.busy)
+        parts = one.compute if one.instance.held else tuple(part for part in one.compute if part.busy)
         found.append((gpu, replace(one, compute=parts)))
     return found
 
 
-def _words(gone: Sequence[tuple[int, Destroyed]], option: str = "") -> str:
+def _words(gone: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
     """Return what names these on a command line; so many that nobody types them are ``INSTANCE...``."""
     words = [option + word for gpu, one in gone for word in _ids(gpu, one)]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
 
 
-def _ids(gpu: int, gone: Destroyed) -> list[str]:
-    whole = f"{gpu}/{gone.instance.id}"
-    return [whole] if gone.whole else [f"{whole}/{part.id}" for part in gone.compute]
+def _ids(gpu: int, gone: InstanceChange) -> list[str]:
+    instance = f"{gpu}/{gone.instance.id}"
+    return [instance] if gone.whole else [f"{instance}/{part.id}" for part in gone.compute]
 
 
-def _named(gpu: int, gone: Destroyed) -> str:
+def _named(gpu: int, gone: InstanceChange) -> str:
     one = gone.instance
     name = "" if one.name is None else f" '{one.name}'"
     ids = ", ".join(str(compute.id) for compute in gone.compute)
     part = "" if gone.whole else f", compute instance{'s' if len(gone.compute) > 1 else ''} {ids}"
-    return f"{one.profile.name}:{one.start}{name} (GPU {gpu}, GPU instance {one.id}{part}; {who_is_in(gone)})"
+    return f"{one}{name} (GPU {gpu}, GPU instance {one.id}{part}; {who_is_in(gone)})"
 
 
-def who_is_in(gone: Destroyed) -> str:
+def who_is_in(gone: InstanceChange) -> str:
     """Return who is in what would have to go."""
     parts = [gone.instance.holders, *(one.holders for one in gone.compute)]
     if any(part is None for part in parts):
@@ -520,8 +502,8 @@ def _add(
     plans = [untouched(layout) for layout in layouts]
     for group, here, taken in zip(sites, options, parts, strict=True):
         for (number, site), code in zip(group, sorted(taken, reverse=True), strict=False):
-            inside = [wish[request].compute for request in offers[site.board].requests]
-            plans[number] = addition(site, here[code], inside)
+            contents = [wish[request].compute for request in offers[site.board].requests]
+            plans[number] = addition(site, here[code], contents)
     return plan_of(layouts, plans)
 
 

@@ -7,12 +7,16 @@ machine that is not there, the catalogue's), and is passed in.
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cached_property, reduce
+from operator import or_
 from typing import Final, NamedTuple
 
 from gpushare.model import GpuProcess, Holder
 from gpushare.values import dataclass
 
+# The id of an instance that is to be, or was.
+NOT_THERE: Final = -1
 _NAME: Final = r"(?a)(\d+)g(?:\.(\d+)gb)?((?:[+-][a-z]+(?:\.[a-z]+)?)*)"
 # NVML_GPU_INSTANCE_PROFILE_{1,2,3,4,7,8,6}_SLICE; the numbers behind are revisions and extensions of these.
 _PLAIN_NVML_PROFILES: Final = range(7)
@@ -43,6 +47,11 @@ class Placement(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.start}:{self.size}"
+
+
+def mask_of(placements: Iterable[Placement | None]) -> int:
+    """Return the slices of all these as bits; None has none that are known."""
+    return reduce(or_, (one.mask for one in placements if one is not None), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +165,11 @@ def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeInstance:
-    """One compute instance that exists: a MIG device (``nvidia-smi mig -lci``)."""
+    """One compute instance, a MIG device (``nvidia-smi mig -lci``): as it is, or as it is to be or was."""
 
-    id: int
+    id: int = NOT_THERE
     profile: ComputeProfile
+    # None: not told, or (to be created) the driver chooses.
     placement: Placement | None = None
     uuid: str | None = None
     # Who is in it. None: NVML would not tell, which counts as busy; empty: nobody.
@@ -173,9 +183,9 @@ class ComputeInstance:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInstance:
-    """One GPU instance that exists (``nvidia-smi mig -lgi``)."""
+    """One GPU instance (``nvidia-smi mig -lgi``): as it is, or as it is to be or was."""
 
-    id: int
+    id: int = NOT_THERE
     profile: Profile
     placement: Placement
     compute: tuple[ComputeInstance, ...] = ()
@@ -186,15 +196,28 @@ class GpuInstance:
     # The users that it is granted to; empty: everybody may use it.
     granted: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.profile.name}:{self.start}"
+
     @property
     def start(self) -> int:
         """Return its first memory slice."""
         return self.placement.start
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Return profile and first memory slice: what it is told apart by on its GPU."""
+        return self.profile.name, self.start
+
+    @property
+    def held(self) -> bool:
+        """Return whether somebody holds, or may hold, the GPU instance itself."""
+        return self.holders is None or bool(self.holders)
+
+    @property
     def busy(self) -> bool:
         """Return whether somebody is, or may be, in it or in one of its compute instances."""
-        return self.holders is None or bool(self.holders) or any(one.busy for one in self.compute)
+        return self.held or any(one.busy for one in self.compute)
 
     @property
     def devices(self) -> int:

@@ -1,7 +1,7 @@
-"""What a GPU looks like, in few words: mode, GPU instances at their places, compute instances inside. Pure.
+"""The shape of a GPU: its MIG mode and instances, compared, made again, and kept on disk. Pure.
 
-A shape holds what is needed to make it again and nothing that changes by itself: no ids, no processes. The journal of a
-change keeps two of each GPU, and whoever reads back compares.
+A shape tells instances apart by profile and place, never by ids or processes, which change by themselves. The journal
+of a change keeps two of each GPU, and a read-back compares with one.
 """
 
 from __future__ import annotations
@@ -9,60 +9,123 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from gpushare.mig.plan import Created, Destroyed, GpuPlan, NewCompute
-from gpushare.mig.planner import gpu_plan, whole
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.plan import GpuPlan, InstanceChange, whole
+from gpushare.mig.planner import gpu_plan, inside
+from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile, mask_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """An instance that the driver said it made: ids, and the MIG UUID of a compute instance where it could be read."""
+class GpuShape:
+    """One GPU: mode (None: not looked at) and instances, by place."""
 
+    uuid: str
+    index: int
+    mig_enabled: bool | None
+    instances: tuple[GpuInstance, ...] = ()
+
+
+def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
+    """Return the shape of what exists, or of other instances on the same GPU."""
+    ordered = sorted(layout.instances if instances is None else instances, key=lambda one: one.start)
+    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=tuple(ordered))
+
+
+# A compute instance in a shape: its slices, and its first slice in the GPU instance or None for any.
+_Slot = tuple[int, int | None]
+
+
+def _slot(one: ComputeInstance) -> _Slot:
+    return one.profile.slices, None if one.placement is None else one.placement.start
+
+
+def _rank(one: ComputeInstance) -> tuple[int, int]:
+    return -1 if one.placement is None else one.placement.start, one.profile.slices
+
+
+def _titled(one: GpuInstance) -> str:
+    return f"{one}" + (f" '{one.name}'" if one.name else "")
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
+    """Return in words what differs from what is wanted; empty: nothing. An unknown start fits any."""
+    found = []
+    if wanted.mig_enabled is not None and now.mig_enabled is not wanted.mig_enabled:
+        found.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
+    here = {one.place: one for one in now.instances}
+    there = {one.place: one for one in wanted.instances}
+    found += [f"{_titled(one)} is missing" for place, one in there.items() if place not in here]
+    found += [f"{_titled(one)} is there" for place, one in here.items() if place not in there]
+    found += [
+        f"{_titled(one)} has {_words(here[place])} instead of {_words(one)}"
+        for place, one in there.items()
+        if place in here and not _same(here[place], one)
+    ]
+    return tuple(f"GPU {wanted.index}: {one}" for one in found)
+
+
+def _same(now: GpuInstance, wanted: GpuInstance) -> bool:
+    slots = [_slot(part) for part in wanted.compute]
+    left = Counter(map(_slot, now.compute))
+    left.subtract(slot for slot in slots if slot[1] is not None)
+    if any(count < 0 for count in left.values()):
+        return False
+    anywhere = Counter(slices for slices, start in slots if start is None)
+    return Counter(slices for slices, _ in left.elements()) == anywhere
+
+
+def _words(one: GpuInstance) -> str:
+    return ", ".join(part.profile.name for part in sorted(one.compute, key=_rank)) or "no compute instance"
+
+
+# -- what a change has made itself -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Creation:
+    """The creation of one instance as the journal notes it: before the call, and after it with the id that it got.
+
+    ``profile`` and ``start`` are those of the GPU instance.
+    """
+
+    # UUID.
     gpu: str
     profile: str
     start: int
-    instance: int
-    # None: the GPU instance itself.
+    # The GPU instance: its own id when it is made, and the one that a compute instance is in.
+    instance: int | None = None
+    # Before the call: the size of a compute instance, None for a GPU instance ...
+    slices: int | None = None
+    # ... and the ids of its kind that are there; None: the driver would not tell.
+    there: tuple[int, ...] | None = None
+    # After it: the id of a compute instance, None for a GPU instance, and the MIG UUID where it could be read.
     compute: int | None = None
     uuid: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
-    """A creation whose end is not known: a GPU instance (``slices`` None), or a compute instance in ``instance``."""
-
-    gpu: str
-    profile: str
-    start: int
-    instance: int | None = None
-    slices: int | None = None
-    # The ids of its kind that were there right before; None: the driver would not tell.
-    there: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Proof:
-    """All that a change knows to have made."""
+    """All that a change knows to have made; ``begun`` is a creation whose end is not known."""
 
-    made: tuple[Made, ...] = ()
-    begun: Begun | None = None
+    made: tuple[Creation, ...] = ()
+    begun: Creation | None = None
 
-    def with_made(self, one: Made) -> Proof:
+    def with_made(self, one: Creation) -> Proof:
         """Return it with one more, and nothing begun."""
         return Proof(made=(*self.made, one))
 
-    def with_begun(self, one: Begun | None) -> Proof:
+    def with_begun(self, one: Creation | None) -> Proof:
         """Return it with a creation that is begun."""
         return replace(self, begun=one)
 
     def owns(self, gpu: str | None, one: GpuInstance) -> bool:
         """Return whether a GPU instance is proved to be the change's own, with all that is in it."""
-        place = (gpu, one.profile.name, one.start)
+        place = (gpu, *one.place)
         noted = any(
             made.compute is None and (made.gpu, made.profile, made.start) == place and made.instance == one.id
             for made in self.made
@@ -86,159 +149,6 @@ class Proof:
         return begun.there is not None and part.id not in begun.there
 
 
-def proof_from_json(raw: Mapping[str, Any]) -> Proof:
-    """Return what `dataclasses.asdict` of a `Proof` was kept as.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    begun = raw["begun"]
-    if begun is not None:
-        there = begun["there"]
-        begun = Begun(**{**begun, "there": None if there is None else tuple(map(_id, there))})
-    made = tuple(Made(**one) for one in raw["made"])
-    for one in (*made, *([] if begun is None else [begun])):
-        if not all(isinstance(text, str) for text in (one.gpu, one.profile)):
-            raise TypeError("no text")
-        _id(one.start)
-    return Proof(made=made, begun=begun)
-
-
-def _id(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError("no number")
-    return value
-
-
-# Slices, ids and indexes are far below.
-_MOST: Final = 4096
-_PROFILE: Final = re.compile(r"\d{1,3}g", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class ComputeShape:
-    """A compute instance: its slices, and its first slice in the GPU instance (None: wherever the driver likes)."""
-
-    slices: int
-    start: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstanceShape:
-    """A GPU instance: the driver's profile name, its place in memory slices, what is inside."""
-
-    profile: str
-    start: int
-    size: int
-    compute: tuple[ComputeShape, ...] = ()
-    # What its user calls it: for messages.
-    name: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.profile}:{self.start}" + (f" '{self.name}'" if self.name else "")
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Return what it is told apart by."""
-        return self.profile, self.start
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuShape:
-    """One GPU: mode (None: not looked at) and instances, by place."""
-
-    uuid: str
-    index: int
-    mig_enabled: bool | None
-    instances: tuple[InstanceShape, ...] = ()
-
-
-def shape_of(layout: Layout, *, mig_enabled: bool | None) -> GpuShape:
-    """Return the shape of what exists."""
-    return _shape(layout.uuid, layout.gpu, [_of_instance(one) for one in layout.instances], mig_enabled=mig_enabled)
-
-
-def shape_after(plan: GpuPlan, *, mig_enabled: bool | None) -> GpuShape:
-    """Return the shape that a plan leaves."""
-    partial = {gone.instance.id: gone for gone in plan.destroyed if not gone.whole}
-    into = {new.into.id: new for new in plan.created if new.into is not None}
-    found = [_of_instance(one, partial.get(one.id), into.get(one.id)) for one in plan.kept]
-    found += [
-        InstanceShape(
-            profile=new.profile.name,
-            start=new.placement.start,
-            size=new.placement.size,
-            compute=tuple(sorted((_of_new(part) for part in new.compute), key=_rank)),
-        )
-        for new in plan.created
-        if new.into is None
-    ]
-    return _shape(plan.uuid, plan.gpu, found, mig_enabled=mig_enabled)
-
-
-def _shape(uuid: str | None, index: int, found: Sequence[InstanceShape], *, mig_enabled: bool | None) -> GpuShape:
-    ordered = tuple(sorted(found, key=lambda one: one.start))
-    return GpuShape(uuid=uuid or "", index=index, mig_enabled=mig_enabled, instances=ordered)
-
-
-def _of_instance(one: GpuInstance, gone: Destroyed | None = None, new: Created | None = None) -> InstanceShape:
-    stay = [compute for compute in one.compute if gone is None or compute not in gone.compute]
-    inside = [_of_compute(compute) for compute in stay] + [_of_new(part) for part in (new.compute if new else ())]
-    return InstanceShape(
-        profile=one.profile.name,
-        start=one.placement.start,
-        size=one.placement.size,
-        compute=tuple(sorted(inside, key=_rank)),
-        name=one.name,
-    )
-
-
-def _of_compute(one: ComputeInstance) -> ComputeShape:
-    return ComputeShape(slices=one.profile.slices, start=None if one.placement is None else one.placement.start)
-
-
-def _of_new(part: NewCompute) -> ComputeShape:
-    return ComputeShape(slices=part.profile.slices, start=None if part.placement is None else part.placement.start)
-
-
-def _rank(one: ComputeShape) -> tuple[int, int]:
-    return -1 if one.start is None else one.start, one.slices
-
-
-# -- comparing -------------------------------------------------------------------------------------
-
-
-def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
-    """Return in words what differs from what is wanted; empty: nothing. An unknown start fits any."""
-    found = []
-    if wanted.mig_enabled is not None and now.mig_enabled is not wanted.mig_enabled:
-        found.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
-    here = {one.place: one for one in now.instances}
-    there = {one.place: one for one in wanted.instances}
-    found += [f"{one} is missing" for place, one in there.items() if place not in here]
-    found += [f"{one} is there" for place, one in here.items() if place not in there]
-    found += [
-        f"{one} holds {_words(here[place].compute)} instead of {_words(one.compute)}"
-        for place, one in there.items()
-        if place in here and not _same(here[place].compute, one.compute)
-    ]
-    return tuple(f"GPU {wanted.index}: {one}" for one in found)
-
-
-def _same(now: Sequence[ComputeShape], wanted: Sequence[ComputeShape]) -> bool:
-    exact = Counter(one for one in wanted if one.start is not None)
-    left = Counter(now)
-    left.subtract(exact)
-    if any(count < 0 for count in left.values()):
-        return False
-    anywhere = Counter(one.slices for one in wanted if one.start is None)
-    return Counter(one.slices for one in left.elements()) == anywhere
-
-
-def _words(compute: Sequence[ComputeShape]) -> str:
-    return ", ".join(f"{one.slices}c" for one in compute) or "no compute instance"
-
-
 # -- making it again -------------------------------------------------------------------------------
 
 
@@ -254,36 +164,31 @@ def restoration(
     places = {one.place: one for one in wanted.instances}
     made = {one.place: one for one in ours.instances}
     kept: list[GpuInstance] = []
-    destroyed: list[Destroyed] = []
-    created: list[Created] = []
+    destroyed: list[InstanceChange] = []
+    created: list[InstanceChange] = []
     lost: list[str] = []
     for one in layout.instances:
-        place = (one.profile.name, one.start)
-        shape = places.pop(place, None)
-        if shape is not None:
+        there = places.pop(one.place, None)
+        if there is not None:
             kept.append(one)
-            _restore_inside(
-                one, shape, made.get(place), destroyed, created, lost, None if proof is None else (layout.uuid, proof)
-            )
+            known = None if proof is None else (layout.uuid, proof)
+            _restore_inside(one, there, made.get(one.place), destroyed, created, lost, known)
         elif not _is_ours(layout, one, ours, proof):
             kept.append(one)
         elif one.busy:
             kept.append(one)
-            lost.append(f"{one.profile.name}:{one.start} is in use and stays")
+            lost.append(f"{one} is in use and stays")
         else:
             destroyed.append(whole(one))
     profiles = {profile.name: profile for profile in layout.profiles}
-    taken = reduce(or_, (one.placement.mask for one in kept), 0)
-    for shape in places.values():
-        placement = Placement(shape.start, shape.size)
-        if shape.profile not in profiles or taken & placement.mask:
-            lost.append(f"{shape} has no room")
+    taken = mask_of(one.placement for one in kept)
+    for one in places.values():
+        profile = profiles.get(one.profile.name)
+        if profile is None or taken & one.placement.mask:
+            lost.append(f"{_titled(one)} has no room")
             continue
-        profile = profiles[shape.profile]
-        parts = tuple(_part(profile, part, lost) for part in shape.compute)
-        created.append(
-            Created(profile=profile, placement=placement, compute=tuple(part for part in parts if part is not None))
-        )
+        parts = _offered(profile, one.compute, lost)
+        created.append(whole(GpuInstance(profile=profile, placement=one.placement, compute=parts)))
     words = tuple(f"GPU {layout.gpu}: {one}" for one in lost)
     return gpu_plan(layout, kept, destroyed, created), words
 
@@ -292,93 +197,174 @@ def _is_ours(layout: Layout, one: GpuInstance, ours: GpuShape, proof: Proof | No
     """Return whether an instance that is not wanted is what the change made: what is busy counts, too, and is named."""
     if proof is not None:
         return proof.owns(layout.uuid, one)
-    return any(shape.place == (one.profile.name, one.start) for shape in ours.instances)
+    return any(made.place == one.place for made in ours.instances)
 
 
-def left_alone(layout: Layout, wanted: GpuShape, ours: GpuShape, proof: Proof | None) -> tuple[tuple[str, int], ...]:
-    """Return the places of instances that are not wanted, and not known to be made by the change that is undone."""
+def left_alone(layout: Layout, wanted: GpuShape, ours: GpuShape, proof: Proof | None) -> tuple[GpuInstance, ...]:
+    """Return the instances that are not wanted, and not known to be made by the change that is undone."""
     places = {one.place for one in wanted.instances}
-    return tuple(
-        (one.profile.name, one.start)
-        for one in layout.instances
-        if (one.profile.name, one.start) not in places and not _is_ours(layout, one, ours, proof)
-    )
+    return tuple(one for one in layout.instances if one.place not in places and not _is_ours(layout, one, ours, proof))
 
 
 def _restore_inside(
     one: GpuInstance,
-    shape: InstanceShape,
-    ours: InstanceShape | None,
-    destroyed: list[Destroyed],
-    created: list[Created],
+    wanted: GpuInstance,
+    ours: GpuInstance | None,
+    destroyed: list[InstanceChange],
+    created: list[InstanceChange],
     lost: list[str],
     proof: tuple[str | None, Proof] | None,
 ) -> None:
-    missing, made, gone = list(shape.compute), list(ours.compute) if ours is not None else [], []
+    missing, made, gone = list(wanted.compute), list(ours.compute) if ours is not None else [], []
     for compute in one.compute:
         # Each counts once: what stands for this one here stands for no other.
-        wanted, meant = _taken(missing, compute), _taken(made, compute)
+        is_wanted, is_ours = _taken(missing, compute), _taken(made, compute)
         if proof is not None:
-            meant = proof[1].owns_part(proof[0], one, compute)
-        if wanted or not meant:
+            is_ours = proof[1].owns_part(proof[0], one, compute)
+        if is_wanted or not is_ours:
             continue
         if compute.busy:
-            lost.append(f"compute instance {compute.id} of {shape} is in use and stays")
+            lost.append(f"compute instance {compute.id} of {_titled(wanted)} is in use and stays")
         else:
             gone.append(compute)
     if gone:
-        destroyed.append(Destroyed(instance=one, compute=tuple(gone), whole=False))
-    staying = (part for part in one.compute if part.placement is not None and part not in gone)
-    taken = reduce(or_, (part.placement.mask for part in staying if part.placement is not None), 0)
-    for part in [
-        part for part in missing if part.start is not None and taken & Placement(part.start, part.slices).mask
-    ]:
+        destroyed.append(inside(one, gone))
+    taken = mask_of(part.placement for part in one.compute if part not in gone)
+    for part in [part for part in missing if taken & mask_of([part.placement])]:
         missing.remove(part)
-        lost.append(f"{part.slices}c of {shape} has no room")
-    parts = tuple(part for part in (_part(one.profile, part, lost) for part in missing) if part is not None)
+        lost.append(f"{part.profile.name} of {_titled(wanted)} has no room")
+    parts = _offered(one.profile, missing, lost)
     if parts:
-        created.append(Created(profile=one.profile, placement=one.placement, compute=parts, into=one))
+        created.append(inside(one, parts))
 
 
-def _taken(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
-    """Take the shape that an existing compute instance has out of ``parts``; return whether there was one."""
-    here = _of_compute(compute)
-    match = here if here in parts else ComputeShape(slices=here.slices)
-    if match not in parts:
-        return False
-    parts.remove(match)
-    return True
+def _taken(parts: list[ComputeInstance], compute: ComputeInstance) -> bool:
+    """Take the one that an existing compute instance stands for out of ``parts``; return whether there was one."""
+    slices, start = _slot(compute)
+    for slot in ((slices, start), (slices, None)):
+        for number, part in enumerate(parts):
+            if _slot(part) == slot:
+                del parts[number]
+                return True
+    return False
 
 
-def _part(profile: Profile, part: ComputeShape, lost: list[str]) -> NewCompute | None:
-    found = profile.compute_of(part.slices) or (profile.whole if part.slices == profile.slices else None)
-    if found is None or found.id is None:
-        lost.append(f"{part.slices}c.{profile.name} is not offered any more")
-        return None
-    return NewCompute(profile=found, placement=None if part.start is None else Placement(part.start, part.slices))
+def _offered(profile: Profile, parts: Sequence[ComputeInstance], lost: list[str]) -> tuple[ComputeInstance, ...]:
+    """Return compute instances to create in a GPU instance of a profile; what it does not offer any more is lost."""
+    found = []
+    for part in sorted(parts, key=_rank):
+        slices = part.profile.slices
+        offered = profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
+        if offered is None or offered.id is None:
+            lost.append(f"{slices}c.{profile.name} is not offered any more")
+        else:
+            found.append(ComputeInstance(profile=offered, placement=part.placement))
+    return tuple(found)
 
 
 # -- keeping it ------------------------------------------------------------------------------------
 
+# Slices, ids and indexes are far below.
+_MOST: Final = 4096
+_PROFILE: Final = re.compile(r"(\d{1,3})g", re.ASCII)
+
+
+def to_json(shape: GpuShape) -> dict[str, Any]:
+    """Return a shape as the journal keeps it."""
+    instances = [
+        {
+            "profile": one.profile.name,
+            "start": one.start,
+            "size": one.placement.size,
+            "compute": [dict(zip(("slices", "start"), _slot(part), strict=True)) for part in one.compute],
+            "name": one.name,
+        }
+        for one in shape.instances
+    ]
+    return {"uuid": shape.uuid, "index": shape.index, "mig_enabled": shape.mig_enabled, "instances": instances}
+
 
 def from_json(raw: Mapping[str, Any]) -> GpuShape:
-    """Return the shape whose `dataclasses.asdict` was kept.
+    """Return the shape that `to_json` gave.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    instances = tuple(
-        InstanceShape(**{**one, "compute": tuple(ComputeShape(**part) for part in one["compute"])})
-        for one in raw["instances"]
-    )
-    found = GpuShape(**{**raw, "instances": instances})
-    numbers: list[object] = [found.index, *(number for one in instances for number in (one.start, one.size))]
-    numbers += [number for one in instances for part in one.compute for number in (part.slices, part.start or 0)]
-    if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
-        raise ValueError("a number that is none")
-    texts: list[object] = [found.uuid, *(one.profile for one in instances), *(one.name or "" for one in instances)]
-    if not all(isinstance(text, str) for text in texts) or found.mig_enabled not in {True, False, None}:
+    _only(raw, "uuid", "index", "mig_enabled", "instances")
+    if not isinstance(raw["uuid"], str) or raw["mig_enabled"] not in {True, False, None}:
         raise TypeError("a field of another type")
-    if not all(_PROFILE.match(one.profile) for one in instances):
+    instances = tuple(map(_instance_from, raw["instances"]))
+    return GpuShape(uuid=raw["uuid"], index=_number(raw["index"]), mig_enabled=raw["mig_enabled"], instances=instances)
+
+
+def _instance_from(raw: Mapping[str, Any]) -> GpuInstance:
+    _only(raw, "profile", "start", "size", "compute", "name")
+    profile, name = raw["profile"], raw.get("name")
+    if not isinstance(profile, str) or not isinstance(name or "", str):
+        raise TypeError("a field of another type")
+    match = _PROFILE.match(profile)
+    if match is None:
         raise ValueError("no profile")
-    return found
+    return GpuInstance(
+        # The driver knows the rest of it.
+        profile=Profile(name=profile, id=None, slices=int(match.group(1)), placements=None),
+        placement=Placement(_number(raw["start"]), _number(raw["size"])),
+        compute=tuple(map(_compute_from, raw["compute"])),
+        name=name,
+    )
+
+
+def _compute_from(raw: Mapping[str, Any]) -> ComputeInstance:
+    _only(raw, "slices", "start")
+    slices, start = _number(raw["slices"]), raw.get("start")
+    placement = None if start is None else Placement(_number(start), slices)
+    return ComputeInstance(profile=ComputeProfile(slices=slices), placement=placement)
+
+
+def _only(raw: Mapping[str, Any], *keys: str) -> None:
+    if not set(raw) <= set(keys):
+        raise TypeError("more than gpushare writes")
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError("a number that is none")
+    return value
+
+
+# What a journal has of a creation that is done, and of one that is begun.
+_MADE: Final = ("gpu", "profile", "start", "instance", "compute", "uuid")
+_BEGUN: Final = ("gpu", "profile", "start", "instance", "slices", "there")
+
+
+def proof_to_json(proof: Proof) -> dict[str, Any]:
+    """Return a proof as the journal keeps it."""
+    made = [{key: value for key, value in asdict(one).items() if key in _MADE} for one in proof.made]
+    begun = None if proof.begun is None else asdict(proof.begun)
+    return {"made": made, "begun": begun and {key: begun[key] for key in _BEGUN}}
+
+
+def proof_from_json(raw: Mapping[str, Any]) -> Proof:
+    """Return the proof that `proof_to_json` gave.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    made = tuple(_creation_from(one, _MADE) for one in raw["made"])
+    return Proof(made=made, begun=None if raw["begun"] is None else _creation_from(raw["begun"], _BEGUN))
+
+
+def _creation_from(raw: Mapping[str, Any], keys: Sequence[str]) -> Creation:
+    _only(raw, *keys)
+    there = raw.get("there")
+    one = Creation(**{**raw, "there": None if there is None else tuple(map(_id, there))})
+    if not all(isinstance(text, str) for text in (one.gpu, one.profile)):
+        raise TypeError("no text")
+    _id(one.start)
+    return one
+
+
+def _id(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError("no number")
+    return value

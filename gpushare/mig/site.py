@@ -14,7 +14,7 @@ from operator import or_
 from typing import Final, NamedTuple
 
 from gpushare.mig.board import Arrangement, Board, board_of, make_room, occupied
-from gpushare.mig.plan import Cost, Destroyed
+from gpushare.mig.plan import Cost, InstanceChange
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 
 # Larger than any sum of one field over a host.
@@ -45,12 +45,11 @@ def cost_of_destroying(instance: GpuInstance) -> Cost:
     return Cost(busy_destroyed=busy, idle_destroyed=rest, slices_destroyed=size)
 
 
-def cost_of(gone: Destroyed) -> Cost:
+def cost_of(gone: InstanceChange) -> Cost:
     """Return what it costs that this goes."""
     if gone.whole:
         return cost_of_destroying(gone.instance)
-    held = gone.instance.holders is None or bool(gone.instance.holders)
-    busy = sum(one.busy or held for one in gone.compute)
+    busy = sum(one.busy or gone.instance.held for one in gone.compute)
     rest = len(gone.compute) - busy
     if gone.instance.name is not None:
         return Cost(busy_destroyed=busy, named_destroyed=rest)
@@ -181,7 +180,7 @@ class Site:
             pinned=not may_destroy or (one.busy and one.id not in evict),
             nameless=one.name is None,
             idle=not one.busy,
-            held=one.holders is None or bool(one.holders),
+            held=one.held,
         )
 
     @property
@@ -269,7 +268,7 @@ class Site:
                 gone = self.fills.get((number, laid.get((one.profile, one.start), -1)))
                 if gone is not None:
                     filled |= 1 << number
-                    parts = Destroyed(instance=self.instances[number], compute=gone, whole=False)
+                    parts = InstanceChange(instance=self.instances[number], compute=gone, whole=False)
                     weight += weigh(cost_of(parts)) - CREATED
         return filled, weight
 

@@ -11,19 +11,9 @@ from gpushare.errors import GpushareError, OperationFailed
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import regrant
 from gpushare.mig.layouts import layouts_of
-from gpushare.mig.plan import Action, rows_of
-from gpushare.mig.plan import Step as MigStep
-from gpushare.mig.shape import (
-    Begun,
-    GpuShape,
-    InstanceShape,
-    Made,
-    Proof,
-    differences,
-    left_alone,
-    restoration,
-    shape_of,
-)
+from gpushare.mig.plan import Action, Call, steps_of
+from gpushare.mig.profile import NOT_THERE, GpuInstance
+from gpushare.mig.shape import Creation, GpuShape, Proof, differences, left_alone, restoration, shape_of
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -33,54 +23,56 @@ class CallFailed(OperationFailed):
     """Something could not come back because the driver refused a call, and nobody is in the way: worth another try."""
 
 
-def perform(changes: MigChanges, step: MigStep, made: dict[int, int]) -> int | None:
-    """Do one NVML call of a plan, and return the id of what it made; ``made`` holds new GPU instances by first slice.
+def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None:
+    """Do one call, and return the id of what it made; ``made`` holds the ids of new GPU instances by first slice.
 
     Raises:
         GpushareError: as the call of `MigChanges`.
     """
-    gpu, existing = step.gpu, step.instance
-    if step.action is Action.CREATE_GPU_INSTANCE:
+    gpu, one, part = call.gpu, call.instance, call.compute
+    if call.action is Action.CREATE_GPU_INSTANCE:
         # Offline profiles have no id, and no host either.
-        made[step.placement.start] = changes.create_gpu_instance(gpu, step.profile.id or 0, step.placement)
-        return made[step.placement.start]
-    owner = made[step.placement.start] if existing is None else existing.id
-    if step.action is Action.CREATE_COMPUTE and step.new_compute is not None:
-        new = step.new_compute
-        return changes.create_compute_instance(gpu, owner, new.profile.slices, new.placement)
-    if step.action is Action.DESTROY_COMPUTE and step.compute is not None:
-        changes.destroy_compute_instance(gpu, owner, step.compute.id)
-    else:
+        made[one.start] = changes.create_gpu_instance(gpu, one.profile.id or 0, one.placement)
+        return made[one.start]
+    owner = _id_of(one, made)
+    if part is None:
         changes.destroy_gpu_instance(gpu, owner)
+    elif call.action is Action.CREATE_COMPUTE:
+        return changes.create_compute_instance(gpu, owner, part.profile.slices, part.placement)
+    else:
+        changes.destroy_compute_instance(gpu, owner, part.id)
     return None
 
 
-def begun_by(changes: MigChanges, gpu: str, step: MigStep, made: Mapping[int, int]) -> Begun | None:
+def _id_of(one: GpuInstance, made: Mapping[int, int]) -> int:
+    return made[one.start] if one.id == NOT_THERE else one.id
+
+
+def begun_by(changes: MigChanges, gpu: str, call: Call, made: Mapping[int, int]) -> Creation | None:
     """Return what a call is about to make, with what is there already; None: it makes nothing."""
-    if step.action not in {Action.CREATE_GPU_INSTANCE, Action.CREATE_COMPUTE}:
+    one, part = call.instance, call.compute
+    begun = Creation(gpu=gpu, profile=one.profile.name, start=one.start)
+    if call.action is Action.CREATE_GPU_INSTANCE:
+        return replace(begun, there=changes.gpu_instance_ids(call.gpu, one.profile.id or 0))
+    if call.action is not Action.CREATE_COMPUTE or part is None:
         return None
-    begun = Begun(gpu=gpu, profile=step.profile.name, start=step.placement.start)
-    if step.action is Action.CREATE_GPU_INSTANCE:
-        return replace(begun, there=changes.gpu_instance_ids(step.gpu, step.profile.id or 0))
-    slices = None if step.new_compute is None else step.new_compute.profile.slices
-    instance = made[step.placement.start] if step.instance is None else step.instance.id
-    there = None if slices is None else changes.compute_instance_ids(step.gpu, instance, slices)
-    return replace(begun, instance=instance, slices=slices, there=there)
+    owner, slices = _id_of(one, made), part.profile.slices
+    there = changes.compute_instance_ids(call.gpu, owner, slices)
+    return replace(begun, instance=owner, slices=slices, there=there)
 
 
-def made_by(host: Host, begun: Begun, index: int, number: int) -> Made:
+def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
     """Return what was made, with its MIG UUID where the driver tells it."""
-    if begun.slices is None or begun.instance is None:
-        return Made(gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=number)
+    made = Creation(gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=number)
+    if begun.instance is None:
+        return made
     # Handles on MIG devices would keep them in use.
     host.nvml.restart()
     devices = host.nvml.gpu(index).mig_instances
     host.nvml.restart()
     place = begun.instance, number
     uuid = next((one.uuid for one in devices if (one.gpu_instance_id, one.compute_instance_id) == place), None)
-    return Made(
-        gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=begun.instance, compute=number, uuid=uuid
-    )
+    return replace(made, instance=begun.instance, compute=number, uuid=uuid)
 
 
 def look(host: Host, index: int) -> GpuShape:
@@ -115,18 +107,18 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
     changes = MigChanges(host.nvml)
     # Letting go of the handles that the look has opened.
     host.nvml.restart()
-    for row in rows_of(plan):
+    for step in steps_of(plan, lambda _, call: perform(changes, call, made)):
         try:
-            for step in row.steps:
-                perform(changes, step, made)
+            step.do()
         except (GpushareError, KeyError) as error:
             refused = True
-            trouble.append(f"{row.what}: {error}")
+            trouble.append(f"{step.what}: {error}")
     # What was made again is open to everybody, until its grants are back.
     trouble += regrant(host, before.uuid)
     now = look(host, before.index)
-    now = replace(now, instances=tuple(one for one in now.instances if one.place not in others))
-    left = differences(now, _instances_only(before))
+    foreign = {one.place for one in others}
+    now = replace(now, instances=tuple(one for one in now.instances if one.place not in foreign))
+    left = differences(now, replace(before, mig_enabled=None))
     if left:
         raise (CallFailed if refused and not lost else OperationFailed)(
             f"could not come back: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
@@ -134,11 +126,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
             gpu=str(before.index),
             code="not_restored",
         )
-    return tuple(f"{profile}:{start} on GPU {before.index}" for profile, start in others)
-
-
-def _instances_only(shape: GpuShape) -> GpuShape:
-    return GpuShape(uuid=shape.uuid, index=shape.index, mig_enabled=None, instances=shape.instances)
+    return tuple(f"{one} on GPU {before.index}" for one in others)
 
 
 def as_command(shape: GpuShape) -> str:
@@ -150,12 +138,8 @@ def as_command(shape: GpuShape) -> str:
     return f"gpushare mig apply -g {shape.index} {' '.join(map(_words, shape.instances))}"
 
 
-def _words(one: InstanceShape) -> str:
-    slices = int(one.profile.partition("g")[0])
-    parts = sorted((part.slices for part in one.compute), reverse=True)
-    if parts in ([], [slices]):
-        return f"{one.profile}:{one.start}"
-    return " ".join(
-        f"{part}c.{one.profile}:{one.start}" + (f"*{number}" if number > 1 else "")
-        for part, number in Counter(parts).items()
-    )
+def _words(one: GpuInstance) -> str:
+    parts = Counter(sorted((part.profile.slices for part in one.compute), reverse=True))
+    if parts in (Counter(), Counter([one.profile.slices])):
+        return str(one)
+    return " ".join(f"{part}c.{one}" + (f"*{number}" if number > 1 else "") for part, number in parts.items())

@@ -64,12 +64,10 @@ def now(layout: Layout) -> str:
 
 def after(layout: Layout, plan: GpuPlan) -> str:
     """Return the picture of what a plan leaves; ``+`` marks what is new, ``~`` what changes inside."""
-    inside = {gone.instance.id for gone in plan.destroyed if not gone.whole}
-    inside |= {new.into.id for new in plan.created if new.into is not None}
-    kept = [(one.placement, _label(one) + ("~" if one.id in inside else "")) for one in plan.kept]
-    return picture(
-        layout, [*kept, *((new.placement, f"+{new.profile.name}") for new in plan.created if new.into is None)]
-    )
+    inside = {one.instance.place for one in (*plan.destroyed, *plan.created) if not one.whole}
+    kept = [(one.placement, _label(one) + ("~" if one.place in inside else "")) for one in plan.kept]
+    created = [new.instance for new in plan.created if new.whole]
+    return picture(layout, [*kept, *((one.placement, f"+{one.profile.name}") for one in created)])
 
 
 def _label(instance: GpuInstance) -> str:

@@ -20,12 +20,18 @@ from gpushare.errors import OperationFailed
 from gpushare.host import identity
 from gpushare.mig import journal as mig_journal
 from gpushare.mig.journal import Journal
-from gpushare.mig.shape import ComputeShape, GpuShape, InstanceShape
+from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
+from gpushare.mig.shape import GpuShape
 from tests.cli.drive import environment, start_real, until
 from tests.mig.mig_host import MigHost
 
 H200 = "sim:h200"
-INSTANCE = InstanceShape(profile="3g.71gb", start=4, size=4, compute=(ComputeShape(slices=3, start=0),), name="train")
+INSTANCE = GpuInstance(
+    profile=Profile(name="3g.71gb", id=None, slices=3, placements=None),
+    placement=Placement(4, 4),
+    compute=(ComputeInstance(profile=ComputeProfile(slices=3), placement=Placement(0, 3)),),
+    name="train",
+)
 BEFORE = GpuShape(uuid="GPU-1", index=0, mig_enabled=False)
 AFTER = GpuShape(uuid="GPU-1", index=0, mig_enabled=True, instances=(INSTANCE,))
 

@@ -42,17 +42,16 @@ def check_consistent(plan: MigPlan, before: Layout, model: GpuModel) -> None:
     """What is kept and created is a layout that the driver allows, and the steps lead there in an order that works."""
     brute = brute_of(model.key)
     present = {(one.profile.name, one.start) for one in before.instances}
-    for step in plan.steps:
-        place = (step.profile.name, step.placement.start)
-        if step.action is Action.DESTROY_GPU_INSTANCE:
+    for call in plan.calls:
+        place = call.instance.place
+        if call.action is Action.DESTROY_GPU_INSTANCE:
             present.remove(place)
-        elif step.action is Action.CREATE_GPU_INSTANCE:
+        elif call.action is Action.CREATE_GPU_INSTANCE:
             assert place not in present
             present.add(place)
             assert brute.allowed(present)
-    after = {(one.profile.name, one.start) for one in plan.gpus[0].kept}
-    after |= {(one.profile.name, one.placement.start) for one in plan.gpus[0].created}
-    assert present == after
+    after = {one.place for one in plan.gpus[0].kept} | {new.instance.place for new in plan.gpus[0].created}
+    assert present == after == {one.place for one in plan.gpus[0].after}
     assert brute.lost(frozenset(after)) == plan.cost.capacity_lost
 
 
@@ -155,7 +154,7 @@ def test_every_content_of_a_mig_parted_file_is_reached_from_empty(key: str) -> N
     for content, states in brute.by_content.items():
         plan = plan_exact([layout_of(model, {})], {0: wish_for(list(content))})
         assert isinstance(plan, MigPlan)
-        assert sorted(one.profile.name for one in plan.gpus[0].created) == list(content)
+        assert sorted(new.instance.profile.name for new in plan.gpus[0].created) == list(content)
         assert plan.cost.capacity_lost == min(brute.lost(state) for state in states)
 
 

@@ -20,7 +20,7 @@ THREE = next(one for one in layout("h100").profiles if one.name == "3g.40gb")
 def test_compute_instances_take_the_place_of_idle_ones_and_the_gpu_instance_stays() -> None:
     plan = plan_add([layout("h100", "3g.40gb:0!", "3g.40gb:4")], parse_wish("1c.3g.40gb*2"), may_destroy=True)
     assert isinstance(plan, MigPlan)
-    assert [step.action for step in plan.steps] == [Action.DESTROY_COMPUTE, *[Action.CREATE_COMPUTE] * 2]
+    assert [step.action for step in plan.calls] == [Action.DESTROY_COMPUTE, *[Action.CREATE_COMPUTE] * 2]
     assert (plan.cost.idle_destroyed, plan.cost.created, plan.cost.slices_destroyed) == (1, 2, 0)
     assert [one.start for one in plan.gpus[0].kept] == [0, 4]
 

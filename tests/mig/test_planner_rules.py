@@ -24,13 +24,13 @@ RTX = "rtx-pro-6000-blackwell-96gb"
 def made(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan creates, ``GPU/profile:start``."""
     assert isinstance(plan, MigPlan)
-    return [f"{gpu.gpu}/{one}" for gpu in plan.gpus for one in gpu.created]
+    return [f"{gpu.gpu}/{one.instance}" for gpu in plan.gpus for one in gpu.created]
 
 
 def gone(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan destroys."""
     assert isinstance(plan, MigPlan)
-    return [f"{gpu.gpu}/{one.instance.profile.name}:{one.instance.start}" for gpu in plan.gpus for one in gpu.destroyed]
+    return [f"{gpu.gpu}/{one.instance}" for gpu in plan.gpus for one in gpu.destroyed]
 
 
 def with_instance(gpu: Layout, number: int, **changes: object) -> Layout:
@@ -100,8 +100,8 @@ def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
     gpu = layout("h100", "3g.40gb:0/")
     plan = plan_add([gpu], parse_wish("3g"))
     assert isinstance(plan, MigPlan)
-    assert plan.gpus[0].created[0].into is gpu.instances[0]
-    assert [step.action for step in plan.steps] == [Action.CREATE_COMPUTE]
+    assert plan.gpus[0].created[0].instance is gpu.instances[0]
+    assert [step.action for step in plan.calls] == [Action.CREATE_COMPUTE]
     named = with_instance(gpu, 0, name="train")
     assert made(plan_add([named], parse_wish("3g"))) == ["0/3g.40gb:4"]
 
@@ -135,8 +135,8 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, beside: bool) -
             assert isinstance(plan, MigPlan), texts
             assert (plan.cost.created, gone(plan)) == (len(asked), []), texts
             (new,) = plan.gpus[0].created
-            assert new.into is not None
-            assert [step.action for step in plan.steps] == [Action.CREATE_COMPUTE] * len(asked)
+            assert not new.whole
+            assert [step.action for step in plan.calls] == [Action.CREATE_COMPUTE] * len(asked)
         elif any(there[start] is None for start in starts):
             assert isinstance(plan, MigPlan), texts
             assert (plan.cost.created, gone(plan)) == (1 + len(asked), []), texts
@@ -221,7 +221,7 @@ def test_steps_free_before_they_take() -> None:
     gpu = layout("h100", "3g.40gb:0/1,1", "1g.10gb:4!")
     plan = plan_exact([gpu], {0: parse_wish("1g*2 2c.3g.40gb:0 1c.3g.40gb:0")})
     assert isinstance(plan, MigPlan)
-    steps = [(step.action.name, step.profile.name) for step in plan.steps]
+    steps = [(step.action.name, step.instance.profile.name) for step in plan.calls]
     assert steps == [
         ("DESTROY_COMPUTE", "3g.40gb"),
         ("CREATE_COMPUTE", "3g.40gb"),
@@ -233,7 +233,7 @@ def test_steps_free_before_they_take() -> None:
 def test_all_goes_out_before_a_gpu_instance_does() -> None:
     plan = plan_destroy([layout("h100", "3g.40gb:0/1,1,1")], [Target(0, 400)])
     assert isinstance(plan, MigPlan)
-    actions = [step.action for step in plan.steps]
+    actions = [step.action for step in plan.calls]
     assert actions == [Action.DESTROY_COMPUTE] * 3 + [Action.DESTROY_GPU_INSTANCE]
     assert plan.cost.idle_destroyed == 3
 
@@ -242,10 +242,10 @@ def test_destroying_the_last_compute_instance_takes_the_gpu_instance_along() -> 
     gpu = layout("h100", "3g.40gb:0/1,1")
     one = plan_destroy([gpu], [Target(0, 400, 1)])
     assert isinstance(one, MigPlan)
-    assert [step.action for step in one.steps] == [Action.DESTROY_COMPUTE]
+    assert [step.action for step in one.calls] == [Action.DESTROY_COMPUTE]
     both = plan_destroy([gpu], [Target(0, 400, 0), Target(0, 400, 1)])
     assert isinstance(both, MigPlan)
-    assert both.steps[-1].action is Action.DESTROY_GPU_INSTANCE
+    assert both.calls[-1].action is Action.DESTROY_GPU_INSTANCE
 
 
 def test_a_busy_one_is_destroyed_when_it_is_named_to_be_evicted() -> None:

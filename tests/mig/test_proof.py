@@ -61,7 +61,7 @@ def before_creation(
 def test_what_another_made_where_the_step_failed_stays_and_is_said(
     host: MigHost, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
-    before_creation(monkeypatch, 2, lambda step: another_makes(step.placement.start, bare=bare))
+    before_creation(monkeypatch, 2, lambda step: another_makes(step.instance.start, bare=bare))
     said = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
     assert said.code == 1
     ((profile, start),) = host.look()[0].places

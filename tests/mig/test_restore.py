@@ -78,7 +78,7 @@ def test_a_driver_that_accepts_another_layout_is_caught_and_undone(monkeypatch: 
     monkeypatch.setattr(library_mig, "create_compute_instance", smaller)
     said = host.run("mig", "apply", "3g.40gb:0 1g.10gb:6")
     assert said.error["code"] == "not_held"
-    assert "3g.40gb:0 holds 1c instead of 3c" in said.error["message"]
+    assert "3g.40gb:0 has 1c instead of 3c" in said.error["message"]
     assert host.look() == before
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -11,16 +12,16 @@ from hypothesis import strategies as st
 
 from gpushare.gpu_models import profiles_of
 from gpushare.mig.plan import Action, GpuPlan
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
-    ComputeShape,
     GpuShape,
-    InstanceShape,
     differences,
     from_json,
+    proof_from_json,
+    proof_to_json,
     restoration,
-    shape_after,
     shape_of,
+    to_json,
 )
 from tests.mig.boards import SHAPES, SOMEBODY
 
@@ -72,35 +73,49 @@ def shape(layout: Layout) -> GpuShape:
     return shape_of(layout, mig_enabled=True)
 
 
-def model_of(shape: GpuShape) -> Model:
-    return {one.place: sorted((part.slices, part.start) for part in one.compute) for one in shape.instances}
+def model_of(instances: Iterable[GpuInstance]) -> Model:
+    return {
+        one.place: sorted(
+            (part.profile.slices, part.placement.start if part.placement else None) for part in one.compute
+        )
+        for one in instances
+    }
+
+
+def told(profile: str, start: int, size: int, parts: list[tuple[int, int | None]], name: str | None) -> GpuInstance:
+    """Return an instance as a journal tells it: without what only the driver knows."""
+    return GpuInstance(
+        profile=Profile(name=profile, id=None, slices=int(profile.partition("g")[0]), placements=None),
+        placement=Placement(start, size),
+        compute=tuple(
+            ComputeInstance(
+                profile=ComputeProfile(slices=slices), placement=None if at is None else Placement(at, slices)
+            )
+            for slices, at in parts
+        ),
+        name=name,
+    )
 
 
 def carried_out(layout: Layout, plan: GpuPlan) -> Model:
     """Return what the calls of a plan leave, refusing what a driver refuses."""
-    there: Model = {
-        (one.profile.name, one.start): [
-            (part.profile.slices, part.placement.start if part.placement else None) for part in one.compute
-        ]
-        for one in layout.instances
-    }
-    sizes = {(one.profile.name, one.start): one.placement.mask for one in layout.instances}
-    for step in plan.steps():
-        place = (step.profile.name, step.placement.start)
-        if step.action is Action.DESTROY_COMPUTE and step.compute is not None:
-            assert not step.compute.busy
-            gone = step.compute
-            there[place].remove((gone.profile.slices, gone.placement.start if gone.placement else None))
-        elif step.action is Action.DESTROY_GPU_INSTANCE:
-            assert there.pop(place) == []
-            del sizes[place]
-        elif step.action is Action.CREATE_GPU_INSTANCE:
-            assert not any(mask & step.placement.mask for mask in sizes.values())
-            there[place], sizes[place] = [], step.placement.mask
-        elif step.new_compute is not None:
-            new = step.new_compute
-            there[place].append((new.profile.slices, new.placement.start if new.placement else None))
-            assert sum(slices for slices, _ in there[place]) <= step.profile.slices
+    there = model_of(layout.instances)
+    sizes = {one.place: one.placement.mask for one in layout.instances}
+    for call in plan.calls():
+        one, part = call.instance, call.compute
+        slot = None if part is None else (part.profile.slices, part.placement.start if part.placement else None)
+        if call.action is Action.DESTROY_COMPUTE and part is not None and slot is not None:
+            assert not part.busy
+            there[one.place].remove(slot)
+        elif call.action is Action.DESTROY_GPU_INSTANCE:
+            assert there.pop(one.place) == []
+            del sizes[one.place]
+        elif call.action is Action.CREATE_GPU_INSTANCE:
+            assert not any(mask & one.placement.mask for mask in sizes.values())
+            there[one.place], sizes[one.place] = [], one.placement.mask
+        elif slot is not None:
+            there[one.place].append(slot)
+            assert sum(slices for slices, _ in there[one.place]) <= one.profile.slices
     return {place: sorted(parts) for place, parts in there.items()}
 
 
@@ -111,7 +126,22 @@ def carried_out(layout: Layout, plan: GpuPlan) -> Model:
 def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bool | None, name: str) -> None:
     one = shape_of(found[0], mig_enabled=mode)
     one = replace(one, instances=tuple(replace(part, name=name or None) for part in one.instances))
-    assert from_json(json.loads(json.dumps(asdict(one)))) == one
+    kept = json.loads(json.dumps(to_json(one)))
+    found_again = from_json(kept)
+    assert to_json(found_again) == kept
+    assert replace(found_again, instances=()) == replace(one, instances=())
+    assert model_of(found_again.instances) == model_of(one.instances)
+    assert [part.name for part in found_again.instances] == [part.name for part in one.instances]
+    assert differences(one, found_again) == differences(found_again, one) == ()
+
+
+def test_what_the_journal_of_the_first_version_has_is_read() -> None:
+    compute = [{"slices": 2, "start": 0}, {"slices": 1, "start": None}]
+    instance = {"profile": "3g.71gb", "start": 4, "size": 4, "compute": compute, "name": "train"}
+    raw = {"uuid": "GPU-1", "index": 1, "mig_enabled": True, "instances": [instance]}
+    expected = told("3g.71gb", 4, 4, [(2, 0), (1, None)], "train")
+    assert from_json(raw) == GpuShape(uuid="GPU-1", index=1, mig_enabled=True, instances=(expected,))
+    assert to_json(from_json(raw)) == raw
 
 
 @pytest.mark.parametrize(
@@ -126,11 +156,11 @@ def test_what_is_no_shape_is_refused(raw: dict[str, object]) -> None:
 def test_two_shapes_differ_in_words_only_when_they_differ(found: tuple[Layout, ...]) -> None:
     first, second = map(shape, found)
     assert not differences(first, first)
-    assert bool(differences(first, second)) is (model_of(first) != model_of(second))
+    assert bool(differences(first, second)) is (model_of(first.instances) != model_of(second.instances))
     for one in first.instances:
-        if one.place not in model_of(second):
-            assert any(f"{one.profile}:{one.start} is there" in word for word in differences(first, second))
-            assert any(f"{one.profile}:{one.start} is missing" in word for word in differences(second, first))
+        if one.place not in model_of(second.instances):
+            assert any(f"{one} is there" in word for word in differences(first, second))
+            assert any(f"{one} is missing" in word for word in differences(second, first))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +181,7 @@ def test_an_unknown_start_fits_any(
     now: list[tuple[int, int]], wanted: list[tuple[int, int | None]], same: bool
 ) -> None:
     def gpu(parts: list[tuple[int, int | None]]) -> GpuShape:
-        compute = tuple(ComputeShape(slices=slices, start=start) for slices, start in parts)
-        instance = InstanceShape(profile="3g.40gb", start=0, size=4, compute=compute)
-        return GpuShape(uuid="u", index=0, mig_enabled=True, instances=(instance,))
+        return GpuShape(uuid="u", index=0, mig_enabled=True, instances=(told("3g.40gb", 0, 4, parts, None),))
 
     assert (differences(gpu(list(now)), gpu(wanted)) == ()) is same
 
@@ -171,7 +199,7 @@ def test_the_shape_after_a_plan_is_what_its_calls_leave(found: tuple[Layout, ...
     now, wanted = found
     plan, lost = restoration(now, shape(wanted), shape(now))
     assert not lost
-    assert model_of(shape_after(plan, mig_enabled=True)) == carried_out(now, plan)
+    assert model_of(plan.after) == carried_out(now, plan)
 
 
 # -- the way back ----------------------------------------------------------------------------------
@@ -188,7 +216,7 @@ def test_half_a_change_is_undone_exactly(found: tuple[Layout, ...], data: st.Dat
     now = replace(before, instances=middle)
     plan, lost = restoration(now, shape(before), shape(after))
     assert lost == ()
-    assert carried_out(now, plan) == model_of(shape(before))
+    assert carried_out(now, plan) == model_of(before.instances)
 
 
 @given(gpus(3))
@@ -226,10 +254,10 @@ def test_what_is_in_use_stays_and_is_named(found: tuple[Layout, ...], data: st.D
     left = carried_out(now, plan)
     place = (busy.profile.name, busy.start)
     assert place in left
-    if place not in model_of(shape(before)):
+    if place not in model_of(before.instances):
         assert f"GPU 2: {place[0]}:{place[1]} is in use and stays" in lost
     # And whatever is not as before has a word.
-    if left != model_of(shape(before)):
+    if left != model_of(before.instances):
         assert lost
 
 
@@ -247,14 +275,24 @@ def test_a_compute_instance_that_somebody_else_made_stays(found: tuple[Layout, .
     # The change was to make it: undone, it goes.
     plan, lost = restoration(now, shape(less), shape(now))
     assert lost == ()
-    assert carried_out(now, plan) == model_of(shape(less))
+    assert carried_out(now, plan) == model_of(less.instances)
 
 
 def test_a_profile_that_is_offered_no_more_is_named() -> None:
     profiles = BOARDS[0]
-    instance = InstanceShape(profile="9g.1gb", start=0, size=1, compute=(ComputeShape(slices=9, start=0),), name="x")
+    instance = told("9g.1gb", 0, 1, [(9, 0)], "x")
     before = GpuShape(uuid="u", index=0, mig_enabled=True, instances=(instance,))
     empty = Layout(gpu=0, uuid="u", profiles=profiles)
     plan, lost = restoration(empty, before, before)
     assert not plan.changes
     assert lost == ("GPU 0: 9g.1gb:0 'x' has no room",)
+
+
+def test_what_the_journal_of_the_first_version_has_of_a_proof_is_read() -> None:
+    made = {"gpu": "u", "profile": "1g.10gb", "start": 4, "instance": 7, "compute": None, "uuid": None}
+    part = {**made, "compute": 0, "uuid": "MIG-1"}
+    begun = {"gpu": "u", "profile": "1g.10gb", "start": 5, "instance": 8, "slices": 1, "there": [0, 1]}
+    for raw in ({"made": [made, part], "begun": begun}, {"made": [], "begun": None}):
+        assert json.loads(json.dumps(proof_to_json(proof_from_json(raw)))) == raw
+    with pytest.raises(TypeError):
+        proof_from_json({"made": [begun], "begun": None})

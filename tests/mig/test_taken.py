@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ from gpushare.host.process import LocalProcesses
 from gpushare.mig import change
 from gpushare.mig.journal import Journal
 from gpushare.mig.layouts import layouts_of
-from gpushare.mig.plan import Destroyed
+from gpushare.mig.plan import whole
+from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
 from gpushare.model import Gpu, GpuProcess, Holder
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
@@ -292,35 +292,36 @@ def test_the_plan_names_whom_it_ends(host: MigHost) -> None:
 
 
 def step_for(host: MigHost, *pids: int) -> Any:
-    """Return the step that evicts processes that NVML lists in the first instance."""
+    """Return the eviction of processes that NVML lists in the first instance, and its step."""
     seen = connect(A100)
     gpu = seen.nvml.gpu(0)
     (layout,) = layouts_of(seen, [gpu])
     one = next(one for one in layout.instances if {part.pid for part in one.compute[0].holders or ()} >= set(pids))
-    return seen, change.evict_step(seen, gpu, Destroyed(instance=one, compute=one.compute, whole=True))
+    eviction = change.Eviction(seen, gpu, whole(one))
+    return eviction, eviction.step()
 
 
 def test_who_got_the_pid_since_the_plan_gets_no_signal(host: MigHost, signals: list[tuple[int, int]]) -> None:
     (_, uuid), _ = host.devices()
     pid = host.add(uuid)
-    _, step = step_for(host, pid)
+    eviction, step = step_for(host, pid)
     with host.file.changed() as state:
         next(one for one in state.processes if one.pid == pid).started_at += 60.0
     step.do()
-    step.held.close()
+    eviction.held.close()
     assert (signals, pid in host.pids()) == ([], True)
 
 
 def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: MigHost, signals: list[tuple[int, int]]) -> None:
     (_, uuid), (_, other) = host.devices()
     pid = host.add(uuid)
-    _, step = step_for(host, pid)
+    eviction, step = step_for(host, pid)
     elsewhere = next(one for one in host.state.gpus[0].mig if one.uuid == other)
     with host.file.changed() as state:
         moved = next(one for one in state.processes if one.pid == pid)
         moved.gpu_instance_id, moved.compute_instance_id = elsewhere.gpu_instance_id, elsewhere.compute_instance_id
     step.do()
-    step.held.close()
+    eviction.held.close()
     assert (signals, pid in host.pids()) == ([], True)
 
 
@@ -328,7 +329,7 @@ def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: MigHost, 
 def test_neither_init_nor_ourselves_nor_our_shell(who: str) -> None:
     pid = {"init": 1, "ourselves": os.getpid(), "our shell": os.getppid()}[who]
     with pytest.raises(InUse, match="runs this gpushare") as caught:
-        change.evict_step(connect(A100), Gpu(index=0), going((), (GpuProcess(pid=pid, compute=True),)))
+        change.Eviction(connect(A100), Gpu(index=0), going((), (GpuProcess(pid=pid, compute=True),))).step()
     assert caught.value.code == "not_evictable"
     assert f"{pid} (" in caught.value.message
 
@@ -337,7 +338,7 @@ def test_in_another_pid_namespace_nobody_is_taken_for_another(host: MigHost) -> 
     host.add(host.devices()[0][1])
     host.fault("blind")
     with pytest.raises(InUse, match="another PID here"):
-        change.evict_step(connect(A100), Gpu(index=0), going((), (PROGRAM,)))
+        change.Eviction(connect(A100), Gpu(index=0), going((), (PROGRAM,))).step()
 
 
 def test_an_open_node_without_the_drivers_library_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,10 +346,10 @@ def test_an_open_node_without_the_drivers_library_proves_nothing(monkeypatch: py
     monkeypatch.setattr(SimulatedProcesses, "uses_driver", lambda *_: False)
     holder = Holder(pid=4194999, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="dbus-daemon")
     with pytest.raises(InUse, match="only its device node open") as caught:
-        change.evict_step(connect(A100), Gpu(index=0), going((holder,)))
+        change.Eviction(connect(A100), Gpu(index=0), going((holder,))).step()
     assert caught.value.code == "not_evictable"
     listed = GpuProcess(pid=4194999, compute=True)
-    assert change.evict_step(connect(A100), Gpu(index=0), going((holder,), (listed,))).command == "kill 4194999"
+    assert change.Eviction(connect(A100), Gpu(index=0), going((holder,), (listed,))).step().command == "kill 4194999"
 
 
 def test_the_driver_is_seen_in_what_a_process_has_loaded(tmp_path: Path) -> None:
@@ -385,11 +386,9 @@ def test_a_signal_reaches_the_process_that_is_meant_and_no_other() -> None:
 
 def going(instance: tuple[Any, ...] | None, *parts: tuple[Any, ...] | None) -> Any:
     """Return what goes: who is known to be in the GPU instance itself, and in each compute instance."""
-    profile = SimpleNamespace(name="3g.40gb")
-    return SimpleNamespace(
-        instance=SimpleNamespace(holders=instance, profile=profile, start=0),
-        compute=tuple(SimpleNamespace(holders=part) for part in parts),
-    )
+    profile = Profile(name="3g.40gb", id=9, slices=3, placements=None)
+    compute = tuple(ComputeInstance(profile=ComputeProfile(slices=1), holders=part) for part in parts)
+    return whole(GpuInstance(profile=profile, placement=Placement(0, 4), compute=compute, holders=instance))
 
 
 SERVICE = Holder(pid=7, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="nv-hostengine")
@@ -405,10 +404,10 @@ def test_all_who_are_anywhere_in_it_are_ended_once() -> None:
     # What claims it is not known to be in it.
     assert change.holders_of(going((), (RUN,))) == []
     gpu = Gpu(index=0)
-    step = change.evict_step(connect(A100), gpu, going((), (PROGRAM, RUN)))
+    step = change.Eviction(connect(A100), gpu, going((), (PROGRAM, RUN))).step()
     assert (step.what, step.command) == (f"end 1 process in 3g.40gb:0 on GPU 0: {PROGRAM.pid}", f"kill {PROGRAM.pid}")
     other = GpuProcess(pid=PROGRAM.pid - 1, compute=True)
-    step = change.evict_step(connect(A100), gpu, going((), (PROGRAM,), (other,)))
+    step = change.Eviction(connect(A100), gpu, going((), (PROGRAM,), (other,))).step()
     assert step.what == f"end 2 processes in 3g.40gb:0 on GPU 0: {other.pid}, {PROGRAM.pid}"
     assert step.command == f"kill {other.pid} {PROGRAM.pid}"
     assert (step.undo, step.revert) == (None, None)
@@ -417,13 +416,16 @@ def test_all_who_are_anywhere_in_it_are_ended_once() -> None:
 @pytest.mark.parametrize("gone", [going((SERVICE,), None), going(None, (SERVICE,)), going((), (PROGRAM,), (SERVICE,))])
 def test_a_service_is_found_wherever_it_is(gone: Any) -> None:
     with pytest.raises(InUse) as caught:
-        change.evict_step(connect(A100), Gpu(index=0), gone)
+        change.Eviction(connect(A100), Gpu(index=0), gone).step()
     assert caught.value.code == "held_by_service"
 
 
 def test_a_run_by_a_services_name_is_a_run() -> None:
     named = Holder(pid=PROGRAM.pid, what="lease", name="nsys")
-    assert change.evict_step(connect(A100), Gpu(index=0), going((), (PROGRAM, named))).command == f"kill {PROGRAM.pid}"
+    assert (
+        change.Eviction(connect(A100), Gpu(index=0), going((), (PROGRAM, named))).step().command
+        == f"kill {PROGRAM.pid}"
+    )
 
 
 def test_programs_have_ten_seconds_to_end() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.mig.plan import Action, MigPlan, NoPlan, rows
+from gpushare.mig.plan import Action, Call, MigPlan, NoPlan, shown_steps, steps_of
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import parse_wish
@@ -23,7 +23,7 @@ def planned(found: MigPlan | NoPlan) -> MigPlan:
 def test_a_change_in_words() -> None:
     board = layout("a100-80gb", "3g.40gb:4/2,1", "1g.10gb:0", gpu=3)
     plan = planned(plan_exact([board], {3: parse_wish("3g.40gb:0 1c.2g.20gb:4 1g.10gb:6")}))
-    found = [(row.what, row.command, row.undo) for row in rows(plan)]
+    found = [(row.what, row.command, row.undo) for row in shown_steps(plan)]
     where = "nvidia-smi mig -i 3"
     assert found == [
         (
@@ -53,22 +53,27 @@ def test_a_change_in_words() -> None:
 def test_compute_instances_in_what_is_there() -> None:
     board = layout("a100-80gb", "3g.40gb:4/1")
     plan = planned(plan_exact([board], {0: parse_wish("1c.3g.40gb:4*3")}))
-    assert [(row.what, row.command) for row in rows(plan)] == [
+    assert [(row.what, row.command) for row in shown_steps(plan)] == [
         ("create 1c.3g.40gb in GPU instance 404 on GPU 0", "nvidia-smi mig -i 0 -cci 0 -gi 404"),
         ("create 1c.3g.40gb in GPU instance 404 on GPU 0", "nvidia-smi mig -i 0 -cci 0 -gi 404"),
     ]
 
 
 def check(plan: MigPlan, board: Layout) -> None:
-    found = rows(plan)
-    # Each call stands in one line, and in the order of the plan.
-    assert [step for row in found for step in row.steps] == list(plan.steps)
-    for row in found:
-        assert row.steps
-        assert re.match(rf"nvidia-smi mig -i {board.gpu} -(cgi|dgi|cci|dci) ", row.command), row.command
-        goes = row.steps[0].action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
-        assert (row.undo is not None) is goes
-        assert "None" not in f"{row.what}{row.command}{row.undo or ''}"
+    called: list[tuple[str, Call]] = []
+    for gpu in plan.gpus:
+        for step in steps_of(gpu, lambda what, call: called.append((what, call))):
+            before = len(called)
+            step.do()
+            done = [call for _, call in called[before:]]
+            assert done
+            assert {what for what, _ in called[before:]} == {step.what}
+            assert re.match(rf"nvidia-smi mig -i {board.gpu} -(cgi|dgi|cci|dci) ", step.command), step.command
+            goes = done[0].action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
+            assert (step.undo is not None) is goes
+            assert "None" not in f"{step.what}{step.command}{step.undo or ''}"
+    # Each call is in one line, and in the order of the plan.
+    assert [call for _, call in called] == list(plan.calls)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.short)
