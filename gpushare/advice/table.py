@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
-from gpushare.errors import BadUsage, NotFound, OperationFailed
-from gpushare.units import check_depth, quoted
+from gpushare.errors import BadUsage
+from gpushare.units import quoted
 
 T = TypeVar("T")
 
@@ -187,276 +186,64 @@ def _at(dated: tuple[Dated, ...], branch: int | None) -> Dated | None:
     return holding[-1] if holding else None
 
 
-def load_table(path: Path | None = None) -> Table:
-    """Return the table of a file, or the one of the package.
+def load_table() -> Table:
+    """Return the table of the package. tests/advice/test_table.py checks the file."""
+    from importlib.resources import files
 
-    Raises:
-        NotFound: the file is not there.
-        OperationFailed: it cannot be read, or is no such table; the message names the line.
-    """
-    return read_table(path)
+    return table_of(files("gpushare").joinpath("data/mechanisms.yaml").read_text(encoding="utf-8"))
 
 
-SCHEMA: Final = 1
-_MOST_CHARACTERS: Final = 1 << 20
-_MOST_VALUES: Final = 100_000
-_ROW_KEYS: Final = ("key", "title", "published", "question", "levels")
-_CELL_NEEDED: Final = ("published", "today", "level", "source")
-_CELL_KEYS: Final = (*_CELL_NEEDED, "limit", "options", "contradiction", "note")
+def table_of(text: str) -> Table:
+    """Return the table of a YAML text like data/mechanisms.yaml."""
+    import yaml
 
-
-class _Object(dict[str, Any]):
-    """A mapping of the file, with the line of each key and its own."""
-
-    def __init__(self, line: int) -> None:
-        super().__init__()
-        self.line = line
-        self.lines: dict[str, int] = {}
-
-
-def read_table(path: Path | None = None) -> Table:
-    """Return the table of a file, or the package's (``data/mechanisms.yaml``).
-
-    Raises:
-        NotFound: the file is not there.
-        OperationFailed: it cannot be read, or is no such table; the message names the line.
-    """
-    return _Reader(str(path or "mechanisms.yaml")).table(_text(path))
-
-
-def _text(path: Path | None) -> str:
-    if path is None:
-        from importlib.resources import files
-
-        return files("gpushare").joinpath("data/mechanisms.yaml").read_text(encoding="utf-8")
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-    except FileNotFoundError:
-        raise NotFound(
-            f"there is no file {path}", "see the table that comes with gpushare: gpushare compare", code="no_file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise OperationFailed(
-            f"cannot read {path}: {why}", "see its permissions and its encoding", code="bad_table"
-        ) from None
-    if len(text) > _MOST_CHARACTERS:
-        raise OperationFailed(f"{path} is larger than 1 MiB", "give a table of mechanisms", code="bad_table")
-    return text
-
-
-class _Reader:
-    """Reads one file; every complaint names it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._values = 0
-
-    def table(self, text: str) -> Table:
-        top = self._object(self._parsed(text), "the file", ("schema", "sources", "rows", "mechanisms"))
-        if top["schema"] != SCHEMA:
-            self._wrong(top.lines["schema"], f"schema {top['schema']!r} is not known, {SCHEMA} is")
-        sources = {
-            key: self._source(key, raw) for key, raw in self._object(top["sources"], "sources", None, top.line).items()
-        }
-        rows = tuple(self._row(raw, top.lines["rows"]) for raw in self._list(top["rows"], "rows", top.lines["rows"]))
-        self._once((row.key for row in rows), "row", top.lines["rows"])
-        mechanisms = self._object(
-            top["mechanisms"], "mechanisms", [one.value for one in Mechanism], top.lines["mechanisms"]
+    raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
+    sources = {key: Source(key=key, **one) for key, one in raw["sources"].items()}
+    rows = tuple(
+        Row(
+            key=one["key"],
+            title=one["title"],
+            published_title=one["published"],
+            question=one["question"],
+            levels=tuple(one["levels"]),
         )
-        titles: dict[Mechanism, str] = {}
-        entries: dict[tuple[Mechanism, str], Entry] = {}
-        for mechanism in Mechanism:
-            line = mechanisms.lines[mechanism.value]
-            column = self._object(mechanisms[mechanism.value], mechanism.value, ("title", "cells"), line)
-            titles[mechanism] = self._word(column, "title")
-            cells = self._object(
-                column["cells"], f"{mechanism.value}.cells", [row.key for row in rows], column.lines["cells"]
-            )
-            for row in rows:
-                where = f"{mechanism.value}.{row.key}"
-                entries[mechanism, row.key] = self._entry(cells[row.key], where, row, sources, cells.lines[row.key])
-        return Table(rows=rows, titles=titles, sources=sources, entries=entries)
+        for one in raw["rows"]
+    )
+    columns = {mechanism: raw["mechanisms"][mechanism.value] for mechanism in Mechanism}
+    return Table(
+        rows=rows,
+        titles={mechanism: column["title"] for mechanism, column in columns.items()},
+        sources=sources,
+        entries={
+            (mechanism, row.key): _entry(column["cells"][row.key])
+            for mechanism, column in columns.items()
+            for row in rows
+        },
+    )
 
-    # -- the parts -------------------------------------------------------------------------------
 
-    def _source(self, key: str, raw: Any) -> Source:
-        source = self._object(raw, f"source {key}", ("title", "where", "date"))
-        return Source(key=key, **{name: self._word(source, name) for name in ("title", "where", "date")})
+def _entry(cell: Mapping[str, Any]) -> Entry:
+    options = (cell.get("options") or {}).items()
+    return Entry(
+        published=cell["published"],
+        today=_dated(cell["today"], "text"),
+        level=_dated(cell["level"], "level"),
+        limit=_dated(cell["limit"], "limit") if "limit" in cell else (),
+        sources=tuple(cell["source"]),
+        options=tuple(Option(key=key, level=one["level"], text=one["text"], since=_since(one)) for key, one in options),
+        contradiction=cell.get("contradiction"),
+        note=cell.get("note"),
+    )
 
-    def _row(self, raw: Any, line: int) -> Row:
-        row = self._object(raw, "a row", _ROW_KEYS, line)
-        levels = self._list(row["levels"], "levels", row.lines["levels"])
-        self._once(levels, "level", row.lines["levels"])
-        return Row(
-            key=self._word(row, "key"),
-            title=self._word(row, "title"),
-            published_title=self._word(row, "published"),
-            question=self._word(row, "question"),
-            levels=tuple(str(level) for level in levels),
-        )
 
-    def _entry(self, raw: Any, where: str, row: Row, sources: Mapping[str, Source], line: int) -> Entry:
-        cell = self._object(raw, where, _CELL_KEYS, line, needed=_CELL_NEEDED)
-        level = self._dated(cell, "level", "level", where)
-        for one in level:
-            self._known(one.value, row.levels, f"level of {where}", cell.lines["level"])
-        used = tuple(str(key) for key in self._list(cell["source"], f"the source of {where}", cell.lines["source"]))
-        for key in used:
-            self._known(key, tuple(sources), f"source of {where}", cell.lines["source"])
-        if not used:
-            self._wrong(cell.lines["source"], f"{where} has no source")
-        limit = self._dated(cell, "limit", "limit", where) if "limit" in cell else ()
-        for one in limit:
-            if not one.value.isdecimal():
-                self._wrong(cell.lines["limit"], f"the limit of {where} is {quoted(one.value)}, not a whole number")
-        return Entry(
-            published=self._word(cell, "published"),
-            today=self._dated(cell, "today", "text", where),
-            level=level,
-            limit=limit,
-            sources=used,
-            options=tuple(self._options(cell, where, row)),
-            contradiction=self._word(cell, "contradiction") if cell.get("contradiction") is not None else None,
-            note=self._word(cell, "note") if cell.get("note") is not None else None,
-        )
+def _dated(value: Any, name: str) -> tuple[Dated, ...]:
+    """Return a value that may differ by driver: one, or a list of ``{since, NAME}`` from old to new."""
+    several = value if isinstance(value, list) else [{name: value}]
+    return tuple(Dated(since=_since(one), value=str(one[name])) for one in several)
 
-    def _options(self, cell: _Object, where: str, row: Row) -> Iterable[Option]:
-        if cell.get("options") is None:
-            return
-        options = self._object(cell["options"], f"the options of {where}", None, cell.lines["options"])
-        for key, raw in options.items():
-            line = options.lines[key]
-            one = self._object(
-                raw, f"option {key} of {where}", ("since", "level", "text"), line, needed=("level", "text")
-            )
-            level = self._word(one, "level")
-            self._known(level, row.levels, f"level of option {key} of {where}", one.lines["level"])
-            yield Option(key=key, level=level, text=self._word(one, "text"), since=self._since(one, where))
 
-    def _dated(self, cell: _Object, key: str, name: str, where: str) -> tuple[Dated, ...]:
-        """Return a value that may differ by driver: one, or a list of ``{since, NAME}`` from old to new."""
-        line = cell.lines[key]
-        if not isinstance(cell[key], list):
-            return (Dated(since=None, value=self._word(cell, key)),)
-        entries = [self._object(raw, f"{key} of {where}", ("since", name), line, needed=(name,)) for raw in cell[key]]
-        found = tuple(Dated(since=self._since(one, where), value=self._word(one, name)) for one in entries)
-        order = [one.since or 0 for one in found]
-        if not found or found[0].since is not None:
-            first = entries[0].line if entries else line
-            self._wrong(first, f"{key} of {where} must begin with an entry without since, for older drivers")
-        if order != sorted(set(order)):
-            self._wrong(line, f"{key} of {where} must go from old to new drivers, each once")
-        return found
-
-    def _since(self, one: _Object, where: str) -> int | None:
-        if one.get("since") is None:
-            return None
-        text = str(one["since"])
-        if not text.isdecimal():
-            self._wrong(one.lines["since"], f"since of {where} is {quoted(text)}, not a driver branch like 590")
-        return int(text)
-
-    # -- what a value must be --------------------------------------------------------------------
-
-    def _object(
-        self,
-        raw: Any,
-        what: str,
-        keys: Iterable[str] | None,
-        line: int | None = None,
-        *,
-        needed: Iterable[str] | None = None,
-    ) -> _Object:
-        """Return a mapping with exactly these keys (None: any); of those ``needed`` (default all) must be there."""
-        if not isinstance(raw, _Object):
-            self._wrong(line, f"{what} must be a mapping")
-        if keys is None:
-            return raw
-        known = tuple(keys)
-        for key in raw:
-            self._known(key, known, f"key of {what}", raw.lines[key])
-        for key in known if needed is None else needed:
-            if key not in raw:
-                self._wrong(raw.line, f"{what} has no {key}")
-        return raw
-
-    def _list(self, raw: Any, what: str, line: int) -> list[Any]:
-        if not isinstance(raw, list):
-            self._wrong(line, f"{what} must be a list")
-        return raw
-
-    def _word(self, one: _Object, key: str) -> str:
-        if not isinstance(one[key], str | int) or isinstance(one[key], bool) or str(one[key]).strip() == "":
-            self._wrong(one.lines[key], f'{key} must be a text; yes, no and numbers with a point need quotes: "No"')
-        return str(one[key]).strip()
-
-    def _known(self, word: str, known: tuple[str, ...], what: str, line: int) -> None:
-        if word not in known:
-            self._wrong(line, f"{quoted(word)} is no {what}; there are {', '.join(known)}")
-
-    def _once(self, words: Iterable[Any], what: str, line: int) -> None:
-        seen: set[str] = set()
-        for word in map(str, words):
-            if word in seen:
-                self._wrong(line, f"the {what} {quoted(word)} appears twice")
-            seen.add(word)
-
-    def _wrong(self, line: int | None, why: str) -> NoReturn:
-        where = self._name if line is None else f"{self._name}, line {line}"
-        raise OperationFailed(
-            f"{where}: {why}", "mend that line; the file says at its top what it holds", code="bad_table"
-        )
-
-    # -- YAML with lines -------------------------------------------------------------------------
-
-    def _parsed(self, text: str) -> Any:
-        import yaml
-
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        try:
-            check_depth(text, loader)
-            node = yaml.compose(text, Loader=loader)
-        except RecursionError:
-            self._wrong(None, "it is nested too deep")
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            problem = getattr(error, "problem", None) or "it cannot be read"
-            self._wrong(None if mark is None else mark.line + 1, f"not valid YAML: {problem}")
-        try:
-            return None if node is None else self._value(node, yaml.SafeLoader(""))
-        except RecursionError:
-            # An alias of what it stands in.
-            self._wrong(None, "it is nested too deep")
-
-    def _scalar(self, node: Any, loader: Any) -> Any:
-        import yaml
-
-        try:
-            return loader.construct_object(node)
-        except (yaml.YAMLError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
-            self._wrong(node.start_mark.line + 1, f"this is no {str(node.tag).rpartition(':')[2][:40]}")
-
-    def _value(self, node: Any, loader: Any) -> Any:
-        """Return a YAML node as plain values; mappings keep their lines, a key twice is refused."""
-        line = node.start_mark.line + 1
-        # An alias is counted each time that it is used: a few of them in each other are millions.
-        self._values += 1
-        if self._values > _MOST_VALUES:
-            self._wrong(line, "it has too many values")
-        if node.id == "sequence":
-            return [self._value(item, loader) for item in node.value]
-        if node.id == "scalar":
-            return self._scalar(node, loader)
-        found = _Object(line)
-        for key_node, value_node in node.value:
-            key = str(self._scalar(key_node, loader)) if key_node.id == "scalar" else ""
-            key_line = key_node.start_mark.line + 1
-            if not key or key in found:
-                self._wrong(key_line, f"the key {quoted(key)} appears twice" if key else "a key must be a word")
-            found[key], found.lines[key] = self._value(value_node, loader), key_line
-        return found
+def _since(one: Mapping[str, Any]) -> int | None:
+    return None if one.get("since") is None else int(one["since"])
 
 
 K = TypeVar("K")

@@ -13,7 +13,7 @@ import gpushare
 from gpushare.advice.advise import QUESTIONS, advise, answer_of, next_question, ways_of
 from gpushare.advice.case import workload_of
 from gpushare.advice.engine import Outcome, verdicts, winner
-from gpushare.advice.table import load_table
+from gpushare.advice.table import load_table, table_of
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 
@@ -123,7 +123,7 @@ def test_without_root_nothing_more_fits(words: dict[str, Any], host: str) -> Non
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Any:
+def edited() -> Any:
     """Return a function that edits one text of a copy of the table and loads it."""
     text = (Path(gpushare.__file__).parent / "data" / "mechanisms.yaml").read_text()
 
@@ -131,9 +131,7 @@ def edited(tmp_path: Path) -> Any:
         start = text.index(f"      {row}:\n", text.index(f"\n  {mechanism}:\n"))
         changed = text[:start] + text[start:].replace(old, new, 1)
         assert changed != text
-        path = tmp_path / "mechanisms.yaml"
-        path.write_text(changed)
-        return load_table(path)
+        return table_of(changed)
 
     return edit
 
