@@ -77,10 +77,10 @@ def apply(
 def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
     """Undo a change of MIG that was interrupted, before anything is planned: it may be all that is in the way."""
     from gpushare.cli.mig_change import need_root
-    from gpushare.host.leftovers import sweep
+    from gpushare.host.records import sweep_leftovers
     from gpushare.mig.recover import recover
 
-    sweep(host)
+    sweep_leftovers(host)
     if journal.left() is None:
         return ()
     need_root(host)

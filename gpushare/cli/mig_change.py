@@ -156,11 +156,11 @@ def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
     Raises:
         OperationFailed: as `recover`, and `Journal.locked`.
     """
-    from gpushare.host.leftovers import sweep
+    from gpushare.host.records import sweep_leftovers
     from gpushare.mig.recover import recover
 
     with journal.locked():
-        sweep(host)
+        sweep_leftovers(host)
         notes = recover(host, journal)
         try:
             yield notes
@@ -289,14 +289,14 @@ def recover(
     What could not come back, because somebody uses what is in its place, stays named here, by `mig status` and by
     `doctor` until it is there again or accepted, and is tried again each time this is called. A journal that cannot be read is in the way of every change.
     """
-    from gpushare.host.leftovers import sweep
+    from gpushare.host.records import sweep_leftovers
     from gpushare.mig.journal import Journal
     from gpushare.show.result import Result
 
     host = settings.connect()
     journal = Journal(host)
     if not settings.dry_run:
-        sweep(host)
+        sweep_leftovers(host)
     done, notes = (_forgotten(host, journal), ()) if forget else _recovered(host, journal)
     if done:
         text = "\n".join(done)

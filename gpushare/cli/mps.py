@@ -444,7 +444,7 @@ def stop(
     """
     from dataclasses import replace
 
-    from gpushare.host.leftovers import sweep
+    from gpushare.host.records import sweep_leftovers
     from gpushare.mps.stop import Stop
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
@@ -454,7 +454,7 @@ def stop(
     host = settings.connect()
     if not settings.dry_run:
         # First: a stop that finds nothing to do clears leftovers too.
-        sweep(host)
+        sweep_leftovers(host)
     chosen = stopping(host, gpu, pipe_directory)
     forces = force or drain is not None
     if settings.dry_run:

@@ -546,10 +546,10 @@ def carried_out(
     ``again`` plans again under the locks: what the first one saw may have changed before they were held.
     """
     if not settings.dry_run:
-        from gpushare.host.leftovers import sweep
+        from gpushare.host.records import sweep_leftovers
         from gpushare.plan import carry_out
 
-        sweep(settings.connect())
+        sweep_leftovers(settings.connect())
         with contextlib.ExitStack() as locks:
             # In one order, so that two that want the same locks do not wait for each other.
             for home in sorted(homes, key=lambda home: home.directory):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -11,7 +10,7 @@ import signal
 import signal as signals
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from gpushare.errors import NoPermission, NotFound, OperationFailed
@@ -20,6 +19,8 @@ from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     import psutil
+
+    from gpushare.host.open_files import OpenFiles
 
 
 # The text of a process in 16 hierarchies; whoever may make cgroups nests them as deep as he likes.
@@ -369,6 +370,8 @@ class LocalProcesses:
 
     def open_files(self, prefix: str) -> OpenFiles:
         """Return who has files open below a path (``/proc/PID/fd``): of other users' processes only root learns it."""
+        from gpushare.host.open_files import OpenFiles, open_files
+
         found = open_files(prefix)
         # The host's other processes are not in this namespace.
         return OpenFiles(by_pid=found.by_pid, complete=found.complete and self.namespace_is_host() is not False)
@@ -462,73 +465,6 @@ def _ticks(pid: int) -> CpuTime | None:
         return CpuTime((int(fields[11]) + int(fields[12])) / _TICKS, exact=False)
     except (OSError, ValueError, IndexError):
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenFiles:
-    """Open files by PID. ``complete`` is False when there were processes that could not be looked into."""
-
-    by_pid: Mapping[int, tuple[str, ...]]
-    complete: bool
-
-    def holders_of(self, path: str) -> tuple[int, ...]:
-        """Return the PIDs that have a file open."""
-        return tuple(pid for pid, paths in self.by_pid.items() if path in paths)
-
-
-# Whoever may open half a million of them makes root look at each.
-_MOST_DESCRIPTORS: Final = 16 << 10
-
-
-def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
-    """Return who has files open whose path starts with ``prefix`` (``fuser``, ``lsof``), by PID.
-
-    Only root sees the files of other users' processes. A file that was removed since counts under its old name; a path
-    below ``/dev`` only if the open file is that device. Of a process with very many descriptors the first are looked at.
-    """
-    from gpushare.host.device_nodes import is_device
-
-    devices = prefix.startswith("/dev/")
-    found: dict[int, tuple[str, ...]] = {}
-    complete = True
-    try:
-        entries = [int(entry) for entry in os.listdir(proc) if entry.isdigit()]
-    except OSError:
-        return OpenFiles(by_pid={}, complete=False)
-    for pid in sorted(entries):
-        try:
-            paths = set()
-            for number, (opened, path) in enumerate(_files_of(f"{proc}/{pid}/fd")):
-                if number >= _MOST_DESCRIPTORS:
-                    complete = False
-                    break
-                # It was closed meanwhile, or its file system refuses: that hides nothing else of the process.
-                with contextlib.suppress(OSError):
-                    if path.startswith(prefix) and (not devices or path in paths or is_device(opened, path)):
-                        paths.add(path)
-        except PermissionError:
-            complete = False
-        except OSError:
-            # It ended meanwhile.
-            continue
-        else:
-            if paths:
-                found[pid] = tuple(sorted(paths))
-    return OpenFiles(by_pid=found, complete=complete)
-
-
-def _files_of(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield the descriptors of a process, one after the other as the kernel lists them, and what they are open on."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            try:
-                path = os.readlink(entry.path)
-            except PermissionError:
-                raise
-            except OSError:
-                # Closed meanwhile.
-                path = ""
-            yield entry.path, path.removesuffix(" (deleted)")
 
 
 class Child:

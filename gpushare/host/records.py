@@ -1,4 +1,4 @@
-"""Small state files: owner check, atomic replace, lock."""
+"""Small state files: owner check, typed JSON, atomic replace, lock, and what a crash left of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.errors import GpushareError, NoPermission, OperationFailed
+
+if TYPE_CHECKING:
+    from gpushare.host.host import Host
+
+T = TypeVar("T")
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # No link is followed, no FIFO waited for.
@@ -47,6 +53,37 @@ def read_understood(path: Path) -> Any:
     except (ValueError, RecursionError):
         # UnicodeDecodeError is a ValueError, too.
         raise ValueError("it is no JSON" if text else "it is empty") from None
+
+
+# What may stand in a field of this type; a number in JSON need not show that it is a float.
+_FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "None": lambda value: value is None,
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "float": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "tuple[str, ...]": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+}
+
+
+def record_from(kind: type[T], raw: Any) -> T | None:
+    """Return the dataclass that parsed JSON holds; None: a field is missing or of another type.
+
+    Its fields are of the types in `_FITS`, or unions of them. Keys of a newer gpushare are left out.
+    """
+    if not isinstance(raw, dict):
+        return None
+    found: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name not in raw:
+            if field.default is MISSING and field.default_factory is MISSING:
+                return None
+            continue
+        value = raw[field.name]
+        if not any(_FITS[one](value) for one in field.type.split(" | ")):
+            return None
+        found[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**found)
 
 
 def _whole(text: str) -> int:
@@ -256,3 +293,37 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sweep_leftovers(host: Host) -> None:
+    """Remove what is left of journals, names and records; for each change, also one with nothing to do.
+
+    It needs no lock: what is being written is locked itself. Only in directories that nobody else can plant or redirect.
+    """
+    # Not all of it: this directory may be one that a user has named, with files of others.
+    if _is_private(host.state_directory):
+        for stem in ("mig-names", "applied"):
+            clear_leftovers(host.state_directory, stem)
+    homes = host.run_directory / "mps"
+    if not _is_private(host.run_directory):
+        return
+    rooms = (host.run_directory / name for name in ("mig", "timeslice", "production"))
+    for directory in (*rooms, *_below(homes)):
+        if _is_private(directory):
+            clear_leftovers(directory)
+
+
+def _below(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir()) if _is_private(directory) else []
+    except OSError:
+        return []
+
+
+def _is_private(directory: Path) -> bool:
+    """Return whether a directory is one, no link to one, and only this user or root may write there."""
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in {0, os.geteuid()} and not found.st_mode & 0o022

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpushare.host.capabilities import Place
     from gpushare.host.claims import Claim
     from gpushare.host.host import Host
-    from gpushare.host.process import OpenFiles
+    from gpushare.host.open_files import OpenFiles
     from gpushare.model import Gpu
 
 _PREFIX: Final = "/dev/nvidia"
@@ -58,7 +58,7 @@ REMEDIES: Final = (
 
 def look(host: Host) -> OpenFiles:
     """Return who has which NVIDIA device nodes open; one look serves several GPUs. ``complete`` needs root."""
-    from gpushare.host.process import OpenFiles
+    from gpushare.host.open_files import OpenFiles
 
     try:
         return host.processes.open_files(_PREFIX)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gpushare.host.host import Host
-    from gpushare.host.process import OpenFiles
+    from gpushare.host.open_files import OpenFiles
     from gpushare.mig.profile import ComputeInstance, GpuInstance
     from gpushare.model import Gpu, GpuProcess, Holder
 

@@ -13,13 +13,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import BadUsage
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
+from gpushare.host.records import clear_leftovers, open_lock, read_trusted, record_from, replace_file, writing
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -99,18 +99,9 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
 
 def _read(path: Path) -> dict[str, NamedInstance]:
     raw = read_trusted(path)
-    entries = raw.get("names", ()) if isinstance(raw, dict) else ()
-    found = (_named(entry) for entry in entries if isinstance(entry, dict))
+    entries = raw.get("names") if isinstance(raw, dict) else None
+    found = (record_from(NamedInstance, entry) for entry in (entries if isinstance(entries, list) else ()))
     return {one.name: one for one in found if one is not None}
-
-
-def _named(entry: dict[str, Any]) -> NamedInstance | None:
-    known = {field.name: entry[field.name] for field in fields(NamedInstance) if field.name in entry}
-    texts = [known.get(key) for key in ("name", "gpu_uuid", "profile")]
-    start, users = known.get("start"), known.get("users", [])
-    if not all(isinstance(text, str) for text in texts) or not isinstance(start, int) or not isinstance(users, list):
-        return None
-    return NamedInstance(**{**known, "users": tuple(str(user) for user in users)})
 
 
 def _write(path: Path, names: dict[str, NamedInstance]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.errors import BadUsage, GpushareError, InUse
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, replace_file, writing
+from gpushare.host.records import read_trusted, record_from, replace_file, writing
 from gpushare.mps.limits import Limits
 from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.program import EndSignals
@@ -479,11 +479,7 @@ def _read(path: Path, device: Device, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _cap(raw: Any) -> BenchedCap | None:
-    if not isinstance(raw, dict):
+    found = record_from(BenchedCap, raw)
+    if found is None or not (found.threads_percent is None or 0 < found.threads_percent < 100):
         return None
-    percent, best, date, driver = (raw.get(key) for key in ("threads_percent", "best", "date", "driver"))
-    if percent is not None and not (isinstance(percent, (int, float)) and 0 < percent < 100):
-        return None
-    if not isinstance(best, bool) or not isinstance(date, str) or not (driver is None or isinstance(driver, str)):
-        return None
-    return BenchedCap(threads_percent=percent, best=best, date=date, driver=driver)
+    return found

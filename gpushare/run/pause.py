@@ -21,7 +21,7 @@ from gpushare.errors import GpushareError, NoPermission, NotSupported, Operation
 from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import known, signal_known
-from gpushare.host.records import read_trusted, replace_file
+from gpushare.host.records import read_trusted, record_from, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -322,17 +322,9 @@ def noted_pauses(host: Host) -> tuple[Pauses, ...]:
         if not is_trusted_directory(directory, _directory(directory).name):
             continue
         with contextlib.suppress(OSError):
-            found += [_read(path) for path in _directory(directory).glob("*.json")]
+            found += [record_from(Pauses, read_trusted(path)) for path in _directory(directory).glob("*.json")]
     alive = [one for one in found if one is not None and host.processes.alive(one.pid, one.started_at)]
     return tuple(sorted(alive, key=lambda one: one.pid))
-
-
-def _read(path: Path) -> Pauses | None:
-    raw = read_trusted(path)
-    try:
-        return Pauses(**raw) if isinstance(raw["pid"], int) else None
-    except (TypeError, KeyError):
-        return None
 
 
 def _directory(run_directory: Path) -> Path:

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
 
 from gpushare.host.activity import samples_since
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import CpuTime, cpu_time
-from gpushare.host.records import read_trusted, replace_file, writing
+from gpushare.host.records import read_trusted, record_from, replace_file, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,8 +164,11 @@ def productions(host: Host) -> list[Production]:
         if not is_trusted_directory(run_directory, "production"):
             continue
         with contextlib.suppress(OSError):
-            found += [_production(read_trusted(path)) for path in sorted((run_directory / "production").glob("*.json"))]
-    return [one for one in found if one is not None]
+            found += [
+                record_from(Production, read_trusted(path))
+                for path in sorted((run_directory / "production").glob("*.json"))
+            ]
+    return [one for one in found if one is not None and one.pid > 0]
 
 
 def find_production(host: Host, name: str) -> Production | None:
@@ -176,20 +179,6 @@ def find_production(host: Host, name: str) -> Production | None:
 def lives(host: Host, production: Production) -> bool:
     """Return whether a production job runs now."""
     return host.processes.alive(production.pid, production.started_at)
-
-
-def _production(raw: Any) -> Production | None:
-    if not isinstance(raw, dict):
-        return None
-    known = {field.name: raw[field.name] for field in fields(Production) if field.name in raw}
-    texts = all(isinstance(known.get(key), str) for key in ("name", "device_uuid"))
-    pid, started, peak = known.get("pid"), known.get("started_at"), known.get("memory_peak_bytes")
-    numbers = isinstance(pid, int) and pid > 0 and (started is None or isinstance(started, (int, float)))
-    # Without its start a record would soon tell of whoever has the PID then.
-    whole = "started_at" in known and (peak is None or isinstance(peak, int))
-    if not texts or not numbers or not whole:
-        return None
-    return Production(**known)
 
 
 class ProductionJob:

@@ -8,13 +8,13 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
 from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, replace_file
+from gpushare.host.records import read_trusted, record_from, replace_file
 from gpushare.model import Priority
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
@@ -116,24 +116,12 @@ def keep_tuned(host: Host, tuned: Tuned) -> Path:
     return path
 
 
-def _is_percent(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100
-
-
 def _tuned(raw: Any) -> Tuned | None:
-    if not isinstance(raw, dict):
+    found = record_from(Tuned, raw)
+    if found is None or (found.production_memory_bytes or 0) < 0:
         return None
-    known = {field.name: raw[field.name] for field in fields(Tuned) if field.name in raw}
-    threads, memory = known.get("threads_percent"), known.get("production_memory_bytes")
-    duty = known.get("duty_percent")
-    if not _is_percent(threads) or not (duty is None or _is_percent(duty)):
-        return None
-    if not (memory is None or (isinstance(memory, int) and memory >= 0)):
-        return None
-    try:
-        return Tuned(**known)
-    except TypeError:
-        return None
+    percents = (found.threads_percent, found.duty_percent)
+    return found if all(one is None or 0 < one <= 100 for one in percents) else None
 
 
 # Beside four different production jobs on an H200 this ended the harm, where anything does.

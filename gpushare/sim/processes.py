@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
-from gpushare.host.process import Announce, LocalProcesses, OpenFiles, ProcessInfo, Spawned, Streams
+from gpushare.host.open_files import OpenFiles
+from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
 from gpushare.sim.current import changing, current

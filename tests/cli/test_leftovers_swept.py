@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.host.host import make_private_directory
-from gpushare.host.leftovers import sweep
+from gpushare.host.records import sweep_leftovers
 from gpushare.mps.home import home_of
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
@@ -52,10 +52,10 @@ def test_what_somebody_is_writing_stays(world: World, where: tuple[str, str]) ->
     path = left(world, *where)
     descriptor = os.open(path, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    sweep(world.host)
+    sweep_leftovers(world.host)
     assert path.exists()
     os.close(descriptor)
-    sweep(world.host)
+    sweep_leftovers(world.host)
     assert not path.exists()
 
 

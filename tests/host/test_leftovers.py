@@ -8,8 +8,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.leftovers import sweep
-from gpushare.host.records import replace_file
+from gpushare.host.records import replace_file, sweep_leftovers
 
 LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon-0123_xyz")
 
@@ -34,7 +33,7 @@ def test_temporary_files_of_ours_go_and_all_else_stays(host: Host) -> None:
     stays = put(host.run_directory, "mig/journal.json", "mps/mig-1/.daemon-short", "mps/.journal-abcdefgh")
     # The directory of the state may be any that a user names.
     stays += put(host.state_directory, ".other-abcdefgh")
-    sweep(host)
+    sweep_leftovers(host)
     assert [path for path in gone if path.exists()] == []
     assert all(path.exists() for path in stays)
 
@@ -46,7 +45,7 @@ def test_what_is_being_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch
     seen: list[str] = []
 
     def swept(source: str, target: Path) -> None:
-        sweep(host)
+        sweep_leftovers(host)
         seen.append(Path(source).read_text())
         real(source, target)
 
@@ -67,15 +66,15 @@ def test_a_link_that_others_planted_leads_nowhere(host: Host, tmp_path: Path, pl
     if link.exists():
         link.rename(tmp_path / "before")
     link.symlink_to(victim)
-    sweep(host)
+    sweep_leftovers(host)
     assert all(path.exists() for path in kept)
 
 
 def test_a_directory_that_others_may_write_is_left_alone(host: Host) -> None:
     (kept,) = put(host.run_directory / "mig", ".journal-abcdefgh")
     host.run_directory.chmod(0o777)
-    sweep(host)
+    sweep_leftovers(host)
     assert kept.exists()
     host.run_directory.chmod(0o755)
-    sweep(host)
+    sweep_leftovers(host)
     assert not kept.exists()

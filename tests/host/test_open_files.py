@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from gpushare.host import process as module
-from gpushare.host.process import LocalProcesses, OpenFiles, open_files
+from gpushare.host import open_files as module
+from gpushare.host.open_files import OpenFiles, open_files
+from gpushare.host.process import LocalProcesses
 
 HOLD = "import sys; kept = [open(path) for path in sys.argv[1:]]; print('open', flush=True); sys.stdin.read()"
 
@@ -126,17 +127,15 @@ def test_another_device_in_the_place_of_a_node_is_none(tmp_path: Path, monkeypat
 
 def test_a_node_that_is_not_there_is_known_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another container has nodes that this one lacks."""
-    from gpushare.host import device_nodes
-
     proc = proc_of(tmp_path, {7: ["/dev/zero"], 9: ["/dev/null"]})
     names = {"/dev/zero": "/dev/nvidia-caps/nvidia-cap5", "/dev/null": "/dev/nvidia-caps/nvidia-cap3"}
     real = os.readlink
     monkeypatch.setattr(module.os, "readlink", lambda path: names[real(path)])
     assert open_files("/dev/nvidia", proc).by_pid == {}
     # /dev/zero is 1:5, /dev/null 1:3; the driver of both is called mem.
-    monkeypatch.setattr(device_nodes, "drivers", lambda: {1: "nvidia"})
+    monkeypatch.setattr(module, "drivers", lambda: {1: "nvidia"})
     assert open_files("/dev/nvidia", proc).by_pid == {}, "a GPU's node is no capability"
-    monkeypatch.setattr(device_nodes, "drivers", lambda: {1: "nvidia-caps"})
+    monkeypatch.setattr(module, "drivers", lambda: {1: "nvidia-caps"})
     assert open_files("/dev/nvidia", proc).by_pid == {7: (names["/dev/zero"],), 9: (names["/dev/null"],)}
     names["/dev/zero"] = "/dev/nvidia-caps/nvidia-cap6"
     assert open_files("/dev/nvidia", proc).by_pid == {9: (names["/dev/null"],)}
@@ -155,15 +154,13 @@ def test_many_descriptors_are_not_all_looked_at(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_system_that_refuses_hides_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FUSE answers root EACCES, and ENOTCONN when its program has ended."""
-    from gpushare.host import device_nodes
-
     proc = proc_of(tmp_path, {7: ["/dev/zero", "/dev/null"]})
-    real = device_nodes.is_device
+    real = module.is_device
 
     def is_device(opened: str, path: str) -> bool:
         if path == "/dev/zero":
             raise PermissionError(13, "Permission denied", opened)
         return real(opened, path)
 
-    monkeypatch.setattr(device_nodes, "is_device", is_device)
+    monkeypatch.setattr(module, "is_device", is_device)
     assert open_files("/dev/", proc) == OpenFiles(by_pid={7: ("/dev/null",)}, complete=True)

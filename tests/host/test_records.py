@@ -13,7 +13,16 @@ import pytest
 
 from gpushare.errors import OperationFailed
 from gpushare.host import records
-from gpushare.host.records import clear_leftovers, open_lock, read_tail, read_trusted, read_understood, replace_file
+from gpushare.host.records import (
+    clear_leftovers,
+    open_lock,
+    read_tail,
+    read_trusted,
+    read_understood,
+    record_from,
+    replace_file,
+)
+from gpushare.values import dataclass
 
 
 def test_what_was_written_is_read_and_everybody_may(tmp_path: Path) -> None:
@@ -231,3 +240,43 @@ def test_a_log_may_be_open_to_the_own_group_of_its_owner_only(tmp_path: Path) ->
     if os.geteuid() == 0:
         os.chown(path, 0, 1234)
         assert read_tail(path, 3) == ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A record of each type of field."""
+
+    name: str
+    pid: int
+    started_at: float | None
+    users: tuple[str, ...] = ()
+    paused: bool = False
+
+
+def test_a_record_is_read_by_the_types_of_its_fields() -> None:
+    raw = {"name": "a", "pid": 3, "started_at": 5, "users": ["x", "y"], "of a newer gpushare": 1}
+    assert record_from(Job, raw) == Job("a", 3, 5, users=("x", "y"))
+    assert record_from(Job, {"name": "a", "pid": 3, "started_at": None}) == Job("a", 3, None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": None},
+        {"pid": "3"},
+        {"pid": True},
+        {"pid": 3.0},
+        {"started_at": "5"},
+        {"users": "x"},
+        {"users": [1]},
+        {"paused": 1},
+    ],
+    ids=str,
+)
+def test_a_record_with_a_field_of_another_type_is_none(changed: dict[str, object]) -> None:
+    assert record_from(Job, {"name": "a", "pid": 3, "started_at": 5.0, **changed}) is None
+
+
+@pytest.mark.parametrize("raw", [None, [], "a", 3, {}, {"name": "a", "pid": 3}], ids=str)
+def test_what_is_no_record_is_none(raw: object) -> None:
+    assert record_from(Job, raw) is None

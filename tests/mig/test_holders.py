@@ -14,7 +14,8 @@ from gpushare.connect import connect
 from gpushare.errors import NoPermission, OperationFailed
 from gpushare.host.capabilities import LocalCapabilities
 from gpushare.host.host import Host
-from gpushare.host.process import OpenFiles, ProcessInfo
+from gpushare.host.open_files import OpenFiles
+from gpushare.host.process import ProcessInfo
 from gpushare.mig.holders import REMEDIES, blocking, gpu_holders, instance_holders, look, remedy
 from gpushare.model import Gpu, Holder
 from gpushare.sim import admin

@@ -15,7 +15,7 @@ import pytest
 
 from gpushare.errors import NotSupported, TimedOut
 from gpushare.host.host import Host
-from gpushare.host.process import OpenFiles
+from gpushare.host.open_files import OpenFiles
 from gpushare.run import production as module
 from gpushare.run.pause import Pauser, Pauses, note_pauses, noted_pauses, resume_all
 from gpushare.run.production import Activity, ProductionJob

@@ -674,7 +674,7 @@ def test_who_would_hold_up_mig_is_told(cli: Cli, world: World) -> None:
 
 def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`gpushare run` has NVML open while its program runs, as seen on an H200."""
-    from gpushare.host.process import OpenFiles
+    from gpushare.host.open_files import OpenFiles
     from gpushare.sim.processes import SimulatedProcesses
 
     uuid = world.mig("1g.18gb:0")[0]

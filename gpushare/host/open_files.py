@@ -1,4 +1,7 @@
-"""Which device an open file is: the path alone proves nothing, since every user may make any path in a mount name space."""
+"""Who has files open, above all device nodes.
+
+A path proves nothing, since every user may make any path in a mount name space: a node counts by its device number.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from gpushare.values import dataclass
+
+# Whoever may open half a million of them makes root look at each.
+_MOST_DESCRIPTORS: Final = 16 << 10
 # linux/stat.h and linux/fcntl.h. The kernel answers from what it has: no server of a file system (FUSE) is asked.
 _DONT_SYNC: Final = 0x4000
 _AT_FDCWD: Final = -100
@@ -18,6 +25,67 @@ _TYPE_AND_MODE: Final = 0x3
 _SIZE: Final = 256
 _MODE_AT: Final = 28
 _DEVICE_AT: Final = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenFiles:
+    """Open files by PID. ``complete`` is False when there were processes that could not be looked into."""
+
+    by_pid: Mapping[int, tuple[str, ...]]
+    complete: bool
+
+    def holders_of(self, path: str) -> tuple[int, ...]:
+        """Return the PIDs that have a file open."""
+        return tuple(pid for pid, paths in self.by_pid.items() if path in paths)
+
+
+def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
+    """Return who has files open whose path starts with ``prefix`` (``fuser``, ``lsof``), by PID.
+
+    Only root sees the files of other users' processes. A file that was removed since counts under its old name; a path
+    below ``/dev`` only if the open file is that device. Of a process with very many descriptors the first are looked at.
+    """
+    devices = prefix.startswith("/dev/")
+    found: dict[int, tuple[str, ...]] = {}
+    complete = True
+    try:
+        entries = [int(entry) for entry in os.listdir(proc) if entry.isdigit()]
+    except OSError:
+        return OpenFiles(by_pid={}, complete=False)
+    for pid in sorted(entries):
+        try:
+            paths = set()
+            for number, (opened, path) in enumerate(_files_of(f"{proc}/{pid}/fd")):
+                if number >= _MOST_DESCRIPTORS:
+                    complete = False
+                    break
+                # It was closed meanwhile, or its file system refuses: that hides nothing else of the process.
+                with contextlib.suppress(OSError):
+                    if path.startswith(prefix) and (not devices or path in paths or is_device(opened, path)):
+                        paths.add(path)
+        except PermissionError:
+            complete = False
+        except OSError:
+            # It ended meanwhile.
+            continue
+        else:
+            if paths:
+                found[pid] = tuple(sorted(paths))
+    return OpenFiles(by_pid=found, complete=complete)
+
+
+def _files_of(directory: str) -> Iterator[tuple[str, str]]:
+    """Yield the descriptors of a process, one after the other as the kernel lists them, and what they are open on."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                path = os.readlink(entry.path)
+            except PermissionError:
+                raise
+            except OSError:
+                # Closed meanwhile.
+                path = ""
+            yield entry.path, path.removesuffix(" (deleted)")
 
 
 def is_device(opened: str, path: str) -> bool:
