@@ -57,6 +57,8 @@ def shown_as(path: str) -> str:
 _MAX_KEYS: Final = 4096
 _MAX_MERGED: Final = 64
 _MAX_DIGITS: Final = 40
+# Scanning takes time with the square of the depth.
+_MAX_DEPTH: Final = 64
 
 
 class Mark(NamedTuple):
@@ -133,6 +135,16 @@ def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
     import yaml
 
     class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.depth == _MAX_DEPTH:
+                raise RecursionError
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
         def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - PyYAML's
             try:
                 return super().construct_object(node, deep=deep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -16,9 +17,19 @@ settings.register_profile("gpushare", deadline=None, suppress_health_check=[Heal
 settings.load_profile("gpushare")
 
 
+def short_directory() -> str:
+    """Return where a test's simulated hosts lie: a short path, in memory if there is a tmpfs that may run programs."""
+    memory = "/dev/shm"
+    usable = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+    return memory if usable else "/tmp"
+
+
+ROOM = short_directory()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let what is looked at while tests are collected not be the simulated hosts of whoever runs them."""
-    directory = tempfile.mkdtemp(prefix="gc", dir="/tmp")
+    directory = tempfile.mkdtemp(prefix="gc", dir=ROOM)
     os.environ["GPUSHARE_SIM_DIR"] = directory
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
@@ -26,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give each test its own directory of simulated hosts: short, because MPS pipe paths lie in it."""
-    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    directory = Path(tempfile.mkdtemp(prefix="gs", dir=ROOM))
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(directory))
     for name in (
         "GPUSHARE_HOST",
@@ -90,6 +101,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path).removeprefix(f"{here}/").startswith(SLOW):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector away from the thousands of tests that were collected."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -55,7 +55,7 @@ def test_what_is_being_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("planted", ["mps/mig-2", "mps", "mig", ""])
-def test_a_link_that_others_planted_leads_nowhere(host: Host, tmp_path: Path, planted: str) -> None:
+def test_a_link_that_others_planted_leads_nowhere(host: Host, sim_dir: Path, tmp_path: Path, planted: str) -> None:
     """Their /tmp/gpushare-1000 would else choose whose files go."""
     victim = tmp_path / "victim"
     (victim / "mig-1").mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_a_link_that_others_planted_leads_nowhere(host: Host, tmp_path: Path, pl
     kept = put(victim, ".notes-abcdefgh", "mig/.notes-abcdefgh", "mig-1/.notes-abcdefgh", "mps/.notes-abcdefgh")
     link = host.run_directory / planted
     if link.exists():
-        link.rename(tmp_path / "before")
+        link.rename(sim_dir / "before")
     link.symlink_to(victim)
     sweep_leftovers(host)
     assert all(path.exists() for path in kept)
