@@ -34,8 +34,8 @@ def quoted(text: str, most: int = 60) -> str:
     return f"'{cut(text, most)}'"
 
 
-def check_depth(text: str, loader: Any, most: int = 200) -> None:
-    """Look how deep a YAML text is nested, before libyaml's composer does: that one ends the process by too much.
+def check_depth(text: str, loader: Any, most: int = 64) -> None:
+    """Check how deep a YAML text is nested: libyaml's composer crashes, and PyYAML's scanner takes quadratic time.
 
     Raises:
         RecursionError: it is nested too deep.

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Final
 
 from gpushare.errors import BadUsage
-from gpushare.units import parse_memory_limit, parse_seconds, quoted
+from gpushare.units import check_depth, parse_memory_limit, parse_seconds, quoted
 
 
 def any_of(values: Iterable[bool | None]) -> bool | None:
@@ -380,6 +380,7 @@ def read_case(text: str, path: str) -> Case:
     import yaml
 
     try:
+        check_depth(text, yaml.SafeLoader)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -20,6 +20,8 @@ class Brute:
         self.model = model
         self.profiles = {profile.name: profile for profile in model.profiles}
         self.places = [(p.name, start) for p in model.profiles for start in p.starts or ()]
+        # The memory slices of each place.
+        self.cells = {place: self._cells(place) for place in self.places}
         self.states = self._all_states()
         self.by_content: dict[tuple[str, ...], list[State]] = {}
         for state in self.states:
@@ -27,17 +29,16 @@ class Brute:
         self.free = lru_cache(maxsize=None)(self._free)
         self.lost = lru_cache(maxsize=None)(self._lost)
 
-    def cells(self, place: Place) -> set[int]:
-        """Return the memory slices of a place."""
-        return set(range(place[1], place[1] + (self.profiles[place[0]].size or 0)))
+    def _cells(self, place: Place) -> frozenset[int]:
+        return frozenset(range(place[1], place[1] + (self.profiles[place[0]].size or 0)))
 
     def allowed(self, state: Iterable[Place]) -> bool:
         """Return whether the driver lets these exist together."""
         places = list(state)
         raws: list[GiProfile] = [self.profiles[name] for name, _ in places]
-        for one, other in combinations(places, 2):
-            if self.cells(one) & self.cells(other):
-                return False
+        taken = [self.cells[place] for place in places]
+        if len(frozenset().union(*taken)) < sum(map(len, taken)):
+            return False
         for name, number in Counter(name for name, _ in places).items():
             if number > self.profiles[name].instances:
                 return False
