@@ -418,7 +418,7 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
     """Return a note when the MPS daemon that is there caps each client by itself: then way mps is not without a cap."""
     try:
         home, _ = own_daemon(host, device)
-        percent = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS).default_threads()
+        percent = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS).threads()
     except GpushareError:
         return ()
     if percent is None or percent >= 100:

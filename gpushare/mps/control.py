@@ -173,6 +173,27 @@ def control_command(pipe_directory: str | Path, command: str) -> str:
     return f"echo {command} | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(str(pipe_directory))} {PROGRAM}"
 
 
+def _setting(verb: str, setting: str, server: int | None, *values: str) -> str:
+    name = f"{verb}_default_{setting}" if server is None else f"{verb}_{setting} {server}"
+    return " ".join((name, *values))
+
+
+def set_threads_command(percent: float, server: int | None = None) -> str:
+    """Return the command that sets the active thread percentage of a server, or the default."""
+    return _setting("set", "active_thread_percentage", server, mps_percentage(percent))
+
+
+def set_memory_command(size_bytes: int | None, server: int | None = None) -> str:
+    """Return the command that sets the pinned memory limit of a server, or the default; None removes it."""
+    size = "0G" if size_bytes is None else mps_memory(size_bytes)
+    return _setting("set", "device_pinned_mem_limit", server, DEVICE, size)
+
+
+def set_priority_command(priority: Priority) -> str:
+    """Return the command that sets the default client priority."""
+    return f"set_default_client_priority {int(priority)}"
+
+
 def is_server(name: str | None) -> bool:
     """Return whether a process of this name (of ``/proc/PID/comm``, which may be cut) is an MPS server."""
     return name is not None and name[:_NAME_LENGTH] == SERVER_PROGRAM[:_NAME_LENGTH]
@@ -298,60 +319,59 @@ class MpsControl:
             return False
         return True
 
-    # -- defaults: for servers that start from now on --------------------------------------------------
+    # -- limits: of a server, or the defaults of servers that start from now on ------------------------
 
-    def default_threads(self) -> float | None:
-        """Return the default active thread percentage."""
-        return parse_percentage(self.ask("get_default_active_thread_percentage"))
+    def threads(self, server: int | None = None) -> float | None:
+        """Return the active thread percentage."""
+        return parse_percentage(self.ask(_setting("get", "active_thread_percentage", server)))
 
-    def set_default_threads(self, percent: float) -> None:
-        """Set the default active thread percentage and read it back.
+    def set_threads(self, percent: float, server: int | None = None) -> None:
+        """Set the active thread percentage and read it back.
 
         Out of range the daemon prints the old value and exits 0; so the value read decides.
 
         Raises:
-            OperationFailed: the daemon holds another value.
+            OperationFailed: another value is held.
         """
-        self.ask(f"set_default_active_thread_percentage {mps_percentage(percent)}")
-        self._same("active thread percentage", self.default_threads(), round(percent, 1))
+        self.ask(set_threads_command(percent, server))
+        self._same("active thread percentage", self.threads(server), round(percent, 1))
 
-    def default_memory(self) -> str | None:
-        """Return the default pinned memory limit of the daemon's device as printed, or None when unset.
+    def memory(self, server: int | None = None) -> str | None:
+        """Return the pinned memory limit of the daemon's device as printed, or None when unset.
 
-        From 1024M up the daemon prints whole G, rounded down: the exact limit stands in the server's log.
+        From 1024M up the daemon prints whole G, rounded down: the exact limit is in the server's log.
         """
-        return self.ask(f"get_default_device_pinned_mem_limit {DEVICE}").strip() or None
+        said = self.ask(_setting("get", "device_pinned_mem_limit", server, DEVICE)).strip()
+        # Of a server that has none, some versions print a sentence.
+        return None if not said or (server is not None and parse_memory(said) is None) else said
 
-    def set_default_memory(self, size_bytes: int) -> None:
-        """Set the default pinned memory limit, as whole M, and read it back.
+    def set_memory(self, size_bytes: int | None, server: int | None = None) -> None:
+        """Set the pinned memory limit, as whole M, or remove it (None), and read it back.
 
         Raises:
-            OperationFailed: the daemon holds another value.
+            OperationFailed: another value is held.
         """
-        self.ask(f"set_default_device_pinned_mem_limit {DEVICE} {mps_memory(size_bytes)}")
+        self.ask(set_memory_command(size_bytes, server))
+        held = self.memory(server)
+        if size_bytes is None:
+            self._same("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
         # Both forms are right: floored to G, as 535 to 580 print, or exact.
-        held = self.default_memory()
-        if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
+        elif held != mps_memory_readback(size_bytes):
             self._same("pinned memory limit", held, mps_memory(size_bytes))
 
-    def clear_default_memory(self) -> None:
-        """Remove the default pinned memory limit (``0G`` clears it) and read back."""
-        self.ask(f"set_default_device_pinned_mem_limit {DEVICE} 0G")
-        self._same("pinned memory limit", self.default_memory(), None)
-
-    def default_priority(self) -> Priority | None:
+    def priority(self) -> Priority | None:
         """Return the default client priority."""
         said = self.ask("get_default_client_priority").strip()
         return Priority(int(said)) if said in {"0", "1"} else None
 
-    def set_default_priority(self, priority: Priority) -> None:
+    def set_priority(self, priority: Priority) -> None:
         """Set the default client priority and read it back.
 
         Raises:
-            OperationFailed: the daemon holds another value.
+            OperationFailed: another value is held.
         """
-        self.ask(f"set_default_client_priority {int(priority)}")
-        self._same("client priority", self.default_priority(), priority)
+        self.ask(set_priority_command(priority))
+        self._same("client priority", self.priority(), priority)
 
     def _same(self, what: str, held: object, wanted: object) -> None:
         if held != wanted:
@@ -371,47 +391,6 @@ class MpsControl:
         """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone or driver 535 cannot tell."""
         said = self.ask(f"get_server_status {server_pid}").splitlines()
         return next((line.strip() for line in said if re.fullmatch(r"[A-Z_]+", line.strip())), None)
-
-    def server_threads(self, server_pid: int) -> float | None:
-        """Return the active thread percentage of a server, for clients that start from now on."""
-        return parse_percentage(self.ask(f"get_active_thread_percentage {server_pid}"))
-
-    def set_server_threads(self, server_pid: int, percent: float) -> None:
-        """Set the active thread percentage of a running server, for future clients, and read it back.
-
-        A running client keeps what it has (seen on an H200, driver 580).
-
-        Raises:
-            OperationFailed: the server holds another value.
-        """
-        self.ask(f"set_active_thread_percentage {server_pid} {mps_percentage(percent)}")
-        self._same("active thread percentage", self.server_threads(server_pid), round(percent, 1))
-
-    def server_memory(self, server_pid: int) -> str | None:
-        """Return the pinned memory limit of a server as printed, or None."""
-        said = self.ask(f"get_device_pinned_mem_limit {server_pid} {DEVICE}").strip()
-        return said if parse_memory(said) is not None else None
-
-    def set_server_memory(self, server_pid: int, size_bytes: int) -> None:
-        """Set the pinned memory limit of a running server, for future clients, and read it back.
-
-        Raises:
-            OperationFailed: the server holds another value.
-        """
-        self.ask(f"set_device_pinned_mem_limit {server_pid} {DEVICE} {mps_memory(size_bytes)}")
-        held = self.server_memory(server_pid)
-        if held not in {mps_memory_readback(size_bytes), mps_memory(size_bytes)}:
-            self._same("pinned memory limit", held, mps_memory(size_bytes))
-
-    def clear_server_memory(self, server_pid: int) -> None:
-        """Remove the pinned memory limit of a running server (``0G`` clears it), for future clients, and read back.
-
-        Raises:
-            OperationFailed: the server holds a limit.
-        """
-        self.ask(f"set_device_pinned_mem_limit {server_pid} {DEVICE} 0G")
-        held = self.server_memory(server_pid)
-        self._same("pinned memory limit", held if parse_memory(held or "") else None, None)
 
     def overview(self) -> Overview:
         """Return the daemon's state in two conversations: each one adds lines to a log that is never rotated."""

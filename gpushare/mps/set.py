@@ -1,76 +1,55 @@
-"""Set the limits of a running daemon and its servers; each is read back, and all are undone together."""
+"""Set the limits of a daemon and its servers; each is read back, and all are undone together."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import NoPermission
 from gpushare.model import Priority
-from gpushare.mps import control as mps_control
-from gpushare.mps.control import MpsControl, control_command
+from gpushare.mps.control import (
+    MpsControl,
+    control_command,
+    set_memory_command,
+    set_priority_command,
+    set_threads_command,
+)
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.plan import Plan, Step
-from gpushare.units import format_bytes, mps_memory, mps_percentage
+from gpushare.units import format_bytes
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.selection import Device
 
 
-def limit_steps(host: Host, home: DaemonHome, limits: Limits) -> list[Step]:
-    """Return the steps that set the daemon's defaults; each reads back what the daemon holds."""
-    control = MpsControl(host.programs, str(home.pipe))
-    steps = []
-    if limits.threads_percent is not None:
-        threads = limits.threads_percent
-        steps.append(
-            _control_step(
-                home,
-                f"limit clients to {threads:g} % of the SM threads",
-                f"set_default_active_thread_percentage {mps_percentage(threads)}",
-                lambda: control.set_default_threads(threads),
-            )
-        )
-    if limits.memory_limit_bytes is not None:
-        memory = limits.memory_limit_bytes
-        steps.append(
-            _control_step(
-                home,
-                f"limit each client process to {format_bytes(memory)} of pinned device memory",
-                f"set_default_device_pinned_mem_limit {mps_control.DEVICE} {mps_memory(memory)}",
-                lambda: control.set_default_memory(memory),
-            )
-        )
-    if limits.no_memory_limit:
-        steps.append(
-            _control_step(
-                home,
-                "remove the limit of pinned device memory",
-                f"set_default_device_pinned_mem_limit {mps_control.DEVICE} 0G",
-                control.clear_default_memory,
-            )
-        )
-    if limits.priority is not None:
-        priority = limits.priority
-        steps.append(
-            _control_step(
-                home,
-                f"give clients {priority.title} priority",
-                f"set_default_client_priority {int(priority)}",
-                lambda: control.set_default_priority(priority),
-            )
-        )
-    return steps
+def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) -> list[Step]:
+    """Return the steps that set the daemon's defaults, or the limits of one server for its future clients.
 
-
-def _control_step(home: DaemonHome, what: str, command: str, do: Callable[[], None]) -> Step:
-    # No undo of its own: undoing the start takes the daemon and all that it holds away.
-    return Step(what=what, command=control_command(home.pipe, command), do=do)
+    None has an undo of its own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
+    """
+    whom = "clients" if server is None else f"future clients of server {server}"
+    threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
+    found = []
+    if threads is not None:
+        what = f"limit {whom} to {threads:g} % of the SM threads"
+        found.append((what, set_threads_command(threads, server), lambda: control.set_threads(threads, server)))
+    if memory is not None or limits.no_memory_limit:
+        what = (
+            f"remove the pinned memory limit of {whom}"
+            if memory is None
+            else f"limit {whom} to {format_bytes(memory)} of pinned device memory per process"
+        )
+        found.append((what, set_memory_command(memory, server), lambda: control.set_memory(memory, server)))
+    if priority is not None and server is None:
+        what = f"give {whom} {priority.title} priority"
+        found.append((what, set_priority_command(priority), lambda: control.set_priority(priority)))
+    return [
+        Step(what=what, command=control_command(control.pipe_directory, command), do=do) for what, command, do in found
+    ]
 
 
 def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
@@ -88,33 +67,32 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         # Limits per GPU may leave one out.
         return Plan(title=title, steps=())
     control = MpsControl(host.programs, str(home.pipe))
-    steps = limit_steps(host, home, limits)
-    servers = {server: control.server_threads(server) for server in control.servers()}
+    servers = {server: control.threads(server) for server in control.servers()}
+    steps = limit_steps(control, limits)
     for server in servers:
-        steps += _server_steps(control, home, server, limits)
-    merged = replace(record, limits=record.limits.changed_by(limits))
-    path = shlex.quote(str(home.directory / "daemon.json"))
+        steps += limit_steps(control, limits, server)
+    changed = replace(record, limits=record.limits.changed_by(limits))
     steps.append(
         Step(
             what="note the new limits",
-            command=f"write {path}",
-            do=lambda: home.write(merged),
+            command=f"write {shlex.quote(str(home.directory / 'daemon.json'))}",
+            do=lambda: home.write(changed),
             revert=lambda: home.write(record),
         )
     )
     back = record.limits.back_from(limits)
     return Plan(
         title=title,
-        steps=tuple(_with_way_back(control, record, servers, steps)),
+        steps=tuple(_with_way_back(control, record.limits.explicit, servers, steps)),
         undo=shlex.join(["gpushare", "mps", "set", "-g", device.selector, *back.options()]),
-        notes=("running clients keep the limits that they started with; start them again to apply the new ones",),
+        notes=("running clients keep the limits that they started with; restart them to apply the new ones",),
     )
 
 
 def _with_way_back(
-    control: MpsControl, record: DaemonRecord, servers: Mapping[int, float | None], steps: Sequence[Step]
+    control: MpsControl, before: Limits, servers: Mapping[int, float | None], steps: Sequence[Step]
 ) -> list[Step]:
-    """Let the first step restore all of the old defaults when a later one fails.
+    """Let the first step restore all of the old limits when a later one fails.
 
     A server keeps its own percentage; its memory limit goes back to the daemon's, which it started with.
     """
@@ -131,52 +109,11 @@ def _with_way_back(
         if refused:
             # Another user's daemon took nothing, and would refuse to take anything back.
             return
-        before = record.limits.explicit
-        control.set_default_threads(before.threads_percent or 100.0)
-        if before.memory_limit_bytes is None:
-            control.clear_default_memory()
-        else:
-            control.set_default_memory(before.memory_limit_bytes)
-        control.set_default_priority(before.priority or Priority.NORMAL)
+        control.set_threads(before.threads_percent or 100.0)
+        control.set_memory(before.memory_limit_bytes)
+        control.set_priority(before.priority or Priority.NORMAL)
         for server in set(control.servers()) & servers.keys():
-            control.set_server_threads(server, servers[server] or 100.0)
-            if before.memory_limit_bytes is None:
-                control.clear_server_memory(server)
-            else:
-                control.set_server_memory(server, before.memory_limit_bytes)
+            control.set_threads(servers[server] or 100.0, server)
+            control.set_memory(before.memory_limit_bytes, server)
 
     return [replace(steps[0], do=begin, revert=back), *steps[1:]]
-
-
-def _server_steps(control: MpsControl, home: DaemonHome, server: int, limits: Limits) -> list[Step]:
-    steps = []
-    if limits.threads_percent is not None:
-        threads = limits.threads_percent
-        steps.append(
-            _control_step(
-                home,
-                f"limit future clients of server {server} to {threads:g} % of the SM threads",
-                f"set_active_thread_percentage {server} {mps_percentage(threads)}",
-                lambda: control.set_server_threads(server, threads),
-            )
-        )
-    if limits.memory_limit_bytes is not None:
-        memory = limits.memory_limit_bytes
-        steps.append(
-            _control_step(
-                home,
-                f"limit future clients of server {server} to {format_bytes(memory)}",
-                f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} {mps_memory(memory)}",
-                lambda: control.set_server_memory(server, memory),
-            )
-        )
-    if limits.no_memory_limit:
-        steps.append(
-            _control_step(
-                home,
-                f"remove the memory limit of future clients of server {server}",
-                f"set_device_pinned_mem_limit {server} {mps_control.DEVICE} 0G",
-                lambda: control.clear_server_memory(server),
-            )
-        )
-    return steps

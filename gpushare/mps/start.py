@@ -193,7 +193,7 @@ def plan_start(host: Host, device: Device, limits: Limits, *, exclusive: bool = 
     if before.record is not None and before.record.interrupted and live_pid(host, home, before.record) is not None:
         steps.insert(2, _interrupted_step(host, device, home, before.record))
     steps.append(_daemon_step(host, device, home))
-    steps += limit_steps(host, home, limits)
+    steps += limit_steps(MpsControl(host.programs, str(home.pipe)), limits)
     steps.append(_record_step(device, before, facts))
     return Plan(
         title=f"MPS on {device.title}",

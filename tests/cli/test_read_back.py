@@ -63,8 +63,12 @@ def test_when_the_last_limit_fails_all_are_as_they_were(
     cli("mps", "start", *at_first).ok()
     world.client()
     before = simulated(world)
-    proper, lies = MpsControl.server_memory, iter([True, False, True, False])
-    monkeypatch.setattr(MpsControl, "server_memory", lambda self, pid: "7M" if next(lies, False) else proper(self, pid))
+    proper, lies = MpsControl.memory, iter([True, False, True, False])
+
+    def lying(self: MpsControl, server: int | None = None) -> str | None:
+        return "7M" if server is not None and next(lies, False) else proper(self, server)
+
+    monkeypatch.setattr(MpsControl, "memory", lying)
     words = ("--threads", "25", "--memory", "2G", "--priority", "low")
     said = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
     assert "could not be undone" not in said
@@ -77,7 +81,7 @@ def test_what_could_not_go_back_is_named_with_its_command(
     cli("mps", "start").ok()
     world.client()
     # From the first try on no priority is taken, not even the old one.
-    monkeypatch.setattr(MpsControl, "default_priority", lambda _: None)
+    monkeypatch.setattr(MpsControl, "priority", lambda _: None)
     answer = cli("mps", "set", "--threads", "25", "--priority", "low")
     assert answer.code == 1
     assert "could not be undone" in answer.lines("error")[0]
@@ -92,14 +96,14 @@ def test_a_server_that_came_after_the_plan_is_left_alone(
     touched: list[int] = []
     proper = MpsControl.servers
     monkeypatch.setattr(MpsControl, "servers", lambda self: [*proper(self), 4242] if touched else proper(self))
-    real = MpsControl.set_server_threads
+    real, memory = MpsControl.set_threads, MpsControl.memory
 
-    def watched(self: MpsControl, server: int, percent: float) -> None:
-        touched.append(server)
-        real(self, server, percent)
+    def watched(self: MpsControl, percent: float, server: int | None = None) -> None:
+        touched.extend([] if server is None else [server])
+        real(self, percent, server)
 
-    monkeypatch.setattr(MpsControl, "set_server_threads", watched)
-    monkeypatch.setattr(MpsControl, "server_memory", lambda _self, _pid: "7M")
+    monkeypatch.setattr(MpsControl, "set_threads", watched)
+    monkeypatch.setattr(MpsControl, "memory", lambda self, server=None: "7M" if server else memory(self))
     answer = cli("mps", "set", "--threads", "25", "--memory", "2G")
     assert answer.code == 1
     (server,) = world.state.daemons[0].servers
@@ -112,10 +116,10 @@ def test_all_three_limits_reach_daemon_server_and_record(cli: Cli, world: World)
     cli("mps", "set", "--threads", "25", "--memory", "2G", "--priority", "low").ok()
     (daemon,) = world.state.daemons
     control = MpsControl(world.host.programs, daemon.pipe_directory)
-    assert (control.default_threads(), control.default_memory()) == (25.0, "2G")
-    assert control.default_priority() is Priority.LOW
+    assert (control.threads(), control.memory()) == (25.0, "2G")
+    assert control.priority() is Priority.LOW
     (server,) = daemon.servers
-    assert (control.server_threads(server.pid), control.server_memory(server.pid)) == (25.0, "2G")
+    assert (control.threads(server.pid), control.memory(server.pid)) == (25.0, "2G")
     client = world.process(world.client())
     assert client.memory_limit_bytes == 2 * GIB
 

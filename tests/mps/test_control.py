@@ -31,42 +31,42 @@ def test_commands_go_through_stdin_to_the_daemon_of_the_directory() -> None:
 SETTERS: list[tuple[str, Callable[[MpsControl], None], str, str, str]] = [
     (
         "default threads",
-        lambda c: c.set_default_threads(25.0),
+        lambda c: c.set_threads(25.0),
         "set_default_active_thread_percentage 25.0",
         "get_default_active_thread_percentage",
         "25.0\n",
     ),
     (
         "default memory",
-        lambda c: c.set_default_memory(512 * MIB),
+        lambda c: c.set_memory(512 * MIB),
         "set_default_device_pinned_mem_limit 0 512M",
         "get_default_device_pinned_mem_limit 0",
         "512M\n",
     ),
     (
         "no default memory",
-        lambda c: c.clear_default_memory(),
+        lambda c: c.set_memory(None),
         "set_default_device_pinned_mem_limit 0 0G",
         "get_default_device_pinned_mem_limit 0",
         "",
     ),
     (
         "default priority",
-        lambda c: c.set_default_priority(Priority.LOW),
+        lambda c: c.set_priority(Priority.LOW),
         "set_default_client_priority 1",
         "get_default_client_priority",
         "1\n",
     ),
     (
         "server threads",
-        lambda c: c.set_server_threads(7, 25.0),
+        lambda c: c.set_threads(25.0, 7),
         "set_active_thread_percentage 7 25.0",
         "get_active_thread_percentage 7",
         "25.0\n",
     ),
     (
         "server memory",
-        lambda c: c.set_server_memory(7, 512 * MIB),
+        lambda c: c.set_memory(512 * MIB, 7),
         "set_device_pinned_mem_limit 7 0 512M",
         "get_device_pinned_mem_limit 7 0",
         "512M\n",
@@ -104,13 +104,13 @@ def test_a_setter_refuses_what_the_daemon_does_not_hold(
 
 @pytest.mark.parametrize("held", ["1G\n", "1500M\n"])
 def test_a_limit_floored_to_whole_g_is_held_and_so_is_an_exact_one(held: str) -> None:
-    control(Daemon({"get_default_device_pinned_mem_limit 0": held})).set_default_memory(1500 * MIB)
-    control(Daemon({"get_device_pinned_mem_limit 7 0": held})).set_server_memory(7, 1500 * MIB)
+    control(Daemon({"get_default_device_pinned_mem_limit 0": held})).set_memory(1500 * MIB)
+    control(Daemon({"get_device_pinned_mem_limit 7 0": held})).set_memory(1500 * MIB, 7)
 
 
 def test_a_percentage_is_compared_as_the_daemon_keeps_it() -> None:
     daemon = Daemon({"get_default_active_thread_percentage": "33.3\n"})
-    control(daemon).set_default_threads(100 / 3)
+    control(daemon).set_threads(100 / 3)
     assert daemon.asked[0] == "set_default_active_thread_percentage 33.3"
 
 
@@ -128,7 +128,7 @@ def test_a_refusal_is_an_error_of_its_own(text: str, error: type[GpushareError],
     for stdout, stderr in ((text, ""), ("", text)):
         daemon = Daemon({"set_default_client_priority 1": stdout}, code=1, stderr=stderr)
         with pytest.raises(error) as caught:
-            control(daemon).set_default_priority(Priority.LOW)
+            control(daemon).set_priority(Priority.LOW)
         assert caught.value.code == code
 
 
@@ -257,19 +257,19 @@ def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir
     host.start()
     client = host.client(name="a b")
     talk = MpsControl(connect(host.host.spec).programs, str(host.pipe))
-    talk.set_default_threads(30.0)
-    talk.set_default_memory(2500 * MIB)
-    talk.set_default_priority(Priority.LOW)
+    talk.set_threads(30.0)
+    talk.set_memory(2500 * MIB)
+    talk.set_priority(Priority.LOW)
     assert client.mps_server is not None
-    talk.set_server_threads(client.mps_server, 20.0)
-    talk.set_server_memory(client.mps_server, 700 * MIB)
+    talk.set_threads(20.0, client.mps_server)
+    talk.set_memory(700 * MIB, client.mps_server)
     found = talk.overview()
     status = None if driver < "55" else "ACTIVE"
     assert found.servers == (ServerRow(client.mps_server, status, 20.0, 700 * MIB),)
     assert (found.threads_percent, found.priority, found.memory_limit_bytes) == (30.0, Priority.LOW, 2 * GIB)
     assert [(row.pid, row.server_pid, row.command) for row in found.clients] == [(client.pid, client.mps_server, "a b")]
-    talk.clear_default_memory()
-    assert talk.default_memory() is None
+    talk.set_memory(None)
+    assert talk.memory() is None
     assert mps_control.PROGRAM == "nvidia-cuda-mps-control"
     admin.end_process(host.host.spec, client.pid)
     assert talk.overview().clients == ()
@@ -278,7 +278,7 @@ def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir
 def test_half_an_answer_is_asked_again() -> None:
     """The first of two percentages alone looks like the answer to the closing question."""
     daemon = HalfOnce({"get_default_active_thread_percentage": "30.0\n"})
-    assert control(daemon).default_threads() == 30.0
+    assert control(daemon).threads() == 30.0
     assert daemon.halves == 0
 
 
@@ -297,11 +297,11 @@ class HalfOnce(Daemon):
 
 def test_a_server_without_a_limit_holds_none() -> None:
     daemon = Daemon({"get_device_pinned_mem_limit 7 0": ""})
-    control(daemon).clear_server_memory(7)
+    control(daemon).set_memory(None, 7)
     assert daemon.asked == ["set_device_pinned_mem_limit 7 0 0G", "get_device_pinned_mem_limit 7 0"]
     for held in ("512M\n", "2G\n"):
         with pytest.raises(OperationFailed, match="did not take the pinned memory limit None") as caught:
-            control(Daemon({"get_device_pinned_mem_limit 7 0": held})).clear_server_memory(7)
+            control(Daemon({"get_device_pinned_mem_limit 7 0": held})).set_memory(None, 7)
         assert caught.value.code == "limit_not_held"
 
 

@@ -37,19 +37,19 @@ def test_a_fresh_daemon_has_no_limits(control: MpsControl) -> None:
 
 @pytest.mark.parametrize("percent", [0.1, 1.0, 12.5, 25.0, 33.3, 50.0, 99.9, 100.0])
 def test_thread_percentages_are_read_back(control: MpsControl, percent: float) -> None:
-    control.set_default_threads(percent)
-    assert control.default_threads() == percent
+    control.set_threads(percent)
+    assert control.threads() == percent
     assert control.overview().threads_percent == percent
 
 
 @pytest.mark.parametrize("percent", [400.0, 100.1, 0.0])
 def test_a_percentage_out_of_range_is_reported(control: MpsControl, percent: float) -> None:
     """The real program exits 0 and prints the value that it keeps."""
-    control.set_default_threads(40.0)
+    control.set_threads(40.0)
     with pytest.raises(OperationFailed) as caught:
-        control.set_default_threads(percent)
+        control.set_threads(percent)
     assert caught.value.code == "limit_not_held"
-    assert control.default_threads() == 40.0
+    assert control.threads() == 40.0
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_a_percentage_out_of_range_is_reported(control: MpsControl, percent: flo
 def test_memory_limits_are_read_back_floored_to_whole_gibibytes(
     control: MpsControl, mebibytes: int, printed: str
 ) -> None:
-    control.set_default_memory(mebibytes * MIB)
-    assert control.default_memory() == printed == mps_memory_readback(mebibytes * MIB)
+    control.set_memory(mebibytes * MIB)
+    assert control.memory() == printed == mps_memory_readback(mebibytes * MIB)
 
 
 def test_a_memory_limit_can_be_cleared(control: MpsControl) -> None:
-    control.set_default_memory(2048 * MIB)
-    control.clear_default_memory()
-    assert control.default_memory() is None
+    control.set_memory(2048 * MIB)
+    control.set_memory(None)
+    assert control.memory() is None
     assert control.overview().memory_limit_bytes is None
 
 
@@ -88,14 +88,14 @@ def test_why_sizes_are_sent_as_whole_mebibytes_only(control: MpsControl, sent: s
 
 @pytest.mark.parametrize("priority", list(Priority))
 def test_priorities_are_read_back(control: MpsControl, priority: Priority) -> None:
-    control.set_default_priority(priority)
-    assert control.default_priority() is priority
+    control.set_priority(priority)
+    assert control.priority() is priority
 
 
 def test_all_defaults_stand_in_one_overview(control: MpsControl) -> None:
-    control.set_default_threads(25.0)
-    control.set_default_memory(1500 * MIB)
-    control.set_default_priority(Priority.LOW)
+    control.set_threads(25.0)
+    control.set_memory(1500 * MIB)
+    control.set_priority(Priority.LOW)
     overview = control.overview()
     assert (overview.threads_percent, overview.priority, overview.memory_limit_bytes) == (
         25.0,

@@ -62,7 +62,7 @@ def test_a_start_that_was_killed_is_completed_by_the_next(host: Host, device: De
     (after,) = daemons_below(host.run_directory)
     home, record = own_daemon(host, device)
     assert (before != after, record.pid, record.previous_compute_mode) == (True, after, "DEFAULT")
-    assert MpsControl(host.programs, str(home.pipe)).default_threads() == 50.0
+    assert MpsControl(host.programs, str(home.pipe)).threads() == 50.0
 
 
 def test_a_limit_that_another_set(host: Host, device: Device) -> None:

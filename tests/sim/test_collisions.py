@@ -23,13 +23,13 @@ def test_a_dropped_conversation_is_held_again(dropped: int) -> None:
     device = select_one("0", host.nvml.sweep())
     carry_out(plan_start(host, device, Limits()))
     control = MpsControl(host.programs, str(home_of(host.run_directory, device.uuid).pipe))
-    control.set_default_threads(30.0)
+    control.set_threads(30.0)
     admin.set_fault(SPEC, "collide", value=str(dropped))
-    assert control.default_threads() == 30.0
+    assert control.threads() == 30.0
     assert control.overview().threads_percent == 30.0
 
 
 def test_a_daemon_that_is_gone_is_not_taken_for_a_collision() -> None:
     control = MpsControl(connect(SPEC).programs, "/nonexistent")
     with pytest.raises(NotFound):
-        control.default_threads()
+        control.threads()

@@ -584,10 +584,10 @@ def unit_daemon(world: World, uuid: str, *, threads: str, memory: str = "-", use
     }
     assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
     control = MpsControl(world.host.programs, pipe_directory(uuid))
-    control.set_default_threads(float(threads))
+    control.set_threads(float(threads))
     if memory != "-":
-        control.set_default_memory(3840 << 20)
-        control.set_default_priority(Priority.LOW)
+        control.set_memory(3840 << 20)
+        control.set_priority(Priority.LOW)
     (pipe.parent / LIMIT_FILE).write_text(f"{memory}\n", encoding="utf-8")
 
 

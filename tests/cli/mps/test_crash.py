@@ -166,7 +166,7 @@ def test_a_rollback_that_was_killed_is_completed(
 ) -> None:
     """The daemon does not take a limit, the start takes itself back, and is killed on the way."""
     with monkeypatch.context() as patched:
-        patched.setattr(MpsControl, "default_threads", lambda *_: 99.0)
+        patched.setattr(MpsControl, "threads", lambda *_: 99.0)
         for point in points(cli, *START):
             begun = bool(world.state.daemons) or mode(world) is not ComputeMode.DEFAULT
             stopped = cli("mps", "stop")

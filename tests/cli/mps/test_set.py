@@ -122,10 +122,10 @@ def simulated(world: World) -> tuple[object, ...]:
     return daemon.threads, daemon.memory, daemon.priority, server.threads, server.memory
 
 
-@pytest.mark.parametrize("getter", ["default_memory", "default_priority", "server_memory"])
+@pytest.mark.parametrize(("getter", "of_server"), [("memory", False), ("priority", False), ("memory", True)])
 @pytest.mark.usefixtures("daemon")
 def test_a_limit_that_does_not_hold_restores_all_of_them(
-    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str
+    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, of_server: bool
 ) -> None:
     world.client()
     before = simulated(world)
@@ -134,7 +134,7 @@ def test_a_limit_that_does_not_hold_restores_all_of_them(
 
     def lying(self: MpsControl, *more: int) -> object:
         # One lie per command, and the truth while it goes back.
-        return "nothing of the kind" if next(lies, False) else proper(self, *more)
+        return "nothing of the kind" if any(more) is of_server and next(lies, False) else proper(self, *more)
 
     monkeypatch.setattr(MpsControl, getter, lying)
     words = ("--threads", "25", "--memory", "2G", "--priority", "low")
@@ -149,11 +149,15 @@ def test_a_server_keeps_its_own_percentage_on_the_way_back(
 ) -> None:
     world.client()
     (server,) = world.state.daemons[0].servers
-    MpsControl(world.host.programs, world.state.daemons[0].pipe_directory).set_server_threads(server.pid, 33.0)
+    MpsControl(world.host.programs, world.state.daemons[0].pipe_directory).set_threads(33.0, server.pid)
     before = simulated(world)
     lies = iter([True, False, True, False])
-    proper = MpsControl.server_memory
-    monkeypatch.setattr(MpsControl, "server_memory", lambda self, pid: "x" if next(lies, False) else proper(self, pid))
+    proper = MpsControl.memory
+
+    def lying(self: MpsControl, server: int | None = None) -> str | None:
+        return "x" if server is not None and next(lies, False) else proper(self, server)
+
+    monkeypatch.setattr(MpsControl, "memory", lying)
     refused("mps", "set", "--threads", "25", "--memory", "2G", code="limit_not_held", exit_code=1)
     assert simulated(world) == before
 
@@ -207,8 +211,8 @@ def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.Monke
 def test_a_limit_that_somebody_set_at_the_daemon_is_shown(cli: Cli, world: World) -> None:
     world.client()
     control = MpsControl(world.host.programs, world.state.daemons[0].pipe_directory)
-    control.set_default_memory(3 * GIB)
-    control.set_server_memory(world.state.daemons[0].servers[0].pid, 2 * GIB)
+    control.set_memory(3 * GIB)
+    control.set_memory(2 * GIB, world.state.daemons[0].servers[0].pid)
     (shown,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
     assert shown["memory_limit_bytes"] == 3 * GIB
     assert limits(cli) == [(50.0, 3 * GIB, "normal")]

@@ -250,9 +250,9 @@ def test_directory_open_to_others(refused: Callable[..., str], world: World) -> 
 @pytest.mark.parametrize(
     ("getter", "words"),
     [
-        ("default_threads", ("--threads", "25")),
-        ("default_memory", ("--memory", "4G")),
-        ("default_priority", ("--priority", "low")),
+        ("threads", ("--threads", "25")),
+        ("memory", ("--memory", "4G")),
+        ("priority", ("--priority", "low")),
     ],
 )
 def test_a_limit_that_does_not_hold_rolls_everything_back(
@@ -270,12 +270,12 @@ def test_failure_on_the_second_gpu_rolls_the_first_back(
 ) -> None:
     world = World(TWO)
     world.host.nvml.identities()
-    second, proper = world.uuid(1), MpsControl.default_threads
+    second, proper = world.uuid(1), MpsControl.threads
 
-    def lying(self: MpsControl) -> float | None:
-        return 77.0 if second[4:12] in self.pipe_directory else proper(self)
+    def lying(self: MpsControl, server: int | None = None) -> float | None:
+        return 77.0 if second[4:12] in self.pipe_directory else proper(self, server)
 
-    monkeypatch.setattr(MpsControl, "default_threads", lying)
+    monkeypatch.setattr(MpsControl, "threads", lying)
     refused("mps", "start", "-g", "0,1", "--threads", "25", code="limit_not_held", exit_code=1, host=TWO)
     assert world.state.daemons == []
 
@@ -284,7 +284,7 @@ def test_ctrl_c_in_the_middle_rolls_back(cli: Cli, world: World, monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(MpsControl, "set_default_threads", interrupted)
+    monkeypatch.setattr(MpsControl, "set_threads", interrupted)
     answer = cli("mps", "start", "--threads", "25", "--exclusive", output="json")
     assert (answer.code, answer.json["errors"][0]["code"]) == (130, "interrupted")
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], ComputeMode.DEFAULT)

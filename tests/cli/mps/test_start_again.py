@@ -59,7 +59,7 @@ def test_dead_daemon_is_remembered_by_a_start_that_fails(
     before = (world.directory / "run").rglob("daemon.json")
     assert len(list(before)) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(MpsControl, "default_threads", lambda *_: 99.0)
+        patched.setattr(MpsControl, "threads", lambda *_: 99.0)
         answer = cli("mps", "start", "--threads", "30")
         assert answer.code == 1
     assert len(list((world.directory / "run").rglob("daemon.json"))) == 1
