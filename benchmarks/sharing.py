@@ -44,7 +44,8 @@ from gpushare.measure.search import Goal, Search, Setting, judge
 from gpushare.measure.statistics import ratio, summarize
 from gpushare.measure.tune import TrialReport, TuneReporter, compare
 from gpushare.mps.limits import Limits
-from gpushare.run.share import PlainShare, Share, open_mps_share
+from gpushare.run.plain import PlainShare
+from gpushare.run.share import Share, open_mps_share
 from gpushare.selection import select_one
 
 PARTS: Final = ("jobs", "pairs", "ways", "pause", "farm")

@@ -18,8 +18,8 @@ from gpushare.measure.metric import Metric
 from gpushare.measure.pair import WINDOW_SECONDS, Timeline, Window
 from gpushare.measure.statistics import summarize
 from gpushare.mps.limits import Limits
+from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
-from gpushare.run.share import PlainShare
 from gpushare.selection import Device
 
 RATE: Final = r"rate=([0-9.]+)"

@@ -28,8 +28,8 @@ from gpushare.measure.metric import Metric
 from gpushare.measure.pair import Timeline
 from gpushare.measure.statistics import paired_ratio
 from gpushare.mps.limits import Limits
+from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
-from gpushare.run.share import PlainShare
 
 PAUSE_RATE, PAUSE_SHARE = 0.97, 0.70
 PAIRS_OF_CYCLES: Final = 4

@@ -757,7 +757,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
     try:
         prepared = _prepared(host, device, advice, wanted, copies)
         if settings.dry_run:
-            return _planned(prepared, advice)
+            return _planned(host, device, prepared, advice)
         from gpushare.cli.bench import carried_out as measured_out
 
         data, measurement, number = measured_out(host, device, prepared)
@@ -831,10 +831,10 @@ def _prepared(host: Host, device: Device, advice: Advice, wanted: Wanted, copies
     return prepare(host, device, request)
 
 
-def _planned(prepared: Prepared, advice: Advice) -> Any:
+def _planned(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:
     from gpushare.cli.bench import planned
 
-    plan = planned(prepared, "advise")
+    plan = planned(host, device, prepared, "advise")
     said = "nothing fits" if advice.best is None else advice.best.way.label
     return replace(plan, notes=(f"the rules say: {said}", *plan.notes))
 

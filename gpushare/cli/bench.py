@@ -124,7 +124,7 @@ def bench(
     prepared = prepare(host, device, request)
 
     if settings.dry_run:
-        return planned(prepared)
+        return planned(host, device, prepared)
     data, measurement, number = carried_out(host, device, prepared, workload)
     if command and data["reason"] == "finished":
         keep_caps(host, device, command, data)
@@ -314,29 +314,16 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
         note(f"the caps are not kept for gpushare run --copies: {error.message}")
 
 
-def planned(prepared: Prepared, command: str = "bench") -> Any:
+def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
     """Return what would be run, as a plan of a command."""
-    import shlex
-
-    from gpushare.measure.bench import schedule
-    from gpushare.plan import Step
+    from gpushare.measure.bench import plan_bench
     from gpushare.show.plan import plan_result
-    from gpushare.units import format_copies
 
-    line = shlex.join(prepared.settings.argv)
-    steps = [
-        Step(
-            what=f"run {format_copies(number)} under {way.name}, {prepared.settings.repeat} times",
-            command=line,
-            do=lambda: None,
-        )
-        for way, number in schedule(prepared.settings)
-    ]
     notes = [
         f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
         for one in prepared.left_out
     ]
-    return plan_result(command, steps, dry_run=True, notes=notes)
+    return plan_result(command, plan_bench(host, device, prepared), dry_run=True, notes=notes)
 
 
 def bench_notes(data: Mapping[str, Any]) -> list[str]:

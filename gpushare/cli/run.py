@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +23,12 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadUsage, GpushareError, NotFound, OperationFailed
-from gpushare.run.farm import Copy, FarmOptions, FarmReporter, FarmResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.host import Host
-    from gpushare.mig.places import Place
     from gpushare.mps.limits import Limits
+    from gpushare.run.farm import FarmOptions, FarmResult
     from gpushare.run.program import RunOptions
     from gpushare.run.roles import SparedProcess
     from gpushare.selection import Device
@@ -204,8 +200,6 @@ def run(
 
     limits = Limits.typed(threads, memory, priority)
     from gpushare.run.program import RunOptions
-    from gpushare.run.program import run as run_program
-    from gpushare.run.report import RunReport
 
     seconds = {} if grace is None else {"grace_seconds": parse_seconds(grace)}
     options = RunOptions(limits=limits, strict=strict, **seconds)
@@ -230,96 +224,54 @@ def run(
         gpu = place_of_production(host, gpus, roles.beside)
     device = select_one(gpu, gpus)
     if farming.copies is not None:
-        return run_copies(host, device, command, options, farming)
+        return farm_result(host, device, command, options, farming)
     if roles.any:
-        return run_role(host, device, command, options, roles)
+        return role_result(host, device, command, options, roles)
+    from gpushare.run.share import MpsShare
+
+    return _carried_out(host, MpsShare(host, device, limits), command, options)
+
+
+def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOptions, *, mps: bool = True) -> Any:
+    """Run a program in a share and return its exit code; in a dry run, return the steps as a plan."""
+    from gpushare.run.program import Run
+    from gpushare.show.run import InstanceReport, RunReport
+
+    kind = RunReport if mps else InstanceReport
+    report = kind(host, share.device, sys.stderr, quiet=settings.quiet, limits=options.limits if mps else None)
+    run = Run(host, share, command, options, report)
     if settings.dry_run:
-        return planned(host, device, command, limits)
-    return run_program(
-        host, device, command, options, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
-    )
+        from gpushare.show.plan import plan_result
 
-
-def run_copies(host: Host, device: Device, command: list[str], options: RunOptions, farming: Farming) -> Any:
-    """Run a farm."""
-    return farm_result(host, device, command, options, farming)
-
-
-def run_role(host: Host, device: Device, command: list[str], options: RunOptions, roles: Roles) -> Any:
-    """Run a production job, or an opportunistic one."""
-    return role_result(host, device, command, options, roles)
+        return plan_result("run", run.steps(), dry_run=True)
+    return run.carry_out()
 
 
 def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
-    """Run a program in a MIG instance that is free, or the one that a name means."""
+    """Run a program in a free MIG instance, or in the one with a name."""
     from gpushare.mps.environment import check_program
     from gpushare.mps.limits import Limits
-    from gpushare.run.mig import free_place, run_mig, take_place
-    from gpushare.run.report import InstanceReport, RunReport
-    from gpushare.run.share import check_mps_share, dropped_variables
+    from gpushare.run.mig import free_place, take_place
+    from gpushare.run.plain import PlainShare, dropped_variables
+    from gpushare.run.share import MpsShare
 
     check_program(command[0])
     mps = options.strict or options.limits != Limits()
     dropped = [] if mps else dropped_variables(os.environ)
     if dropped:
-        note(
-            f"without MPS these mean nothing and are left out: {', '.join(dropped)}; for limits give --threads, --memory"
-        )
-    if settings.dry_run:
-        place = free_place(host, text, gpu)
-        return planned(host, place.device, command, options.limits) if mps else planned_in(host, place, command)
-    if mps:
-        taken = take_place(host, text, gpu, lambda device: check_mps_share(host, device, command[0], options.limits))
-        report = RunReport(taken[0].device, sys.stderr, quiet=settings.quiet, limits=options.limits)
-    else:
-        taken = take_place(host, text, gpu)
-        report = InstanceReport(taken[0].device, sys.stderr, quiet=settings.quiet)
-    return run_mig(host, taken, command, options, report, mps=mps)
+        note(f"ignored without MPS: {', '.join(dropped)}; for limits give --threads, --memory")
 
+    def check(device: Device) -> None:
+        if mps:
+            MpsShare(host, device, options.limits).check(command[0])
 
-def planned_in(host: Host, place: Place, command: list[str]) -> Any:
-    """Return what a run in an instance without MPS would do, as a plan."""
-    from gpushare.plan import Step
-    from gpushare.run.share import plain_environment
-    from gpushare.show.plan import plan_result
-
-    environment = plain_environment({}, host, place.device)
-    what = f"run {command[0]} in {place.title}, if it is still free then"
-    step = Step(what=what, command=command_line(environment, command), do=lambda: None)
-    return plan_result("run", [step], dry_run=True)
-
-
-def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
-    """Return a program with its variables as a shell takes it."""
-    import shlex
-
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
-
-
-def planned(host: Any, device: Device, command: list[str], limits: Limits, when: str = "") -> Any:
-    """Return what a run would do, as a plan; ``when`` says when the program is paused."""
-    from gpushare.errors import NotFound
-    from gpushare.mps.daemons import check_device, own_daemon
-    from gpushare.mps.environment import check_command, client_environment
-    from gpushare.mps.home import home_of
-    from gpushare.mps.limits import Limits, check_memory
-    from gpushare.mps.start import plan_start
-    from gpushare.plan import Step
-    from gpushare.show.plan import plan_result
-
-    check_device(host, device)
-    check_memory(device, limits.memory_limit_bytes)
-    check_command(device, command[0], limits)
-    steps: list[Step] = []
-    try:
-        home, _ = own_daemon(host, device)
-    except NotFound:
-        steps += plan_start(host, device, Limits(), transient=True).steps
-        home = home_of(host.run_directory, device.uuid)
-    line = command_line(client_environment({}, device, home, limits), command)
-    what = f"run {command[0]} as a client of the MPS daemon of {device.title}{when}"
-    steps.append(Step(what=what, command=line, do=lambda: None))
-    return plan_result("run", steps, dry_run=True)
+    place, claim = (free_place(host, text, gpu), None) if settings.dry_run else take_place(host, text, gpu, check)
+    share = (
+        MpsShare(host, place.device, options.limits, claim)
+        if mps
+        else PlainShare(host, place.device, claim, place.title)
+    )
+    return _carried_out(host, share, command, options, mps=mps)
 
 
 def role_result(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
@@ -330,23 +282,18 @@ def role_result(host: Host, device: Device, command: Sequence[str], options: Run
 
 
 def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
-    from gpushare.run.program import run_in
-    from gpushare.run.report import RunReport
-    from gpushare.run.roles import check_job_name, find_tuned, open_production_share, production_cap_note
+    from gpushare.run.roles import ProductionShare, check_job_name, find_tuned, production_cap_note
 
     check_job_name(name)
     for text in production_cap_note(device, find_tuned(host, name), options.limits.threads_percent):
         note(text)
-    if settings.dry_run:
-        return planned(host, device, list(command), options.limits)
-    share = open_production_share(host, device, command[0], options.limits, name)
+    share = ProductionShare(host, device, options.limits, name=name)
     cap = share.daemon_cap()
     if cap is not None:
         note(
-            f"the MPS daemon of {device.title} caps every client at {cap:g} %, this job too: gpushare mps stop, and run it again"
+            f"the MPS daemon of {device.title} caps every client at {cap:g} %, this job too; to lift it: gpushare mps stop, and run it again"
         )
-    report = RunReport(device, sys.stderr, quiet=settings.quiet, limits=options.limits)
-    return run_in(host, share, command, options, report)
+    return _carried_out(host, share, command, options)
 
 
 def _opportunistic(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
@@ -416,25 +363,21 @@ def _demand_one(host: Host, device: Device) -> None:
 def _paused(
     host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles, process: SparedProcess
 ) -> Any:
-    from gpushare.mps.environment import check_program
     from gpushare.run.pause import checkpoint_of
+    from gpushare.run.plain import PlainShare
     from gpushare.run.production import ProductionJob
-    from gpushare.run.program import run_in
-    from gpushare.run.report import RunReport
-    from gpushare.run.roles import DUTY_COSTS, NOT_PROTECTED, PausingShare
-    from gpushare.run.share import PlainShare, Share, open_mps_share
+    from gpushare.run.roles import DUTY_COSTS, NOT_PROTECTED, PausingShare, when_paused
+    from gpushare.run.share import MpsShare
 
-    check_program(command[0])
-    limits = options.limits
-    checkpoint = None if process.under_mps else checkpoint_of(host)
+    limits, mps = options.limits, process.under_mps
+    checkpoint = None if mps else checkpoint_of(host)
     how = "by the driver's lock" if checkpoint is not None else "by SIGSTOP"
     if not roles.pause and roles.duty is None:
-        note(
-            f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job stands still while it works"
-        )
-    note(f"opportunistic beside {process.title}: paused {how} {_when(roles, 'it')}; its memory stays on the GPU")
+        note(f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works")
+    when = when_paused("it", roles.duty)
+    note(f"opportunistic next to {process.title}: paused {how} {when}; its memory stays on the GPU")
     recorder = None
-    if process.under_mps:
+    if mps:
         from gpushare.run.roles import spare
 
         recorder = _recorder(host, device) if roles.duty is None else None
@@ -443,30 +386,22 @@ def _paused(
         for text in (*spared.notes, f"when it runs: {_words(limits)}"):
             note(text)
     elif limits != type(limits)():
-        note("outside MPS there are no limits: --threads, --memory and --priority are left out")
-    for text in (*([NOT_PROTECTED] if process.under_mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
+        note("there are no limits outside MPS: --threads, --memory and --priority are ignored")
+    for text in (*([NOT_PROTECTED] if mps else []), *([] if roles.duty is None else [DUTY_COSTS])):
         note(text)
-    if settings.dry_run:
-        when = _when(roles, process.title)
-        if process.under_mps:
-            return planned(host, device, list(command), limits, f", paused {when}")
-        return _planned_pause(host, device, command, when)
-    inner: Share = open_mps_share(host, device, command[0], limits) if process.under_mps else PlainShare(host, device)
     production = ProductionJob(
         host, device, process.pid, process.started_at, process.name, always=roles.duty is not None
     )
-    share = PausingShare(inner, host, production, checkpoint, recorder, roles.duty)
-    report: Any = RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits)
-    if not process.under_mps:
-        from gpushare.run.report import InstanceReport
-
-        report = InstanceReport(device, sys.stderr, quiet=settings.quiet)
-    return run_in(host, share, command, replace(options, limits=limits), report)
-
-
-def _when(roles: Roles, who: str) -> str:
-    """Return when an opportunistic job is paused, with ``who`` for the production job."""
-    return f"while {who} works" if roles.duty is None else f"for {100 - roles.duty:g} % of the time while {who} runs"
+    share = PausingShare(
+        MpsShare(host, device, limits) if mps else PlainShare(host, device),
+        host,
+        production,
+        checkpoint,
+        recorder,
+        roles.duty,
+        process.title,
+    )
+    return _carried_out(host, share, command, replace(options, limits=limits), mps=mps)
 
 
 def _recorder(host: Host, device: Device) -> ActivityRecorder | None:
@@ -480,32 +415,19 @@ def _recorder(host: Host, device: Device) -> ActivityRecorder | None:
     return None
 
 
-def _planned_pause(host: Host, device: Device, command: Sequence[str], when: str) -> Any:
-    from gpushare.plan import Step
-    from gpushare.run.share import plain_environment
-    from gpushare.show.plan import plan_result
-
-    line = command_line(plain_environment({}, host, device), command)
-    what = f"run {command[0]} on {device.title}, paused {when}"
-    return plan_result("run", [Step(what=what, command=line, do=lambda: None)], dry_run=True)
-
-
 def _capped(host: Host, device: Device, command: Sequence[str], options: RunOptions, roles: Roles) -> Any:
-    from gpushare.run.program import run
-    from gpushare.run.report import RunReport
     from gpushare.run.roles import NOT_PROTECTED, spare
+    from gpushare.run.share import MpsShare
 
     spared = spare(host, device, options.limits, roles.beside)
     limits = spared.limits
     for text in spared.notes:
         note(text)
-    if settings.dry_run:
-        return planned(host, device, list(command), limits)
-    beside = "" if spared.production is None else f" beside '{spared.production.name}'"
-    note(f"opportunistic{beside}: {_words(limits)}")
-    note(NOT_PROTECTED)
-    given = replace(options, limits=limits)
-    return run(host, device, command, given, RunReport(device, sys.stderr, quiet=settings.quiet, limits=limits))
+    if not settings.dry_run:
+        beside = "" if spared.production is None else f" next to '{spared.production.name}'"
+        note(f"opportunistic{beside}: {_words(limits)}")
+        note(NOT_PROTECTED)
+    return _carried_out(host, MpsShare(host, device, limits), command, replace(options, limits=limits))
 
 
 def _words(limits: Limits) -> str:
@@ -518,14 +440,10 @@ def _words(limits: Limits) -> str:
     return ", ".join(words)
 
 
-_LINE_SECONDS = 0.5
-
-
 def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOptions, farming: Farming) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
-    from dataclasses import replace
-
-    from gpushare.run.farm import farm, share_of_memory
+    from gpushare.run.farm import FarmOptions, farm, plan_farm, share_of_memory
+    from gpushare.show.run import CopyLines
     from gpushare.units import parse_seconds
 
     copies, limits = farming.copies or 1, run.limits
@@ -550,10 +468,12 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
         stall_seconds=stall_seconds,
         at_once=at_once,
     )
+    report = CopyLines(copies, output=settings.output, quiet=settings.quiet, note=note)
     if settings.dry_run:
-        return _planned(host, device, command, options)
+        from gpushare.show.plan import plan_result
+
+        return plan_result("run", plan_farm(host, device, command, options, report), dry_run=True)
     _say_first(host, device, options)
-    report = _Lines(copies)
     try:
         result = farm(host, device, command, options, report)
     finally:
@@ -617,57 +537,8 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
         note(f"{min(bounds)} run at once; the others start as these end")
 
 
-class _Lines(FarmReporter):
-    """Prefixed lines of the copies on stdout (on stderr beside a JSON document), and one progress line on a terminal."""
-
-    def __init__(self, copies: int) -> None:
-        from gpushare.show.result import OutputFormat
-
-        documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
-        self._stream = sys.stderr if settings.output in documents else sys.stdout
-        self._width = len(str(copies - 1))
-        self._drawn = False
-        self._next = 0.0
-
-    def line(self, copy: int, text: str) -> None:
-        from gpushare.show.text import put, visible
-
-        self.clear()
-        put(self._stream, f"[{copy:{self._width}}] {visible(text)}\n")
-
-    def ended(self, copy: Copy, *, again: bool) -> None:
-        if copy.failure is not None:
-            self.clear()
-            more = "; it is started again" if again else ""
-            note(f"copy {copy.number} failed: {copy.failure}{more}")
-
-    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
-        self.clear()
-        named = ", ".join(map(str, pids))
-        note(f"copy {copy.number} left process {named} behind, which was ended; it must stay in the foreground")
-
-    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
-        if settings.quiet or not sys.stderr.isatty() or time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _LINE_SECONDS
-        counts = {
-            state: sum(copy.state == state for copy in copies) for state in ("running", "waiting", "done", "failed")
-        }
-        words = [f"{count} {state}" for state, count in counts.items() if count]
-        sys.stderr.write(f"\r\x1b[K{', '.join(words)}, {seconds:.0f} s")
-        sys.stderr.flush()
-        self._drawn = True
-
-    def clear(self) -> None:
-        """Take the progress line away."""
-        if self._drawn:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self._drawn = False
-
-
 def _finished(result: FarmResult, options: FarmOptions) -> Any:
-    from gpushare.show.plan import farm_result
+    from gpushare.show.run import farm_result
 
     errors: list[GpushareError] = [
         OperationFailed(
@@ -704,29 +575,6 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
     }
     code = 1 if result.failed else 0
     return farm_result(data, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
-
-
-def _planned(host: Host, device: Device, command: Sequence[str], options: FarmOptions) -> Any:
-    from gpushare.mps.environment import client_environment
-    from gpushare.mps.home import home_of
-    from gpushare.plan import Step
-    from gpushare.run.farm import check_room, numbered
-    from gpushare.run.share import check_mps_share
-    from gpushare.show.plan import plan_result
-
-    check_mps_share(host, device, numbered(command, 0)[0], options.limits)
-    check_room(host, device, options)
-    home = home_of(host.run_directory, device.uuid)
-    steps = []
-    for number in range(options.copies):
-        environment = {**client_environment({}, device, home, options.limits), "GPUSHARE_COPY": str(number)}
-        line = command_line(environment, numbered(command, number))
-        steps.append(
-            Step(
-                what=f"run copy {number} as a client of the MPS daemon of {device.title}", command=line, do=lambda: None
-            )
-        )
-    return plan_result("run", steps, dry_run=True)
 
 
 def _as_of_run(status: int | None) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +31,11 @@ from gpushare.measure.ways import (
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.environment import check_program
+from gpushare.mps.limits import Limits
+from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.program import EndSignals
+from gpushare.run.share import MpsShare
 from gpushare.units import format_bytes, format_copies
 
 if TYPE_CHECKING:
@@ -154,6 +159,28 @@ class Bench:
         self._strangers: dict[int, float] = {}
         self.measurement = Measurement(settings=settings)
 
+    def steps(self) -> tuple[Step, ...]:
+        """Return what a round runs: the start of an MPS daemon where one is needed, and each cell once."""
+        cells, repeat = schedule(self._settings), self._settings.repeat
+        mps = any(way.kind == MPS for way, _ in cells)
+        runs = [
+            Step(
+                what=f"run {format_copies(cell[1])} under {cell[0].name}, {repeat} times",
+                command=shlex.join(self._settings.argv),
+                do=functools.partial(self._keep, 1, cell),
+            )
+            for cell in cells
+        ]
+        return (*(MpsShare(self._host, self._device, Limits()).steps() if mps else ()), *runs)
+
+    def _keep(self, number: int, cell: Cell) -> None:
+        """Run a cell in a round, and keep the result unless the user has interrupted it."""
+        run = self._run(number, cell)
+        if run.result.interrupted:
+            self.measurement.interrupted = True
+        else:
+            self.measurement.runs.append(run)
+
     def go(self) -> Measurement:
         """Measure, and return what was measured.
 
@@ -198,11 +225,10 @@ class Bench:
                     continue
                 order = cells if number % 2 else cells[::-1]
                 self._say(done, total, f"{_title(cell)}, round {number} of {repeat}", self._left(order[place:], number))
-                run = self._run(number, cell)
-                if run.result.interrupted:
-                    measurement.interrupted = True
+                self._keep(number, cell)
+                if measurement.interrupted:
                     return
-                measurement.runs.append(run)
+                run = measurement.runs[-1]
                 done += 1
                 if run.failures:
                     # One that hangs costs too much to be tried again.
@@ -439,6 +465,16 @@ def _alone(why: Reasons, wanted: set[str]) -> Way | None:
 def _too_few(copies: int, instances: int) -> str:
     there = f"there {'is' if instances == 1 else 'are'} {instances}"
     return f"{copies} copies need {copies} free MIG instances of one profile, and {there}"
+
+
+def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ...]:
+    """Return the steps of a benchmark; nothing is set up.
+
+    Raises:
+        GpushareError: an MPS daemon could not be started.
+    """
+    settings = prepared.settings
+    return Bench(host, device, Grounds(host, device, settings.argv[0]), settings).steps()
 
 
 def measure(

@@ -9,29 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpushareError, NotFound
+from gpushare.errors import BadUsage, GpushareError
 from gpushare.host.host import make_private_directory
 from gpushare.measure.copies import Launch
 from gpushare.mig.places import places_on
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, max_clients
-from gpushare.mps.daemons import find_daemons, own_daemon
+from gpushare.mps.daemons import find_daemons
 from gpushare.mps.environment import client_environment
 from gpushare.mps.limits import Limits
-from gpushare.mps.start import plan_start
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place
+from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.program import Guard
-from gpushare.run.share import (
-    INSTANCE,
-    MpsShare,
-    check_mps_share,
-    claimed,
-    held,
-    open_mps_share,
-    pipe_directory,
-    plain_environment,
-)
+from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
@@ -206,11 +197,9 @@ def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | Non
     if exclusive and not served:
         return f"in compute mode {_mode(device)} an MPS server would keep the runs without MPS out; {_default_mode(device)}"
     try:
-        check_mps_share(host, device, program, Limits())
-        try:
-            own_daemon(host, device)
-        except NotFound:
-            plan_start(host, device, Limits(), transient=True)
+        share = MpsShare(host, device, Limits())
+        share.check(program)
+        share.steps()
         return _another_user(host, device)
     except GpushareError as error:
         return f"{error.message}; {error.hint}"

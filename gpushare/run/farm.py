@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -12,16 +13,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gpushare.errors import BadUsage, GpushareError, InUse
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import read_trusted, record_from, replace_file, writing
 from gpushare.mps.limits import Limits
+from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
-from gpushare.run.program import EndSignals
+from gpushare.run.program import EndSignals, command_line
 from gpushare.run.several import Log, Program, Several, directory_of_logs, peak_memory
-from gpushare.run.share import open_mps_share
+from gpushare.run.share import MpsShare, open_mps_share
 from gpushare.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ class FarmResult:
         return tuple(copy for copy in self.copies if copy.failure is not None)
 
 
-class FarmReporter:
+class FarmReporter(Protocol):
     """What a farm says while it goes on; the command line prints it."""
 
     def line(self, copy: int, text: str) -> None:
@@ -223,6 +225,22 @@ def farm(
         if logs is not None:
             remove_earlier_logs(logs, options.copies)
         return _Farm(host, device, command, options, reporter, several, logs).run()
+
+
+def plan_farm(
+    host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+) -> tuple[Step, ...]:
+    """Return the steps of a farm on the host as it is now: an MPS daemon where there is none, then the copies.
+
+    Raises:
+        GpushareError: nothing could be run.
+    """
+    check_room(host, device, options)
+    share = MpsShare(host, device, options.limits)
+    share.check(numbered(command, 0)[0])
+    planned = _Farm(host, device, command, options, reporter, Several(host, share), None)
+    environment = share.environment({})
+    return (*share.steps(), *planned.steps(share.where, environment))
 
 
 class _Farm:
@@ -307,6 +325,20 @@ class _Farm:
                 if copy.state == "waiting":
                     self._cannot_start(copy, error)
 
+    def steps(self, where: str, environment: Mapping[str, str]) -> list[Step]:
+        """Return the start of each copy."""
+        return [
+            Step(
+                what=f"run copy {copy.number} {where}",
+                command=command_line({**environment, **self._variables(copy)}, numbered(self._command, copy.number)),
+                do=functools.partial(self._start, copy),
+            )
+            for copy in self._copies
+        ]
+
+    def _variables(self, copy: Copy) -> dict[str, str]:
+        return {"GPUSHARE_COPY": str(copy.number), "GPUSHARE_COPIES": str(self._options.copies)}
+
     def _start(self, copy: Copy) -> None:
         number = copy.number
         if not self._looks:
@@ -323,7 +355,7 @@ class _Farm:
             f"copy {number}",
             numbered(self._command, number),
             self._options.limits,
-            variables={"GPUSHARE_COPY": str(number), "GPUSHARE_COPIES": str(self._options.copies)},
+            variables=self._variables(copy),
             listen=listen,
             log=None if log is None or self._logs is None else Log(log, self._logs),
         )

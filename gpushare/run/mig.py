@@ -12,8 +12,6 @@ from gpushare.mig.holders import claimed_instances, holder_of
 from gpushare.mig.places import Place, means_profile, named_places, places_on, profile_places
 from gpushare.model import Holder
 from gpushare.mps.daemons import find_daemons
-from gpushare.run.program import Reporter, RunOptions, run_in
-from gpushare.run.share import PlainShare, Share, open_mps_share
 from gpushare.selection import Device, select
 from gpushare.units import quoted
 
@@ -40,9 +38,7 @@ def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     if gpu is not None:
         devices = select(gpu, host.nvml.sweep())
         if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
-            raise BadUsage(
-                f"{places[0].title} is not on {quoted(gpu)}", "leave -g away: a name says where", code="two_names"
-            )
+            raise BadUsage(f"{places[0].title} is not on {quoted(gpu)}", "drop -g: a name says where", code="two_names")
     return places
 
 
@@ -104,35 +100,6 @@ def take_place(
         claim.release()
         held.append((place, inside))
     raise _busy(host, held)
-
-
-def run_mig(
-    host: Host,
-    taken: tuple[Place, HeldClaim],
-    command: Sequence[str],
-    options: RunOptions,
-    reporter: Reporter,
-    *,
-    mps: bool,
-) -> int:
-    """Run a program in an instance that was taken, give it back, and return the program's exit code.
-
-    With ``mps`` it runs under an MPS daemon inside the instance, with the limits of ``options``.
-
-    Raises:
-        GpushareError: it could not be started, or not be ended.
-    """
-    place, claim = taken
-    try:
-        share: Share = (
-            open_mps_share(host, place.device, command[0], options.limits, claim)
-            if mps
-            else PlainShare(host, place.device, claim)
-        )
-    except BaseException:
-        claim.release()
-        raise
-    return run_in(host, share, command, options, reporter)
 
 
 def _again(host: Host, place: Place) -> tuple[Place | None, Inside]:

@@ -15,22 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final, cast
+from typing import IO, TYPE_CHECKING, Final, Protocol, cast
 
 import gpushare
 from gpushare.errors import OperationFailed, system_error
-from gpushare.host.claims import HeldClaim
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
+from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
-from gpushare.run.roles import PausingWatch
-from gpushare.run.share import Guarded, Share, Watch, open_mps_share
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
     from gpushare.mps.kill import Drain
-    from gpushare.selection import Device
+    from gpushare.run.share import Guarded, Share, Watch
 
 
 class Terminal:
@@ -216,10 +214,10 @@ class RunOptions:
     drain_seconds: float = DRAIN_BOUND_SECONDS
 
 
-class Reporter:
+class Reporter(Protocol):
     """What a run says while it goes on; the command line prints it on stderr."""
 
-    def attached(self, watch: Watch, pid: int) -> None:
+    def attached(self, pid: int) -> None:
         """A process of the program was seen in its share."""
 
     def outside(self, pid: int) -> None:
@@ -238,28 +236,57 @@ class Reporter:
         """The program was ended the safe way."""
 
 
-def run(host: Host, device: Device, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
-    """Run a program inside a share of a device and return its exit code (128 + N when signal N ended it).
-
-    Starts a daemon if the device has none, and stops it with the last program.
-
-    Raises:
-        GpushareError: the share could not be set up (nothing was run), or the program could not be ended.
-    """
-    return run_in(host, open_mps_share(host, device, command[0], options.limits), command, options, reporter)
+def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
+    """Return a program with its variables, as a shell takes it."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
-def run_in(host: Host, share: Share, command: Sequence[str], options: RunOptions, reporter: Reporter) -> int:
-    """Run a program in a share and give the share back; return the program's exit code.
+@dataclass
+class Run:
+    """One program in a share: what is to be done, and what does it."""
 
-    Raises:
-        GpushareError: the program could not be started, or not be ended.
-    """
-    session = _Session(host, share, options, reporter)
-    try:
-        return session.run(command, share.environment(os.environ))
-    finally:
-        session.close()
+    host: Host
+    share: Share
+    command: Sequence[str]
+    options: RunOptions
+    reporter: Reporter
+    # 128 + N when signal N ended the program.
+    exit_code: int = 0
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program.
+
+        Raises:
+            GpushareError: the program cannot run so.
+        """
+        self.share.check(self.command[0])
+        return (*self.share.steps(), self._step())
+
+    def _step(self) -> Step:
+        what = f"run {self.command[0]} {self.share.where}"
+        return Step(what=what, command=command_line(self.share.environment({}), self.command), do=self._program)
+
+    def carry_out(self) -> int:
+        """Do the steps, and give the share back; return the program's exit code.
+
+        Raises:
+            GpushareError: the share could not be set up (nothing was run), or the program not be started or ended.
+        """
+        try:
+            self.share.check(self.command[0])
+            self.share.open()
+        except BaseException:
+            self.share.close()
+            raise
+        self._program()
+        return self.exit_code
+
+    def _program(self) -> None:
+        session = _Session(self.host, self.share, self.options, self.reporter)
+        try:
+            self.exit_code = session.run(self.command, self.share.environment(os.environ))
+        finally:
+            session.close()
 
 
 class _Session:
@@ -284,9 +311,8 @@ class _Session:
             info = self._host.processes.describe(child.pid)
             guard.started(child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
-            if isinstance(watch, PausingWatch):
-                # Its program may be gone before the guard acts, and a worker in a session of its own be held for ever.
-                watch.pauser.tell = guard.started
+            # Else a worker in a session of its own could stay stopped for ever when both gpushare and its program are gone.
+            watch.before_pause(guard.started)
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
             watch.settle()
@@ -337,7 +363,7 @@ class _Session:
             self._told_gone = True
             self._say(self._reporter.daemon_gone)
         for pids, report in (
-            (watch.attached, lambda pid: self._reporter.attached(watch, pid)),
+            (watch.attached, self._reporter.attached),
             (watch.outside, self._reporter.outside),
             (watch.pending, self._reporter.pending),
         ):
@@ -350,8 +376,7 @@ class _Session:
 
     def _end(self, watch: Watch, number: int, wakeups: Wakeups) -> None:
         self._ended_by = number
-        if isinstance(watch, PausingWatch):
-            watch.release()
+        watch.release()
         drain = end_programs(
             self._host,
             [watch.program_pid],
@@ -425,6 +450,8 @@ class Guard:
         self._pipe = cast("IO[bytes]", self._process.stdin)
         try:
             for path in held[3:]:
+                from gpushare.host.claims import HeldClaim
+
                 # If gpushare is killed from here on, the instance is the guard's.
                 HeldClaim(Path(path)).add(self._process.pid)
         except BaseException:

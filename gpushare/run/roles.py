@@ -23,13 +23,13 @@ from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import Production, UnseenWork, find_production, lives, productions, write_production
-from gpushare.run.share import Attachment, MpsShare, open_mps_share
+from gpushare.run.share import Attachment, MpsShare
 from gpushare.units import MIB, format_bytes, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
-    from gpushare.host.activity import ActivityMeter, ActivityRecorder
+    from gpushare.host.activity import ActivityRecorder
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.model import Gpu
@@ -177,52 +177,51 @@ class ProductionShare(MpsShare):
 
     name: str = ""
 
+    def check(self, program: str) -> None:
+        """Raise as `MpsShare.check`, and InUse when a job of this name runs already."""
+        before = find_production(self.host, self.name)
+        if before is not None and lives(self.host, before):
+            raise InUse(
+                f"a production job '{self.name}' runs already (process {before.pid})",
+                "give it another name: --production OTHER",
+                code="name_in_use",
+            )
+        super().check(program)
+
+    def open(self) -> None:
+        """Open it and write the job's record, so that it is known before its program runs.
+
+        A job that nobody could know of would not be spared.
+        """
+        super().open()
+        self._write(os.getpid())
+
+    def _write(self, pid: int) -> int | None:
+        before = find_production(self.host, self.name)
+        # The most memory that was seen of this job on this device.
+        peak = None if before is None or before.device_uuid != self.device.uuid else before.memory_peak_bytes
+        write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
+        return peak
+
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a client whose only limits are those that were given with it."""
         return super().environment(without_own_limits(base))
 
     def daemon_cap(self) -> float | None:
         """Return the thread cap that the daemon itself puts on every client, or None."""
-        record = self.home.read()
+        try:
+            record = own_daemon(self.host, self.device)[0].read()
+        except NotFound:
+            return None
         cap = None if record is None else record.limits.threads_percent
         return cap if cap is not None and cap < 100 else None
 
     def watch(self, pid: int) -> ProductionWatch:
-        """Return the watch over the program, after its record was written; else the one of this gpushare stands."""
-        peak = _peak_before(self.host, self.device, self.name)
+        """Return the watch over the program. Its record names it now; if that fails, it goes on naming this gpushare."""
+        peak = None
         with contextlib.suppress(GpushareError):
-            write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
-        return ProductionWatch(self.host, self.device, self.home, pid, seen={pid}, name=self.name, peak=peak)
-
-
-def open_production_share(host: Host, device: Device, program: str, limits: Limits, name: str) -> ProductionShare:
-    """Return a share for a production job.
-
-    It is known before its program runs: one that nobody could know of would not be spared, and not tell that.
-
-    Raises:
-        InUse: a job of this name runs already; or as `open_mps_share` and `write_production`.
-    """
-    before = find_production(host, name)
-    if before is not None and lives(host, before):
-        raise InUse(
-            f"a production job '{name}' runs already (process {before.pid})",
-            "give it another name: --production OTHER",
-            code="name_in_use",
-        )
-    share = open_mps_share(host, device, program, limits)
-    try:
-        write_production(host, production_of(host, device, name, os.getpid(), _peak_before(host, device, name)))
-    except BaseException:
-        share.close()
-        raise
-    return ProductionShare(share.host, share.device, share.home, share.lease, share.limits, share.claim, name=name)
-
-
-def _peak_before(host: Host, device: Device, name: str) -> int | None:
-    """Return the most memory that was seen of this job on this device."""
-    before = find_production(host, name)
-    return None if before is None or before.device_uuid != device.uuid else before.memory_peak_bytes
+            peak = self._write(pid)
+        return ProductionWatch(self.host, self.device, pid, home=self.home, seen={pid}, name=self.name, peak=peak)
 
 
 def production_of(host: Host, device: Device, name: str, pid: int, peak: int | None) -> Production:
@@ -444,7 +443,7 @@ _ALIVE_SECONDS: Final = 1.0
 
 @dataclass
 class PausingWatch:
-    """The watch over an opportunistic program: it also pauses it while production works."""
+    """The watch over an opportunistic program, as `Watch`: it also pauses it while production works."""
 
     inner: Watch
     pauser: Pauser
@@ -452,7 +451,7 @@ class PausingWatch:
     pacer: Pacer = field(default_factory=Pacer)
     unseen: UnseenWork | None = None
     pauses: int = 0
-    # Who wants to know how often it was paused and whether it is now, whenever that changes; None: it has ended.
+    # Is told how often it was paused and whether it is now, whenever that changes; None: it has ended.
     tell: Callable[[tuple[int, bool] | None], None] | None = None
     _told: tuple[int, bool] | None = None
     _due: float = 0.0
@@ -460,30 +459,9 @@ class PausingWatch:
     _alive: bool = True
     _alive_due: float = 0.0
 
-    @property
-    def program_pid(self) -> int:
-        """Return the program's PID."""
-        return self.inner.program_pid
-
-    @property
-    def attached(self) -> Collection[int]:
-        """Return the processes that were seen inside."""
-        return self.inner.attached
-
-    @property
-    def outside(self) -> set[int]:
-        """Return the processes that were seen outside."""
-        return self.inner.outside
-
-    @property
-    def pending(self) -> set[int]:
-        """Return the processes that wait for another user."""
-        return self.inner.pending
-
-    @property
-    def daemon_gone(self) -> bool:
-        """Return whether the MPS daemon died."""
-        return self.inner.daemon_gone
+    def __getattr__(self, name: str) -> Any:
+        # What is known of the program's place is what the inner watch knows.
+        return getattr(self.inner, name)
 
     def wait(self) -> float:
         """Return how many seconds may pass until the next look."""
@@ -523,6 +501,10 @@ class PausingWatch:
         self.pauser.pause()
         self.pauses += self.pauser.paused and not before
 
+    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:
+        """Let ``tell`` know each process before it is stopped."""
+        self.pauser.tell = tell
+
     def release(self) -> None:
         """Let the program go on for good: it is to end, and must be able to."""
         self._released = True
@@ -535,9 +517,14 @@ class PausingWatch:
         self.inner.settle()
         self._say(None)
 
-    def clients(self) -> set[int] | None:
-        """Return the processes whose sudden death breaks others."""
-        return self.inner.clients()
+
+def when_paused(title: str, duty_percent: float | None) -> str:
+    """Return when an opportunistic job is paused: ``while 'web' works``."""
+    return (
+        f"while {title} works"
+        if duty_percent is None
+        else f"for {100 - duty_percent:g} % of the time while {title} runs"
+    )
 
 
 @dataclass
@@ -552,25 +539,17 @@ class PausingShare:
     recorder: ActivityRecorder | None = None
     # Of the time while production is active; None: none of it.
     duty_percent: float | None = None
+    # The production job, for people.
+    title: str = "production"
 
     @property
-    def device(self) -> Device:
-        """Return the GPU."""
-        return self.inner.device
+    def where(self) -> str:
+        """Return where and when a program runs in it."""
+        return f"{self.inner.where}, paused {when_paused(self.title, self.duty_percent)}"
 
-    @property
-    def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told."""
-        return self.inner.guarded
-
-    @property
-    def meter(self) -> ActivityMeter | None:
-        """Return what measures a drained queue."""
-        return self.inner.meter
-
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of the program."""
-        return self.inner.environment(base)
+    def __getattr__(self, name: str) -> Any:
+        # All else is as in the inner share.
+        return getattr(self.inner, name)
 
     def watch(self, pid: int) -> Watch:
         """Return the watch over the program."""
@@ -623,7 +602,3 @@ class PausingShare:
                 note_pauses(self.host, replace(first, pauses=state[0], paused=state[1]))
 
         return tell
-
-    def close(self, *, program_lives: bool = False) -> bool:
-        """Give the share back."""
-        return self.inner.close(program_lives=program_lives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import re
@@ -13,11 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from gpushare.connect import connect
 from gpushare.errors import GpushareError, NotFound
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.host import make_private_directory
 from gpushare.host.process import known
 from gpushare.host.records import read_tail
-from gpushare.mig.driver import processes_in
-from gpushare.model import device_key
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.environment import check_command, client_environment
@@ -25,17 +23,15 @@ from gpushare.mps.home import DaemonHome, Lease, home_of
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
-from gpushare.plan import carry_out
+from gpushare.plan import Plan, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
-from gpushare.run.pause import resume_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.model import GpuProcess
+    from gpushare.plan import Step
     from gpushare.selection import Device
 
 
@@ -55,20 +51,52 @@ def spacing(age: float) -> float:
 
 
 @dataclass
-class Attachment:
-    """What is known so far of one program's attachment; `look` brings it up to date."""
+class Watch(abc.ABC):
+    """What is known so far of where a program's processes are; `look` brings it up to date."""
 
     host: Host
     device: Device
-    home: DaemonHome
     program_pid: int
     started: float = field(default_factory=time.monotonic)
-    seen: set[int] = field(default_factory=set)
-    attached: dict[int, int | None] = field(default_factory=dict)
+    # Processes that were seen inside the share, and outside it.
+    attached: Collection[int] = ()
     outside: set[int] = field(default_factory=set)
+    # Kept waiting by the daemon, because another user's clients hold the server.
     pending: set[int] = field(default_factory=set)
     daemon_gone: bool = False
+    # Seen outside by the last look. Two must agree: the lists of the daemon and of NVML are not of one moment.
     _suspects: set[int] = field(default_factory=set)
+
+    def wait(self) -> float:
+        """Return how many seconds may pass until the next look."""
+        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
+
+    @abc.abstractmethod
+    def look(self) -> None:
+        """Look for the program's processes."""
+
+    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+        """Find out what can still be found out about a program that has ended."""
+
+    @abc.abstractmethod
+    def clients(self) -> set[int] | None:
+        """Return the processes whose sudden death breaks others; None when it cannot be told."""
+
+    def release(self) -> None:  # noqa: B027 - only a pausing one has something to do
+        """Let the program go on for good: it is to end."""
+
+    def before_pause(self, tell: Callable[[int, float | None], None]) -> None:  # noqa: B027 - as above
+        """Let ``tell`` know each process that the watch stops, with its start time, before it does."""
+
+
+@dataclass
+class Attachment(Watch):
+    """The watch over a client of an MPS daemon: the daemon lists it."""
+
+    home: DaemonHome = field(kw_only=True)
+    seen: set[int] = field(default_factory=set)
+    # With the PIDs of their servers.
+    attached: dict[int, int | None] = field(default_factory=dict)
     _waiting_since: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -79,10 +107,6 @@ class Attachment:
     def clients(self) -> set[int] | None:
         """Return the daemon's clients and those that were; None when it cannot be asked."""
         return client_pids(self.control, self.attached)
-
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
 
     def look(self) -> None:
         """Look for the program's processes among the daemon's clients and on the GPU."""
@@ -102,10 +126,7 @@ class Attachment:
             self._look_pending(tree)
 
     def _look_outside(self, tree: set[int]) -> None:
-        """A process of ours that computes on the GPU and that the daemon does not know is outside MPS.
-
-        Two looks must agree: a client is on NVML's list a moment before the daemon lists it.
-        """
+        """A process of ours that computes on the GPU and that the daemon does not know is outside MPS."""
         if self.host.processes.namespace_is_host() is False:
             return
         try:
@@ -225,7 +246,9 @@ def _end(
     pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
     if not pids:
         return
-    # It may have died while it held them still.
+    from gpushare.run.pause import resume_all
+
+    # It may have died while they were paused.
     resume_all(host, list(pids), mps=mps)
     if not mps:
         end_programs(host, pids, set, None)
@@ -255,31 +278,6 @@ MPS: Final = "mps"
 INSTANCE: Final = "instance"
 
 
-class Watch(Protocol):
-    """What is known so far of where a program's processes are; `look` brings it up to date."""
-
-    program_pid: int
-    outside: set[int]
-    pending: set[int]
-    daemon_gone: bool
-
-    @property
-    def attached(self) -> Collection[int]:
-        """Return the processes that were seen inside."""
-
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-
-    def look(self) -> None:
-        """Look for the program's processes."""
-
-    def settle(self) -> None:
-        """Find out what can still be found out of a program that has ended."""
-
-    def clients(self) -> set[int] | None:
-        """Return the processes whose sudden death breaks others; None when it cannot be told."""
-
-
 class Guarded(Protocol):
     """What the guard must know of a place."""
 
@@ -293,7 +291,20 @@ class Guarded(Protocol):
 
 
 class Share(Guarded, Protocol):
-    """A place for one program; `close` gives it back."""
+    """A place for programs: planned first, then opened, and given back by `close`."""
+
+    @property
+    def where(self) -> str:
+        """Return where a program runs in it: ``as a client of the MPS daemon of GPU 0``."""
+
+    def check(self, program: str) -> None:
+        """Raise unless a program can run in it; nothing is changed."""
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return what `open` would carry out on the host as it is now: the start of an MPS daemon, or nothing."""
+
+    def open(self) -> None:
+        """Set it up."""
 
     @property
     def meter(self) -> ActivityMeter | None:
@@ -314,18 +325,67 @@ class Share(Guarded, Protocol):
 
 @dataclass
 class MpsShare:
-    """A share under an MPS daemon of ours.
+    """A share under an MPS daemon of ours, or of another user that lets us in.
 
-    The lease on the daemon is None on another user's: it is not ours to stop. ``claim`` is held with it when the device
-    is an instance that was taken.
+    There is no lease on another user's daemon: it is not ours to stop. ``claim`` is held when the device is a MIG
+    instance that was taken.
     """
 
     host: Host
     device: Device
-    home: DaemonHome
-    lease: Lease | None
     limits: Limits
     claim: HeldClaim | None = None
+    lease: Lease | None = None
+    _joined: DaemonHome | None = None
+
+    @property
+    def home(self) -> DaemonHome:
+        """Return the home of the daemon that was joined; before `open`, of the one that would be."""
+        if self._joined is not None:
+            return self._joined
+        try:
+            return own_daemon(self.host, self.device)[0]
+        except NotFound:
+            return home_of(self.host.run_directory, self.device.uuid)
+
+    @property
+    def where(self) -> str:
+        """Return where a program runs in it."""
+        return f"as a client of the MPS daemon of {self.device.title}"
+
+    def check(self, program: str) -> None:
+        """Raise unless a program can run under MPS on the device with these limits.
+
+        Raises:
+            GpushareError: as `check_device`, `check_memory` and `check_command`.
+        """
+        check_device(self.host, self.device)
+        check_memory(self.device, self.limits.memory_limit_bytes)
+        check_command(self.device, program, self.limits)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the start of a daemon, where the device has none to join."""
+        try:
+            own_daemon(self.host, self.device)
+        except NotFound:
+            return plan_start(self.host, self.device, Limits(), transient=True).steps
+        return ()
+
+    def open(self) -> None:
+        """Join the daemon of the device; start one where there is none.
+
+        Raises:
+            GpushareError: as `plan_start`.
+        """
+        own_home, home = home_of(self.host.run_directory, self.device.uuid), self.home
+        if home.directory != own_home.directory:
+            self._joined = home
+            return
+        own_home.create()
+        with own_home.locked():
+            # Planned under the lock: another run may have started one, or stopped it.
+            carry_out(Plan(title=f"MPS on {self.device.title}", steps=self.steps()))
+            self._joined, self.lease = own_home, own_home.take_lease()
 
     @property
     def guarded(self) -> tuple[str, ...]:
@@ -344,7 +404,7 @@ class MpsShare:
 
     def watch(self, pid: int) -> Attachment:
         """Return the watch over a program."""
-        return Attachment(self.host, self.device, self.home, pid, seen={pid})
+        return Attachment(self.host, self.device, pid, home=self.home, seen={pid})
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Give the leases back, and stop the daemon if this was its last program; return whether others use it.
@@ -367,45 +427,16 @@ class MpsShare:
         return lingers
 
 
-def open_mps_share(
-    host: Host, device: Device, program: str, limits: Limits, claim: HeldClaim | None = None
-) -> MpsShare:
-    """Return a share of a device for a program; starts an MPS daemon when the device has none.
+def open_mps_share(host: Host, device: Device, program: str, limits: Limits) -> MpsShare:
+    """Return an open share of a device for a program; starts an MPS daemon when the device has none.
 
     Raises:
         GpushareError: the program or the limits cannot be; or as `plan_start`.
     """
-    check_mps_share(host, device, program, limits)
-    home, lease = _joined(host, device)
-    return MpsShare(host, device, home, lease, limits, claim)
-
-
-def check_mps_share(host: Host, device: Device, program: str, limits: Limits) -> None:
-    """Raise unless a program can run under MPS on a device with these limits.
-
-    Raises:
-        GpushareError: as `check_device`, `check_memory` and `check_command`.
-    """
-    check_device(host, device)
-    check_memory(device, limits.memory_limit_bytes)
-    check_command(device, program, limits)
-
-
-def _joined(host: Host, device: Device) -> tuple[DaemonHome, Lease | None]:
-    own_home = home_of(host.run_directory, device.uuid)
-    try:
-        home, _ = own_daemon(host, device)
-        if home.directory != own_home.directory:
-            return home, None
-    except NotFound:
-        pass
-    own_home.create()
-    with own_home.locked():
-        try:
-            own_daemon(host, device)
-        except NotFound:
-            carry_out(plan_start(host, device, Limits(), transient=True))
-        return own_home, own_home.take_lease()
+    share = MpsShare(host, device, limits)
+    share.check(program)
+    share.open()
+    return share
 
 
 def held(lease: Lease | None) -> tuple[str, str]:
@@ -416,141 +447,3 @@ def held(lease: Lease | None) -> tuple[str, str]:
 def claimed(*claims: HeldClaim | None) -> tuple[str, ...]:
     """Return claims as the guard is told them."""
     return tuple(os.fspath(one.path) for one in claims if one is not None)
-
-
-_MPS: Final = "CUDA_MPS_"
-
-
-@dataclass
-class PlainShare:
-    """A device outside MPS: `Share` without a daemon. With a claim it is an instance for one program; else for any number."""
-
-    host: Host
-    device: Device
-    claim: HeldClaim | None = None
-
-    @property
-    def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told."""
-        return (INSTANCE, *held(None), *claimed(self.claim))
-
-    @property
-    def meter(self) -> None:
-        """Return None: contexts outside MPS end without harm to others."""
-        return
-
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of the program; see `plain_environment`.
-
-        Raises:
-            NoPermission: the directory without a daemon cannot be made.
-        """
-        make_private_directory(pipe_directory(self.host, self.device))
-        return plain_environment(base, self.host, self.device)
-
-    def watch(self, pid: int) -> PlainWatch:
-        """Return the watch over a program."""
-        return PlainWatch(self.host, self.device, pid)
-
-    def close(self, *, program_lives: bool = False) -> bool:
-        """Give an instance that was taken back; return False: there is no daemon that somebody else could still use."""
-        claim, self.claim = self.claim, None
-        if claim is not None and not program_lives:
-            # Else it is the guard's now, as long as the program lives.
-            claim.release()
-        return False
-
-
-def pipe_directory(host: Host, device: Device) -> Path:
-    """Return a private directory in which no MPS daemon listens."""
-    return host.run_directory / "mig" / device_key(device.uuid)
-
-
-def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> dict[str, str]:
-    """Return the environment of a program that runs on a device without MPS.
-
-    CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, and without the variable one at /tmp/nvidia-mps: that would
-    be another device's. So it names a directory of ours without a daemon, where CUDA goes to the device itself. The
-    caller's other CUDA_MPS_... variables mean nothing without a daemon, and go.
-    """
-    kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
-    return {
-        **kept,
-        "CUDA_VISIBLE_DEVICES": device.uuid,
-        "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(host, device)),
-    }
-
-
-def dropped_variables(base: Mapping[str, str]) -> list[str]:
-    """Return the caller's variables that ask for MPS, or for limits that only MPS has."""
-    return sorted(name for name, value in base.items() if name.startswith(_MPS) and value)
-
-
-@dataclass
-class PlainWatch:
-    """The proof that a program runs on its device: NVML lists its processes there."""
-
-    host: Host
-    device: Device
-    program_pid: int
-    started: float = field(default_factory=time.monotonic)
-    attached: set[int] = field(default_factory=set)
-    outside: set[int] = field(default_factory=set)
-    # There is no daemon that could keep it waiting, or die.
-    pending: set[int] = field(default_factory=set)
-    daemon_gone: bool = False
-    _suspects: set[int] = field(default_factory=set)
-
-    def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
-        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
-
-    def look(self) -> None:
-        """Look for the program's processes on the device, and anywhere else."""
-        if self.host.processes.namespace_is_host() is False:
-            # NVML's PIDs are not those that we know.
-            return
-        tree = set(self.host.processes.descendants(self.program_pid))
-        try:
-            self._look(tree)
-        except GpushareError:
-            # A GPU that does not answer proves nothing, and the program goes on.
-            return
-
-    def _look(self, tree: set[int]) -> None:
-        mig, index = self.device.mig, self.device.gpu.index
-        inside = set() if mig is None else {one.pid for one in processes_in(self.host.nvml, mig, index) or ()}
-        now = set()
-        for gpu, process in self._everywhere():
-            if process.pid not in tree or not (process.compute or process.mps):
-                continue
-            if self._is_here(gpu, process):
-                inside.add(process.pid)
-            elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
-                now.add(process.pid)
-        self.attached |= inside & tree
-        # Two looks must agree, as for MPS: the lists are not of one moment.
-        self.outside |= now & self._suspects
-        self._suspects = now
-
-    def _is_here(self, gpu: int, process: GpuProcess) -> bool:
-        mig = self.device.mig
-        if gpu != self.device.gpu.index:
-            return False
-        place = (process.gpu_instance_id, process.compute_instance_id)
-        return mig is None or place == (mig.gpu_instance_id, mig.compute_instance_id)
-
-    def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
-        for gpu in range(self.host.nvml.count()):
-            try:
-                found = self.host.nvml.processes(gpu) or ()
-            except GpushareError:
-                continue
-            yield from ((gpu, process) for process in found)
-
-    def settle(self) -> None:
-        """Do nothing: NVML remembers no process that has ended."""
-
-    def clients(self) -> set[int]:
-        """Return nobody: outside MPS the end of one breaks no other."""
-        return set()

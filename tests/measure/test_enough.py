@@ -16,7 +16,7 @@ from gpushare.measure.search import Goal, Search, Setting, Trial
 from gpushare.measure.statistics import Ratio
 from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult, sure, tune
 from gpushare.mps.limits import Limits
-from gpushare.run.share import PlainShare
+from gpushare.run.plain import PlainShare
 from gpushare.selection import select_one
 from tests.measure.told_jobs import (
     Bursts,

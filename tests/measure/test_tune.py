@@ -15,8 +15,8 @@ from gpushare.measure.pair import Pair, TuneOptions, Window, neighbours
 from gpushare.measure.search import SPARED, Goal, Search, Setting
 from gpushare.measure.statistics import Ratio, widened
 from gpushare.measure.tune import TrialReport, TuneReporter, Tuning, compare, tune
+from gpushare.run.plain import PlainShare
 from gpushare.run.several import Several
-from gpushare.run.share import PlainShare
 from gpushare.selection import Device, select_one
 from gpushare.sim import admin
 from tests.measure.told_jobs import MemoryBound, ToldSeveral, tell, tell_memory_bound

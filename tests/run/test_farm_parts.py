@@ -125,6 +125,10 @@ class Running:
     no_space: bool = False
 
 
+class Quiet(FarmReporter):
+    """Says nothing."""
+
+
 @dataclass
 class Several:
     """Stands in for the programs in a share."""
@@ -170,7 +174,7 @@ class Step:
             Device(gpu=gpu),
             ["job"],
             options,
-            FarmReporter(),
+            Quiet(),
             self.several,
             None,
         )
@@ -355,7 +359,7 @@ def test_what_can_never_fit_is_refused_before_there_is_a_daemon(monkeypatch: pyt
         (FarmOptions(copies=-1), "bad_copies"),
     ):
         with pytest.raises(GpushareError) as caught:
-            farm(host, device, ["true"], options, FarmReporter())
+            farm(host, device, ["true"], options, Quiet())
         assert caught.value.code == code
 
 

@@ -28,7 +28,7 @@ def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached
     if served:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
         admin.add_process("sim:h200", "0", mps=True, environment=environment)
-    seen = Attachment(host, device, home, os.getpid(), seen={os.getpid()})
+    seen = Attachment(host, device, os.getpid(), home=home, seen={os.getpid()})
     uid = host.uid + 1 if foreign else host.uid
     with (home.log / "control.log").open("a") as file:
         file.write(f"NEW CLIENT {'9' * 5000} from user {uid}: Server already exists\n")

@@ -18,9 +18,9 @@ from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.run import production as module
 from gpushare.run.pause import Pauser, Pauses, note_pauses, noted_pauses, resume_all
+from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity, ProductionJob
 from gpushare.run.roles import PausingShare, PausingWatch
-from gpushare.run.share import PlainShare
 from gpushare.selection import Device
 
 _IDLE = "import time; time.sleep(600)"

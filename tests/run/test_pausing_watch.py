@@ -200,7 +200,7 @@ def test_a_share_hands_on_all_but_the_watch(told: Told) -> None:
         meter="meter",
         environment=lambda base: {**base, "X": "1"},
         watch=lambda _pid: Inner(),
-        close=lambda *, program_lives: closed.append(program_lives) or True,
+        close=lambda *, program_lives=False: closed.append(program_lives) or True,
     )
     share = PausingShare(inner, told.host, job_of(told), None)
     assert (share.device, share.guarded, share.meter) == (told.device, ("a", "b"), "meter")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gpushare.host.host import Host
 from gpushare.host.process import ProcessInfo
+from gpushare.run.plain import PlainShare
 from gpushare.run.several import Program, Several
-from gpushare.run.share import PlainShare
 from gpushare.selection import Device
 from tests.cli.drive import until
 

@@ -366,7 +366,9 @@ def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     steps = (
         cli("-o", "json", "bench", "-n", "--copies", "2", "--ways", "timeslice,mps", "--", "true").ok().data["steps"]
     )
-    assert [step["what"] for step in steps] == [
+    # First the daemon that way mps needs.
+    assert "nvidia-cuda-mps-control -d" in " ".join(step["command"] for step in steps[:-3])
+    assert [step["what"] for step in steps[-3:]] == [
         "run 1 copy under alone, 3 times",
         "run 2 copies under timeslice, 3 times",
         "run 2 copies under mps, 3 times",

@@ -97,7 +97,8 @@ def cell(way: str, copies: int, threads: float | None, mean: float) -> dict[str,
 
 def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None:
     answer = cli("run", "--copies", "2", "-n", "--", "true", "{}").ok()
-    assert "GPUSHARE_COPY=1 true 1" in answer.out
+    assert "GPUSHARE_COPY=1 GPUSHARE_COPIES=2 true 1" in answer.out
+    assert "nvidia-cuda-mps-control -d" in answer.out
     assert not world.state.daemons
 
 

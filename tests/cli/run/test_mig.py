@@ -17,7 +17,7 @@ from gpushare.gpu_models import find_model
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.mig.names import NamedInstance, names_changed
 from gpushare.run import mig as run_mig
-from gpushare.run.share import PlainWatch
+from gpushare.run.plain import PlainWatch
 from gpushare.selection import Device
 from gpushare.sim import admin
 from gpushare.sim.current import changing

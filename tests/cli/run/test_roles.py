@@ -92,7 +92,7 @@ def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     recorded(world, running, 100 * GIB)
     # It has no context and no variables of ours: as a process outside MPS it would be spared by a pause.
     answer = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
-    assert "stands still while it works" in answer.err
+    assert "paused while it works" in answer.err
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=130 * GIB))
     ended = Production(name="web", pid=2**21, started_at=1.0, device_uuid=world.uuid(), memory_peak_bytes=100 * GIB)
     write_production(world.host, ended)
@@ -147,7 +147,7 @@ def test_a_job_that_runs_outside_mps_is_spared_by_a_pause(cli: Cli, running: int
     text = "test -z $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
     answer = cli("run", "--opportunistic", "--for", str(running), "--", "sh", "-c", text)
     assert answer.code == 0
-    assert f"beside process {running}: paused" in answer.err
+    assert f"next to process {running}: paused" in answer.err
     assert "a cap cannot protect it" in answer.err
 
 

@@ -1,35 +1,40 @@
-"""What `gpushare run` says on stderr beside the program's own output."""
+"""What `gpushare run` shows: lines about the program on stderr, the output of copies, and the table of a farm."""
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.errors import GpushareError
 from gpushare.mps.daemons import find_daemons
-from gpushare.run.program import Reporter
-from gpushare.run.roles import PausingWatch
-from gpushare.run.share import Attachment
+from gpushare.show.result import Column, OutputFormat, Result, Table
+from gpushare.show.text import put, visible
 from gpushare.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
+    from gpushare.host.host import Host
     from gpushare.model import MpsClient
     from gpushare.mps.kill import Drain
     from gpushare.mps.limits import Limits
-    from gpushare.run.share import Watch
+    from gpushare.run.farm import Copy
     from gpushare.selection import Device
 
+_LINE_SECONDS: Final = 0.5
 
-class RunReport(Reporter):
+
+class RunReport:
     """Lines on a stream; with ``quiet`` only what is wrong."""
 
-    def __init__(self, device: Device, stream: IO[str] | None, *, quiet: bool, limits: Limits | None = None) -> None:
-        self._device, self._stream, self._quiet, self._limits = device, stream, quiet, limits
+    def __init__(
+        self, host: Host, device: Device, stream: IO[str] | None, *, quiet: bool, limits: Limits | None = None
+    ) -> None:
+        self._host, self._device, self._stream, self._quiet, self._limits = host, device, stream, quiet, limits
 
-    def attached(self, watch: Watch, pid: int) -> None:
+    def attached(self, pid: int) -> None:
         """Say that a process is a client, and under which limits."""
-        # Whoever is paused from time to time is a client as well.
-        watch = watch.inner if isinstance(watch, PausingWatch) else watch
-        client = _client(watch, pid) if isinstance(watch, Attachment) else None
+        client = self._client(pid)
         if client is None:
             self._say(f"process {pid} was attached to MPS on {self._device.title}")
             return
@@ -87,6 +92,14 @@ class RunReport(Reporter):
         )
         self._say(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
 
+    def _client(self, pid: int) -> MpsClient | None:
+        try:
+            found = find_daemons(self._host, [self._device.gpu])
+        except GpushareError:
+            return None
+        clients = (client for item in found for client in item.daemon.clients)
+        return next((client for client in clients if client.pid == pid), None)
+
     def _say(self, text: str) -> None:
         if not self._quiet:
             self._write(f"gpushare: {text}\n")
@@ -102,22 +115,10 @@ class RunReport(Reporter):
             self._quiet = True
 
 
-def _client(attachment: Attachment, pid: int) -> MpsClient | None:
-    try:
-        found = find_daemons(attachment.host, [attachment.device.gpu])
-    except GpushareError:
-        return None
-    clients = (client for item in found for client in item.daemon.clients)
-    return next((client for client in clients if client.pid == pid), None)
-
-
 class InstanceReport(RunReport):
-    """Lines on a stream about a program in a MIG instance without MPS."""
+    """Lines on a stream about a program outside MPS: in a MIG instance, or on a GPU."""
 
-    def __init__(self, device: Device, stream: IO[str] | None, *, quiet: bool) -> None:
-        super().__init__(device, stream, quiet=quiet)
-
-    def attached(self, watch: Watch, pid: int) -> None:  # noqa: ARG002 - NVML's word is the proof
+    def attached(self, pid: int) -> None:
         """Say that NVML lists a process in the instance."""
         mig = self._device.mig
         ids = (
@@ -137,3 +138,78 @@ class InstanceReport(RunReport):
         self._say(
             f"the program ended and no CUDA context of it was seen: that it ran in {self._device.title} is not proved"
         )
+
+
+class CopyLines:
+    """Prefixed lines of the copies on stdout (on stderr beside a JSON document), and one progress line on a terminal."""
+
+    def __init__(self, copies: int, *, output: OutputFormat, quiet: bool, note: Callable[[str], None]) -> None:
+        documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
+        self._stream, self._quiet, self._note = sys.stderr if output in documents else sys.stdout, quiet, note
+        self._width = len(str(copies - 1))
+        self._drawn = False
+        self._next = 0.0
+
+    def line(self, copy: int, text: str) -> None:
+        """Print a line of a copy."""
+        self.clear()
+        put(self._stream, f"[{copy:{self._width}}] {visible(text)}\n")
+
+    def started(self, copy: Copy) -> None:
+        """Say nothing."""
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        """Say how a copy failed."""
+        if copy.failure is not None:
+            self.clear()
+            more = "; it is started again" if again else ""
+            self._note(f"copy {copy.number} failed: {copy.failure}{more}")
+
+    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
+        """Say what a copy left running."""
+        self.clear()
+        named = ", ".join(map(str, pids))
+        self._note(f"copy {copy.number} left process {named} behind, which was ended; it must stay in the foreground")
+
+    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+        """Draw the progress line."""
+        if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LINE_SECONDS
+        counts = {
+            state: sum(copy.state == state for copy in copies) for state in ("running", "waiting", "done", "failed")
+        }
+        words = [f"{count} {state}" for state, count in counts.items() if count]
+        sys.stderr.write(f"\r\x1b[K{', '.join(words)}, {seconds:.0f} s")
+        sys.stderr.flush()
+        self._drawn = True
+
+    def clear(self) -> None:
+        """Remove the progress line."""
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._drawn = False
+
+
+def farm_result(
+    data: Mapping[str, Any], errors: Sequence[GpushareError] = (), notes: Sequence[str] = (), exit_code: int = 0
+) -> Result:
+    """Return the result of a farm from its data: keys as the JSON document has them."""
+    columns = (
+        Column(key="copy", title="copy", right=True),
+        Column(key="state", title="state"),
+        Column(key="exit_code", title="exit", right=True, rank=1),
+        Column(key="seconds", title="seconds", right=True, format=lambda value: f"{value:.1f}"),
+        Column(key="tries", title="starts", right=True, rank=2),
+        Column(key="failure", title="failure", least=10, optional=True),
+        Column(key="log", title="log", rank=3, least=10, optional=True),
+    )
+    return Result(
+        command="run",
+        data=data,
+        tables=(Table(name="copies", title="copies", columns=columns, rows=tuple(data["copies"])),),
+        errors=tuple(errors),
+        notes=tuple(notes),
+        exit_code=exit_code,
+    )

@@ -1,0 +1,166 @@
+"""A device outside MPS, as a share: variables that keep a program away from every daemon, and the proof that it runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from gpushare.errors import GpushareError
+from gpushare.host.host import make_private_directory
+from gpushare.mig.driver import processes_in
+from gpushare.model import device_key
+from gpushare.mps.environment import check_program
+from gpushare.run.share import INSTANCE, Watch, claimed, held
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gpushare.host.claims import HeldClaim
+    from gpushare.host.host import Host
+    from gpushare.model import GpuProcess
+    from gpushare.plan import Step
+    from gpushare.selection import Device
+
+
+_MPS: Final = "CUDA_MPS_"
+
+
+@dataclass
+class PlainShare:
+    """A device outside MPS: `Share` without a daemon. With a claim it is a MIG instance for one program."""
+
+    host: Host
+    device: Device
+    claim: HeldClaim | None = None
+    # Of a MIG instance.
+    title: str | None = None
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Return what the guard is told."""
+        return (INSTANCE, *held(None), *claimed(self.claim))
+
+    @property
+    def where(self) -> str:
+        """Return where a program runs in it."""
+        if self.title is None:
+            return f"on {self.device.title}"
+        return f"in {self.title}{'' if self.claim else ', if it is still free then'}"
+
+    def check(self, program: str) -> None:
+        """Raise unless there is such a program."""
+        check_program(program)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return nothing: there is no daemon to be started."""
+        return ()
+
+    def open(self) -> None:
+        """Make the directory in which no daemon listens.
+
+        Raises:
+            NoPermission: it cannot be made.
+        """
+        make_private_directory(pipe_directory(self.host, self.device))
+
+    @property
+    def meter(self) -> None:
+        """Return None: contexts outside MPS end without harm to others."""
+        return
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the program; see `plain_environment`."""
+        return plain_environment(base, self.host, self.device)
+
+    def watch(self, pid: int) -> PlainWatch:
+        """Return the watch over a program."""
+        return PlainWatch(self.host, self.device, pid)
+
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give an instance that was taken back; return False: there is no daemon that somebody else could still use."""
+        claim, self.claim = self.claim, None
+        if claim is not None and not program_lives:
+            # Else it is the guard's now, as long as the program lives.
+            claim.release()
+        return False
+
+
+def pipe_directory(host: Host, device: Device) -> Path:
+    """Return a private directory in which no MPS daemon listens."""
+    return host.run_directory / "mig" / device_key(device.uuid)
+
+
+def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> dict[str, str]:
+    """Return the environment of a program that runs on a device without MPS.
+
+    CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, and without the variable one at /tmp/nvidia-mps: that would
+    be another device's. So it names a directory of ours without a daemon, where CUDA goes to the device itself. The
+    caller's other CUDA_MPS_... variables mean nothing without a daemon, and go.
+    """
+    kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": device.uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(host, device)),
+    }
+
+
+def dropped_variables(base: Mapping[str, str]) -> list[str]:
+    """Return the caller's variables that ask for MPS, or for limits that only MPS has."""
+    return sorted(name for name, value in base.items() if name.startswith(_MPS) and value)
+
+
+@dataclass
+class PlainWatch(Watch):
+    """The proof that a program runs on its device: NVML lists its processes there."""
+
+    attached: set[int] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Look for the program's processes on the device, and anywhere else."""
+        if self.host.processes.namespace_is_host() is False:
+            # NVML's PIDs are not those that we know.
+            return
+        tree = set(self.host.processes.descendants(self.program_pid))
+        try:
+            self._look(tree)
+        except GpushareError:
+            # A GPU that does not answer proves nothing, and the program goes on.
+            return
+
+    def _look(self, tree: set[int]) -> None:
+        mig, index = self.device.mig, self.device.gpu.index
+        inside = set() if mig is None else {one.pid for one in processes_in(self.host.nvml, mig, index) or ()}
+        now = set()
+        for gpu, process in self._everywhere():
+            if process.pid not in tree or not (process.compute or process.mps):
+                continue
+            if self._is_here(gpu, process):
+                inside.add(process.pid)
+            elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
+                now.add(process.pid)
+        self.attached |= inside & tree
+        # Two looks must agree, as for MPS: the lists are not of one moment.
+        self.outside |= now & self._suspects
+        self._suspects = now
+
+    def _is_here(self, gpu: int, process: GpuProcess) -> bool:
+        mig = self.device.mig
+        if gpu != self.device.gpu.index:
+            return False
+        place = (process.gpu_instance_id, process.compute_instance_id)
+        return mig is None or place == (mig.gpu_instance_id, mig.compute_instance_id)
+
+    def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
+        for gpu in range(self.host.nvml.count()):
+            try:
+                found = self.host.nvml.processes(gpu) or ()
+            except GpushareError:
+                continue
+            yield from ((gpu, process) for process in found)
+
+    def clients(self) -> set[int]:
+        """Return nobody: outside MPS the end of one breaks no other."""
+        return set()
