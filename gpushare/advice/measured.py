@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.advise import DECIDING, Advice, Change, Confidence, open_text, other_answers, with_way
-from gpushare.advice.engine import Verdict, winner
+from gpushare.advice.advise import DECIDING, Advice, Change, Confidence, advice_data, open_text, other_answers, with_way
 from gpushare.advice.recipe import threads_together
-from gpushare.advice.rules import Kind, Reason
+from gpushare.advice.rules import Kind, Reason, Verdict, winner
 from gpushare.advice.ways import Way
 
 if TYPE_CHECKING:
@@ -381,3 +380,29 @@ _LEVELS: Final = {
     Effect.SETTLED: (Confidence.HIGH, "measured here"),
     Effect.KEPT: (Confidence.MEDIUM, "another way has the higher throughput"),
 }
+
+
+def measured_data(found: MeasuredAdvice, bench: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the final answer as `advice_data`, with the rules' answer, the effect of the measurement, and its document."""
+    data, rules = advice_data(found.final), advice_data(found.rules)
+    best = found.final.best
+    if best is not None and best.way.value != rules["winner"]:
+        # Why it won is what was measured; the rules have their own reasons for it, or none.
+        data["why"] = [
+            *(one.text for one in best.of(Kind.FOR)),
+            *(f"condition: {text}" for text in data["conditions"]),
+        ]
+    chosen, against = found.chosen, found.against
+    data["measured"] = {
+        "effect": found.effect.value,
+        "sentence": found.sentence,
+        "copies": found.copies,
+        "way": None if chosen is None else chosen.name,
+        "threads_percent": None if chosen is None else chosen.cap,
+        "against": None if against is None else against.name,
+        "ratio": None if found.ratio is None else float(f"{found.ratio:.6g}"),
+        "certain": found.certain,
+    }
+    data["rules"] = {key: value for key, value in rules.items() if key not in {"verdicts", "case", "notes"}}
+    data["measurement"] = None if bench is None else dict(bench)
+    return data

@@ -327,7 +327,7 @@ RUNS_ON: Final = "running programs are not affected: they join MPS or an instanc
 
 
 def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
-    from gpushare.advice.data import advice_data, verdict_data
+    from gpushare.advice.advise import advice_data, verdict_data
     from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.result import Result
 
@@ -857,7 +857,7 @@ def _measured_answer(
     error: GpushareError | None = None,
     exit_code: int | None = None,
 ) -> Any:
-    from gpushare.advice.data import measured_data
+    from gpushare.advice.measured import measured_data
     from gpushare.cli.bench import bench_notes
     from gpushare.show.advise import answer_table, reasons_table, verdicts_table
     from gpushare.show.bench import bench_result

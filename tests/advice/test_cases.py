@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from gpushare.advice.advise import advise
-from gpushare.advice.engine import Outcome
-from gpushare.advice.rules import Kind
+from gpushare.advice.rules import Kind, Outcome
 from gpushare.advice.ways import Way
 from gpushare.errors import BadUsage
 from tests.advice.conftest import situation_of

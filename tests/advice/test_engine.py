@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gpushare.advice import engine, situation
+from gpushare.advice import rules as engine
+from gpushare.advice import situation
 from gpushare.advice.advise import ALTERNATIVES, advise, next_question, other_answers, with_way
-from gpushare.advice.engine import BASE, Outcome, Verdict, verdicts, winner
-from gpushare.advice.rules import Kind, Reason
+from gpushare.advice.rules import BASE, Kind, Outcome, Reason, Verdict, verdicts, winner
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gpushare
 from gpushare.advice.advise import QUESTIONS, advise, answer_of, next_question, ways_of
 from gpushare.advice.case import workload_of
-from gpushare.advice.engine import Outcome, verdicts, winner
+from gpushare.advice.rules import Outcome, verdicts, winner
 from gpushare.advice.table import load_table, table_of
 from gpushare.advice.ways import Way
 from tests.advice.conftest import situation_of

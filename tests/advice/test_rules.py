@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 
 from gpushare.advice.case import workload_of
-from gpushare.advice.engine import Outcome, Verdict, verdicts
 from gpushare.advice.recipe import recipe
-from gpushare.advice.rules import CONDITIONS, PREFERENCES, REQUIREMENTS, VETOES, Kind, Reason, Rule
+from gpushare.advice.rules import (
+    CONDITIONS,
+    PREFERENCES,
+    REQUIREMENTS,
+    VETOES,
+    Kind,
+    Outcome,
+    Reason,
+    Rule,
+    Verdict,
+    verdicts,
+)
 from gpushare.advice.ways import Way
 from gpushare.errors import BadUsage
 from gpushare.mig.profile import ComputeInstance, GpuInstance
