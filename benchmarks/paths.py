@@ -23,8 +23,17 @@ from typing import Any, Final
 
 import gpushare
 from gpushare.cli import main
+from gpushare.values import dataclass
 
 PACKAGE: Final = Path(gpushare.__file__).resolve().parent
+
+
+@dataclass
+class _Sample:
+    """A class of `gpushare.values`, whose __init__ all of them share."""
+
+
+_INITS: Final = {_Sample.__init__.__code__}
 # The most files that a verb may run through (CONTRIBUTING.md, "The house").
 GOALS: Final = {
     "status": None,
@@ -62,11 +71,11 @@ def room_of(file: str) -> str:
 
 
 def _counted(path: str) -> str | None:
-    """Return the file below the package; None: not ours, or of the simulation."""
+    """Return the file below the package; None: not ours, of the simulation, or the machinery of dataclasses."""
     if not path.startswith(str(PACKAGE)):
         return None
     name = path[len(str(PACKAGE)) + 1 :]
-    return None if name.startswith("sim/") or name == "gpu_models.py" else name
+    return None if name.startswith("sim/") or name in {"gpu_models.py", "values.py"} else name
 
 
 @contextlib.contextmanager
@@ -80,8 +89,8 @@ def tracing() -> Iterator[Trace]:
         code = frame.f_code
         here = _counted(code.co_filename)
         if here is None:
-            # A dataclass's own __init__ stands in no file.
-            if code.co_name == "__init__" and code.co_filename == "<string>":
+            # The __init__ of a dataclass is in no file, or in `gpushare.values` for all classes of that kind.
+            if code in _INITS or (code.co_name == "__init__" and code.co_filename == "<string>"):
                 one = type(frame.f_locals.get("self"))
                 if one.__module__.startswith("gpushare.") and ".sim." not in one.__module__:
                     found.values.add(one)
