@@ -94,6 +94,12 @@ class BadUsage(GpushareError):
     exit_code = ExitCode.USAGE
 
 
+class BadCombination(BadUsage):
+    """Options that exclude each other, or one that needs another."""
+
+    code = "bad_combination"
+
+
 class NotSupported(GpushareError):
     """This GPU, driver or program cannot do it."""
 
@@ -113,6 +119,17 @@ class NotFound(GpushareError):
 
     code = "not_found"
     exit_code = ExitCode.NOT_FOUND
+
+
+class NoGpu(NotFound):
+    """There is no GPU, or none that is meant."""
+
+    code = "no_gpu"
+
+
+def no_gpu(hint: str = "see: gpushare doctor") -> NoGpu:
+    """Return the error of a host without a GPU."""
+    return NoGpu("this host has no GPU", hint)
 
 
 class DriverNotLoaded(GpushareError):

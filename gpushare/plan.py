@@ -32,6 +32,8 @@ class Step:
     undo: str | None = None
     do: Callable[[], None] = field(repr=False)
     revert: Callable[[], None] | None = field(default=None, repr=False)
+    # False: it only looks.
+    changes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpushare.errors import BadUsage, GpuLost, NotFound
+from gpushare.errors import BadUsage, GpuLost, NotFound, NotSupported, no_gpu
 from gpushare.model import Gpu, MigInstance
 from gpushare.units import quoted
 
@@ -46,6 +46,15 @@ class Device:
     def memory_total_bytes(self) -> int | None:
         """Return its memory."""
         return self.mig.memory_total_bytes if self.mig is not None else self.gpu.memory_total_bytes
+
+
+def no_mig(gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has: gpushare compare") -> NotSupported:
+    """Return the error of GPUs of which none has MIG."""
+    if len(gpus) == 1:
+        index, name = gpus[0].index, gpus[0].name or "unknown model"
+        return NotSupported(f"GPU {index} ({name}) has no MIG", hint, gpu=str(index), code="no_mig")
+    names = ", ".join(sorted({one.name or "unknown model" for one in gpus})) or "no GPU"
+    return NotSupported(f"none of these GPUs has MIG ({names})", hint, code="no_mig")
 
 
 def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
@@ -97,7 +106,7 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
         GpuLost: one of them does not answer.
     """
     if not gpus:
-        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+        raise no_gpu()
     if text is None and len(gpus) > 1:
         raise BadUsage(
             f"this host has {len(gpus)} GPUs, and a change names its GPU",

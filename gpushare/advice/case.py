@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Final
 
-from gpushare.errors import BadUsage
+from gpushare.errors import BadCombination, BadUsage
 from gpushare.units import check_depth, parse_memory_limit, parse_seconds, quoted
 
 
@@ -186,16 +186,12 @@ def checked(case: Case) -> Case:
     """
     names = sorted({one.user for one in case.workloads if one.user is not None})
     if len(names) > 1 and all(one.same_user for one in case.workloads):
-        raise BadUsage(
-            f"users: same contradicts the user names {', '.join(names)}",
-            "drop users: the names imply it",
-            code="bad_combination",
+        raise BadCombination(
+            f"users: same contradicts the user names {', '.join(names)}", "drop users: the names imply it"
         )
     if case.processes == 1 and any(one.same_user is False for one in case.workloads):
-        raise BadUsage(
-            "users: different needs more than one process",
-            "give the number of processes, or drop users",
-            code="bad_combination",
+        raise BadCombination(
+            "users: different needs more than one process", "give the number of processes, or drop users"
         )
     return case
 

@@ -27,7 +27,17 @@ from gpushare.cli.options import (
     gpus_of,
     settings,
 )
-from gpushare.errors import BadUsage, GpuLost, GpushareError, Interrupted, NotFound, NotSupported, OperationFailed
+from gpushare.errors import (
+    BadCombination,
+    BadUsage,
+    GpuLost,
+    GpushareError,
+    Interrupted,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    no_gpu,
+)
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
@@ -230,15 +240,14 @@ def _wanted(
     """
     given = [name for name, value in asked.items() if value is not None]
     if measure and explained:
-        raise BadUsage("--mechanism cannot be combined with --measure", "drop one of them", code="bad_combination")
+        raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
     if measure:
         return wanted_of(program or _argv(command or ""), asked)
     if program or given:
         said = "a command" if program else ", ".join(given)
-        raise BadUsage(
+        raise BadCombination(
             f"{said} can only be used with --measure",
             "to measure: gpushare advise --measure ... -- CMD; to name the program only: --command 'CMD'",
-            code="bad_combination",
         )
     return None
 
@@ -298,7 +307,7 @@ def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
     from gpushare.selection import select_one
 
     if not facts.gpus:
-        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+        raise no_gpu()
     if gpu is not None:
         device = select_one(gpu, host.nvml.sweep())
         return next(one for one in facts.gpus if one.index == device.gpu.index)
@@ -714,10 +723,9 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
     if not 1 <= repeat <= _MOST_REPEATS:
         raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
     if window is not None and asked["--metric"] is None:
-        raise BadUsage(
+        raise BadCombination(
             "--for ends the command before it finishes, so finished runs cannot be counted",
             "name a metric that it prints: --metric 'rate=([0-9.]+)'; or drop --for",
-            code="bad_combination",
         )
     return Wanted(
         argv=argv,

@@ -209,13 +209,11 @@ def _kept(host: Host, text: str, result: Result) -> Result:
 
 def _say_plan(rows: Sequence[_Row]) -> None:
     """Say the whole plan before anything changes."""
-    from gpushare.hostfile.steps import CheckStep
-
     for row in rows:
         if row.error is not None:
             note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
         elif row.steps:
-            changing = [step.what for step in row.steps if not isinstance(step, CheckStep)]
+            changing = [step.what for step in row.steps if step.changes]
             note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(changing)}")
 
 

@@ -24,7 +24,7 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import BadUsage, GpushareError, Interrupted, OperationFailed
+from gpushare.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,22 +141,19 @@ def _check(
 ) -> None:
     given = [f"--{name}" for name, value in built_in.items() if value is not None]
     if command and given:
-        raise BadUsage(
+        raise BadCombination(
             f"{', '.join(given)} is of the built-in workload, and a command is given too",
             "drop one of them: gpushare bench --size 256, or gpushare bench -- CMD",
-            code="bad_combination",
         )
     if not command and (metric is not None or latency is not None):
-        raise BadUsage(
+        raise BadCombination(
             "--metric and --latency need a command; the built-in workload has its own",
             "give one: gpushare bench --metric 'rate=([0-9.]+)' -- CMD",
-            code="bad_combination",
         )
     if command and window is not None and metric is None:
-        raise BadUsage(
+        raise BadCombination(
             "--for ends the command before it finishes: finished runs cannot be counted then",
             "say what it prints: --metric 'rate=([0-9.]+)'; or drop --for",
-            code="bad_combination",
         )
     if not 1 <= repeat <= _MOST_REPEATS:
         raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gpushare.cli.options import Command, GpuOption, settings
-from gpushare.errors import BadUsage, NotFound
+from gpushare.errors import BadUsage, no_gpu
 from gpushare.units import quoted
 
 
@@ -46,7 +46,7 @@ def capture(
     state = HostState(settings.connect())
     gpus = {device.gpu.index: device.gpu for device in select(gpu, state.gpus)}
     if not gpus:
-        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+        raise no_gpu()
     file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
     text = text_of(file)
     return Result(command="capture", data=_data(text), text=text.rstrip("\n"), notes=tuple(notes))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import Command, GpuOption, settings
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound
+from gpushare.errors import BadUsage, GpuLost, GpushareError, no_gpu
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ def _facts(gpu: str | None) -> HostFacts:
         chosen = {device.gpu.index for device in select(gpu, state.gpus)}
         facts = replace(facts, gpus=tuple(one for one in facts.gpus if one.index in chosen))
     if not facts.gpus:
-        raise NotFound(
-            "this host has no NVIDIA GPU", "see the general table: gpushare compare --view today", code="no_gpu"
-        )
+        raise no_gpu("see the general table: gpushare compare --view today")
     if not answering(facts):
         raise GpuLost("no GPU answers", "see what is wrong: gpushare doctor", gpu=str(facts.gpus[0].index))
     return facts

@@ -296,7 +296,7 @@ def capable(
         NotSupported: none of them has.
     """
     from gpushare.mig.layouts import layouts_of
-    from gpushare.selection import select
+    from gpushare.selection import no_mig, select
 
     host = settings.connect()
     chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
@@ -307,12 +307,7 @@ def capable(
     if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
         raise GpuLost(lost.error, "see: gpushare status", gpu=str(lost.index))
     if not gpus:
-        names = ", ".join(sorted({one.name or "unknown" for one in chosen.values()})) or "no GPU"
-        raise NotSupported(
-            f"no MIG on this host's GPUs ({names})",
-            "try one that has it: gpushare mig profiles --model h100-80gb",
-            code="no_mig",
-        )
+        raise no_mig(list(chosen.values()), "try one that has it: gpushare mig profiles --model h100-80gb")
     return gpus, layouts_of(host, gpus, hidden)
 
 

@@ -54,7 +54,7 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
         BadUsage, NotFound, GpuLost: as `select_for_change`; BadUsage also for an instance (-g MIG-...).
     """
     from gpushare.mig.layouts import layouts_of
-    from gpushare.selection import Device, select_for_change
+    from gpushare.selection import Device, no_mig, select_for_change
 
     found = gpus_of(host)
     if named and gpu is None:
@@ -75,12 +75,7 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
     able = ",".join(str(one.index) for one in gpus if one.mig_capable)
     for one in gpus:
         if not one.mig_capable:
-            raise NotSupported(
-                f"GPU {one.index} ({one.name or 'unknown model'}) has no MIG",
-                f"name those that have it: -g {able}" if able else "see what it has: gpushare compare",
-                gpu=str(one.index),
-                code="no_mig",
-            )
+            raise no_mig([one], f"name those that have it: -g {able}") if able else no_mig([one])
     return gpus, layouts_of(host, gpus)
 
 

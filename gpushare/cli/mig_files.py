@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.options import Command, GpuOption, PartedConfig, PartedFile, gpus_of, settings
-from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported
+from gpushare.errors import BadUsage, GpuLost, GpushareError, NoGpu, no_gpu
 from gpushare.inputs import documents, shown_as, text_of
 from gpushare.mig.parted import (
     Config,
@@ -91,14 +91,14 @@ def export(
     """
     from gpushare.mig.driver import MigReader
     from gpushare.mig.parted import Exported, check_config_name, document, placements, yaml_text
+    from gpushare.selection import no_mig
     from gpushare.show.result import Result
 
     check_config_name(name)
     host = settings.connect()
     chosen = _answering(_gpus(host, gpu))
     if not any(one.mig_capable for one in chosen):
-        names = ", ".join(sorted({one.name or "unknown" for one in chosen}))
-        raise NotSupported(f"no MIG on these GPUs ({names})", "see: gpushare status", code="no_mig")
+        raise no_mig(chosen)
     reader = MigReader(host.nvml)
     found = [
         Exported(
@@ -134,7 +134,7 @@ def _gpus(host: Host, text: str | None) -> list[Gpu]:
 
     found = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
     if not found:
-        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+        raise no_gpu()
     return list(found.values())
 
 
@@ -265,9 +265,7 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Dem
     if not demands:
         here = range(host.nvml.count())
         why = "; ".join((*absent(config, here), *idle_entries(config, gpus, ids, here))) or "none of them has MIG"
-        raise NotFound(
-            f"config '{config.name}' asks nothing of the chosen GPUs: {why}", "see: gpushare mig status", code="no_gpu"
-        )
+        raise NoGpu(f"config '{config.name}' asks nothing of the chosen GPUs: {why}", "see: gpushare mig status")
     return demands
 
 
@@ -280,10 +278,9 @@ def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     here = range(host.nvml.count())
     said = absent(config, here)
     if said and all(is_elsewhere(entry, here) for entry in config.entries):
-        raise NotFound(
+        raise NoGpu(
             f"config '{config.name}' is for no GPU of this host: {'; '.join(said)}",
             "see which are here: gpushare status",
-            code="no_gpu",
         )
     return said
 

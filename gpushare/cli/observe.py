@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import Command, GpuOption, note, settings
-from gpushare.errors import BadUsage
+from gpushare.errors import BadCombination, BadUsage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,10 +127,9 @@ def _shown(read: str, given: tuple[str | None, ...]) -> Any:
     from gpushare.measure.recording import read_recording
 
     if any(one is not None for one in given):
-        raise BadUsage(
+        raise BadCombination(
             "--from shows a recording that is there; it takes no --to and no -g",
             f"see all of it: gpushare observe --from {read}",
-            code="bad_combination",
         )
     from pathlib import Path
 

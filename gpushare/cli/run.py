@@ -22,7 +22,7 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import BadUsage, GpushareError, NotFound, OperationFailed
+from gpushare.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed
 
 if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
@@ -99,7 +99,7 @@ def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict
 
 
 def _wrong(what: str, example: str) -> BadUsage:
-    return BadUsage(what, f"for example: {example}", code="bad_combination")
+    return BadCombination(what, f"for example: {example}")
 
 
 def register(app: typer.Typer) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.options import Command
-from gpushare.errors import BadUsage, NotSupported
+from gpushare.errors import BadCombination, BadUsage, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.advice.savings import Price, Savings, Work
@@ -67,10 +67,9 @@ def savings(
     capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory)
     if read is not None:
         if gpus is not None or load is not None or memory is not None:
-            raise BadUsage(
+            raise BadCombination(
                 "--from takes the number of GPUs, load and memory from the recording",
                 f"drop --gpus, --load and --memory: gpushare savings --from {read}",
-                code="bad_combination",
             )
         recording, uses = _recorded(read, gpu)
         work = [_work(use) for use in uses]

@@ -16,7 +16,8 @@ from gpushare.errors import BadUsage, NotFound, NotSupported
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import IMAGE, Document, Export, yaml_document
 from gpushare.mig.parted import VERSION, parse_parted, yaml_text
-from gpushare.model import Priority, Sharing, TimeSlice, device_key
+from gpushare.model import Gpu, Priority, Sharing, TimeSlice, device_key
+from gpushare.selection import no_mig
 from gpushare.units import MIB
 
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
@@ -242,8 +243,7 @@ def config_of(host: HostDescription, name: str) -> dict[str, Any]:
     """
     capable = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
     if not capable:
-        names = ", ".join(sorted({gpu.name or "unknown" for gpu in host.gpus}))
-        raise NotSupported(f"no MIG on these GPUs ({names})", "see: gpushare status", code="no_mig")
+        raise no_mig([Gpu(index=one.index, name=one.name) for one in host.gpus])
     groups: dict[tuple[bool, tuple[tuple[str, int], ...]], list[GpuDescription]] = {}
     for gpu in capable:
         counts = tuple(sorted(Counter(mig.profile for mig in gpu.mig).items()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
 from gpushare.hostfile.live import Device, Seat, seated
 from gpushare.hostfile.look import users_of, with_units
@@ -133,7 +133,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
         NoPermission, OperationFailed: an MPS daemon cannot be asked.
     """
     if not gpus:
-        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+        raise no_gpu()
     for gpu in gpus:
         if gpu.error is not None:
             raise GpuLost(gpu.error, "see: gpushare status", gpu=str(gpu.index))

@@ -15,7 +15,7 @@ from gpushare.mig.target import MigDevice, difference
 from gpushare.mig.wish import parse_wish, resolve
 from gpushare.model import ComputeMode, Gpu, MigInstance, Priority, Sharing, TimeSlice
 from gpushare.mps.limits import Limits, check_memory
-from gpushare.selection import Device
+from gpushare.selection import Device, no_mig
 from gpushare.units import size_option
 
 
@@ -194,12 +194,7 @@ def _mps_text(wish: MpsWish) -> str:
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:
     """Raise NotSupported when an entry wants MIG of a GPU that has none (code ``no_mig``)."""
     if entry.sharing is Sharing.MIG and not gpu.mig_capable:
-        raise NotSupported(
-            f"GPU {gpu.index} ({gpu.name or 'unknown model'}) has no MIG",
-            "see the ways of sharing that it has: gpushare compare",
-            gpu=str(gpu.index),
-            code="no_mig",
-        )
+        raise no_mig([gpu])
 
 
 def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:

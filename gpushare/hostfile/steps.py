@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
@@ -140,12 +139,7 @@ def _grants(host: Host, one: WantedName, before: Sequence[str]) -> list[Callable
     return makes
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckStep(Step):
-    """A step that only looks."""
-
-
-def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> CheckStep:
+def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
     """Return the step that looks at a GPU at the end: it is as the file has it, or all of it is taken back."""
 
     def act() -> None:
@@ -157,7 +151,8 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> CheckSt
                 gpu=str(index),
             )
 
-    return CheckStep(what=f"check that GPU {index} is as the file has it", command="gpushare diff -f FILE", do=act)
+    what = f"check that GPU {index} is as the file has it"
+    return Step(what=what, command="gpushare diff -f FILE", do=act, changes=False)
 
 
 Find = Callable[[], Device]

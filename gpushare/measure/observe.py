@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gpushare.errors import GpushareError, NotFound, OperationFailed
+from gpushare.errors import GpushareError, OperationFailed, no_gpu
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
 from gpushare.host.process import SAME_START_SECONDS
@@ -50,7 +50,7 @@ def header_for(
     """
     gpus = [gpu for gpu in host.nvml.sweep() if indexes is None or gpu.index in indexes]
     if not gpus:
-        raise NotFound("this host has no GPU", "see: gpushare doctor", code="no_gpu")
+        raise no_gpu()
     if all(gpu.error is not None for gpu in gpus):
         raise OperationFailed(
             f"no GPU answers: {gpus[0].error}", "see what is wrong: gpushare doctor", code="no_gpu_answers"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld, NotSupported
+from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHeld
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
@@ -21,7 +21,7 @@ from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import begun_by, look, made_by, perform, restore
 from gpushare.model import ComputeMode, GpuProcess, Holder
 from gpushare.plan import NotUndone, Plan, Step, carry_out
-from gpushare.selection import Device
+from gpushare.selection import Device, no_mig
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -45,12 +45,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
         InUse: somebody is on the GPU.
     """
     if not gpu.mig_capable:
-        raise NotSupported(
-            f"GPU {gpu.index} ({gpu.name or 'unknown model'}) has no MIG",
-            "see the ways of sharing that it has: gpushare compare",
-            gpu=str(gpu.index),
-            code="no_mig",
-        )
+        raise no_mig([gpu])
     if enable == bool(gpu.mig_enabled):
         # Only a mode that is pending is taken back: nothing is reset for it.
         return []

@@ -18,11 +18,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gpushare.errors import BadUsage, NotFound, NotSupported
+from gpushare.errors import BadUsage, NotFound
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import present
 from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
 from gpushare.model import Gpu
+from gpushare.selection import no_mig
 
 REQUIRED: Final = ("devices", "mig-enabled")
 KEYS: Final = (*REQUIRED, "mig-devices", "device-filter")
@@ -309,12 +310,7 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
     without = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
     for index, gpu in without.items():
         if demands[index].mig_enabled and not demands[index].of_all:
-            raise NotSupported(
-                f"GPU {index} ({gpu.name or 'unknown'}) has no MIG",
-                "take it out of 'devices', or write devices: all to skip it",
-                gpu=str(index),
-                code="no_mig",
-            )
+            raise no_mig([gpu], "take it out of 'devices', or write devices: all to skip it")
     return {index: demand for index, demand in demands.items() if index not in without}
 
 

@@ -16,7 +16,7 @@ from gpushare.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSuppo
 from gpushare.mig.driver import MigReader
 from gpushare.mig.names import NamedInstance, names_of
 from gpushare.mig.wish import Request, find_profile, parse_wish
-from gpushare.selection import Device, select_for_change
+from gpushare.selection import Device, no_mig, select_for_change
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -166,9 +166,10 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
         NotFound: MIG is off, or there is no such instance, or only named ones.
     """
     request = one_request(text)
-    capable = [one for one in _gpus(host, gpu) if one.mig_capable]
+    gpus = _gpus(host, gpu)
+    capable = [one for one in gpus if one.mig_capable]
     if not capable:
-        raise NotSupported("no MIG on these GPUs", "see: gpushare status; run in a share: --threads", code="no_mig")
+        raise no_mig(gpus, "see: gpushare status; run in a share: --threads")
     on = [one for one in capable if one.mig_enabled]
     found = [place for one in on for place in _of_profile(host, one, request)]
     if not on:
