@@ -82,7 +82,6 @@ class GiProfile(NamedTuple):
 
     @property
     def no_media(self) -> bool:
-        """Return whether it goes without media engines (``-me``)."""
         return self.name.endswith("-me")
 
 
@@ -123,7 +122,6 @@ class GpuModel(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Return the total memory in bytes, as NVML reports it."""
         return None if self.memory_mib is None else self.memory_mib * MIB
 
     def profile(self, name: str) -> GiProfile | None:
@@ -132,12 +130,10 @@ class GpuModel(NamedTuple):
         return next((profile for profile in self.profiles if profile.name == wanted), None)
 
     def profile_by_id(self, profile_id: int) -> GiProfile | None:
-        """Return the GPU instance profile with this id (-lgip), or None."""
         return next((profile for profile in self.profiles if profile.id == profile_id), None)
 
 
 def load_models() -> dict[str, GpuModel]:
-    """Return the catalogue by key, in its order."""
     return {key: model_of(key) for key in _catalogue()}
 
 
@@ -239,7 +235,6 @@ def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
 
 
 def profile_of(raw: GiProfile) -> Profile:
-    """Return one profile of the catalogue."""
     placements = None
     if raw.starts is not None and raw.size is not None:
         placements = tuple(Placement(start, raw.size) for start in raw.starts)

@@ -168,7 +168,6 @@ class MpsDaemon:
 
     @property
     def clients(self) -> tuple[MpsClient, ...]:
-        """Return the clients of all servers."""
         return tuple(client for server in self.servers for client in server.clients)
 
 

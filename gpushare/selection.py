@@ -32,7 +32,6 @@ class Device:
 
     @property
     def title(self) -> str:
-        """Return what people call it: ``GPU 0``, ``MIG 1g.18gb of GPU 0``."""
         if self.mig is None:
             return f"GPU {self.gpu.index}"
         return f"MIG {self.mig.profile or self.mig.uuid} of GPU {self.gpu.index}"
@@ -44,7 +43,6 @@ class Device:
 
     @property
     def memory_total_bytes(self) -> int | None:
-        """Return its memory."""
         return self.mig.memory_total_bytes if self.mig is not None else self.gpu.memory_total_bytes
 
 

@@ -76,7 +76,6 @@ class HostState:
 
     @property
     def driver_version(self) -> str | None:
-        """Return the driver's version."""
         return self._once("driver", self.host.nvml.driver_version)
 
     def ask_levels(self) -> bool:
@@ -85,7 +84,6 @@ class HostState:
 
     @property
     def levels(self) -> Mapping[int, TimeSlice | None]:
-        """Return the time-slice by GPU index."""
         if "policy" not in self._known:
             return self._once("levels", self.host.policy.read)
         return self._once("levels", lambda: policies_of(self._once("policy", self.host.policy.start).result()))
@@ -113,7 +111,6 @@ class HostState:
 
     @property
     def mps_installed(self) -> bool:
-        """Return whether nvidia-cuda-mps-control is installed."""
         return self._once("MPS program", lambda: self.host.programs.find(MPS_CONTROL) is not None)
 
     @property
@@ -125,7 +122,6 @@ class HostState:
 
     @property
     def names(self) -> Mapping[str, NamedInstance]:
-        """Return the names of MIG instances."""
         from gpushare.mig.names import names_of
 
         return self._once("names", lambda: names_of(self.host))

@@ -26,7 +26,6 @@ _POLL_SECONDS: Final = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("apply", cls=ChangingCommand, short_help="Make the host what gpushare.yaml says.")(apply)
 
 

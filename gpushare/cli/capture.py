@@ -13,7 +13,6 @@ from gpushare.units import quoted
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("capture", cls=Command, short_help="Write how the host is shared, as gpushare.yaml.")(capture)
 
 

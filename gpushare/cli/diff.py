@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("diff", cls=Command, short_help="Say how the host differs from gpushare.yaml; exit 7 if it does.")(diff)
 
 

@@ -41,7 +41,6 @@ MigStrategy = Annotated[
 
 
 def add(group: typer.Typer) -> None:
-    """Add the commands."""
     group.command("dra", cls=Command, short_help="ResourceClaims for NVIDIA's DRA driver.")(dra)
     group.command("karpenter", cls=Command, short_help="NodePool and NodeOverlay for Karpenter.")(karpenter)
     group.command("slurm", cls=Command, short_help="gres.conf, slurm.conf lines, prolog and epilog.")(slurm)
@@ -231,7 +230,6 @@ Rename = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group."""
     app.add_typer(group, name="export", cls=Group, short_help="Write this host for Kubernetes, Slurm, Docker, systemd.")
     group.command("k8s", cls=Command, short_help="Device-plugin config for the GPU operator.")(k8s)
     add(group)
@@ -355,7 +353,6 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
 
 
 def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
-    """Return the host as a file wants it."""
     from gpushare.export.description import wished
     from gpushare.hostfile.diff import check_fits
     from gpushare.hostfile.load import entries_of, load, placed

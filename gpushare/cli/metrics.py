@@ -34,7 +34,6 @@ _DEFAULT: Final = "127.0.0.1:9836"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("metrics", cls=Command, short_help="Serve metrics for Prometheus.")(metrics)
 
 
@@ -101,7 +100,6 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics of this moment."""
         from prometheus_client.core import Metric
 
         with self._lock:
@@ -289,7 +287,6 @@ class MetricsServer(WSGIServer):
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
-        """Serve until an exception ends it."""
         for _ in range(_WORKERS):
             threading.Thread(target=self._answer, daemon=True).start()
         self._selector.register(self.socket, selectors.EVENT_READ)

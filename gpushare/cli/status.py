@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("status", cls=Command, short_help="Show GPUs, sharing, limits, clients, processes.")(status)
 
 

@@ -35,17 +35,14 @@ class Share:
 
     @property
     def uuid(self) -> str:
-        """Return what a container runtime calls it."""
         return self.gpu.uuid if self.mig is None else self.mig.uuid
 
     @property
     def mps(self) -> MpsDescription | None:
-        """Return its MPS daemon, or None."""
         return self.gpu.mps if self.mig is None else self.mig.mps
 
     @property
     def title(self) -> str:
-        """Return what people call it."""
         return f"GPU {self.gpu.index}" if self.mig is None else f"MIG {self.mig.profile} of GPU {self.gpu.index}"
 
     @property

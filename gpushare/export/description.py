@@ -96,7 +96,6 @@ class HostDescription:
     whole: bool = True
 
     def instances(self) -> Iterator[tuple[GpuDescription, MigDescription]]:
-        """Yield every MIG device with its GPU."""
         for gpu in self.gpus:
             for mig in gpu.mig:
                 yield gpu, mig

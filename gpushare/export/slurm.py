@@ -265,7 +265,6 @@ def prolog(gpus: Mapping[int, str], limits: Mapping[str, str]) -> str:
 
 
 def epilog() -> str:
-    """Return the Epilog."""
     return _EPILOG.replace("@COMMON@", _COMMON).replace("@STATE@", STATE)
 
 

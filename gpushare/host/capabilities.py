@@ -49,7 +49,6 @@ class Capability:
 
     @property
     def node(self) -> str:
-        """Return the device node that a process opens to use the instance."""
         return f"{NODES}/nvidia-cap{self.minor}"
 
 
@@ -88,7 +87,6 @@ class LocalCapabilities:
         self._root = Path(root)
 
     def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
-        """Return the capabilities of a GPU's instances; what cannot be read is absent."""
         found: dict[Place, Capability] = {}
         for gpu_instance in _numbered(self._real(_directory(minor)), "gi"):
             own = self.read(minor, gpu_instance)
@@ -101,7 +99,6 @@ class LocalCapabilities:
         return found
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
-        """Return the capability of an instance (its ``access`` file), or None when it is absent."""
         path = f"{_directory(minor, gpu_instance, compute_instance)}/access"
         try:
             text = self._real(path).read_text(encoding="ascii", errors="replace")
@@ -201,7 +198,6 @@ def user_id(name: str) -> int:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user of this machine, or the id as text."""
     import pwd
 
     try:

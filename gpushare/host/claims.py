@@ -66,7 +66,6 @@ class Claim:
 
     @property
     def pid(self) -> int:
-        """Return the process that holds it."""
         return self.processes[0].pid
 
     @property

@@ -57,17 +57,14 @@ class Host:
 
     @property
     def policy(self) -> ComputePolicy:
-        """Return the time-slice policy of this host."""
         return ComputePolicy(self.programs)
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether this host is a simulated one."""
         return self.spec.startswith("sim:")
 
 
 def local_host() -> Host:
-    """Return this machine."""
     uid = os.geteuid()
     run_directory = local_run_directory(uid)
     state_directory = local_state_directory(uid)

@@ -53,7 +53,6 @@ class LocalMachine:
         self._proc = proc
 
     def shared_memory(self) -> Space | None:
-        """Return size and free space of ``/dev/shm`` (statvfs)."""
         try:
             found = os.statvfs(SHARED_MEMORY)
         except OSError:
@@ -103,5 +102,4 @@ class LocalMachine:
 
 
 def xids_in(text: str) -> tuple[Xid, ...]:
-    """Return the Xids that a kernel log names."""
     return tuple(Xid(int(number), pci) for pci, number in XID.findall(text))

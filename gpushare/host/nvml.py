@@ -241,7 +241,6 @@ class NvmlReader:
     # -- the host ----------------------------------------------------------------------------------
 
     def driver_version(self) -> str | None:
-        """Return the driver's version (nvmlSystemGetDriverVersion)."""
         version = self.ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
         return None if version is None else str(version)
 
@@ -261,7 +260,6 @@ class NvmlReader:
         return tuple(self._guarded(index, self._gpu) for index in range(self.count()))
 
     def gpu(self, index: int) -> Gpu:
-        """Return one GPU as `sweep` does."""
         return self._guarded(index, self._gpu)
 
     def _guarded(self, index: int, read: Callable[[int], Gpu]) -> Gpu:

@@ -279,7 +279,6 @@ class LocalProcesses:
         return sorted(found)
 
     def descendants(self, pid: int) -> Sequence[int]:
-        """Return the PID itself and all that descend from it, parents first."""
         import psutil
 
         try:
@@ -476,7 +475,6 @@ class Child:
         self._stopped: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status as subprocess does (negative: killed by that signal), or None."""
         while self._process.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
@@ -493,7 +491,6 @@ class Child:
         return self._process.returncode
 
     def stopped_by(self) -> int | None:
-        """Return the signal that has stopped it since the last call, or None."""
         self.poll()
         stopped, self._stopped = self._stopped, None
         return stopped

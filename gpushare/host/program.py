@@ -108,7 +108,6 @@ def program_path(name: str) -> str | None:
 
 
 def missing_program(name: str) -> NotSupported:
-    """Return the error for a vendor program that is not installed."""
     package = {
         "nvidia-smi": "it comes with the driver: install the driver's utilities package",
         "nvidia-cuda-mps-control": "it comes with the driver: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
@@ -218,7 +217,6 @@ def _flooded(argv: Sequence[str], most: int) -> OperationFailed:
 
 
 def timed_out(argv: Sequence[str], timeout: float) -> TimedOut:
-    """Return the error for a program that did not end in time."""
     command = " ".join(argv)
     return TimedOut(f"'{command}' did not answer within {timeout:g} s", "see: gpushare doctor", code="program_hangs")
 
@@ -227,7 +225,6 @@ class LocalPrograms:
     """Runs the programs of this machine, in the C locale, in a process group of their own."""
 
     def find(self, name: str) -> str | None:
-        """Return the path of the program, or None."""
         return program_path(name)
 
     def listener(self, pipe_directory: str) -> Listener | None:
@@ -242,7 +239,6 @@ class LocalPrograms:
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Pending:
-        """Start a program; see `Programs.start`."""
         path = program_path(argv[0])
         if path is None:
             raise missing_program(argv[0])
@@ -277,7 +273,6 @@ class LocalPrograms:
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Completed:
-        """Run a program to its end; see `Programs.run`."""
         return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
 
 

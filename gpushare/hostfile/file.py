@@ -47,7 +47,6 @@ class Exactness(IntEnum):
 
     @property
     def title(self) -> str:
-        """Return the key of ``match``."""
         return self.name.lower()
 
 
@@ -106,7 +105,6 @@ class Entry:
 
     @property
     def wish(self) -> Wish:
-        """Return the MIG layout as the planner takes it."""
         return parse_wish(" ".join(one.wish for one in self.mig)) if self.mig else ()
 
     @property

@@ -56,11 +56,9 @@ class LiveGpu:
 
     @property
     def mps(self) -> LiveMps | None:
-        """Return the daemon of the whole GPU that was started for good."""
         return self.daemon(self.gpu.uuid)
 
     def daemon(self, uuid: str | None) -> LiveMps | None:
-        """Return the daemon of a device that was started for good."""
         found = self.daemons.get(uuid or "")
         return None if found is None or found.transient else found
 
@@ -71,7 +69,6 @@ class LiveGpu:
 
     @property
     def instances(self) -> tuple[GpuInstance, ...]:
-        """Return the GPU instances, by place."""
         there = () if self.layout is None else self.layout.instances
         return tuple(sorted(there, key=lambda one: one.start))
 
@@ -186,7 +183,6 @@ class Device(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int]:
-        """Return its GPU instance."""
         return self.profile, self.start
 
     def __str__(self) -> str:
@@ -268,7 +264,6 @@ def seated(wanted: Iterable[Seat], devices: Iterable[Device]) -> Seats:
 
 
 def devices_of_layout(live: LiveGpu) -> list[Device]:
-    """Return the MIG devices that are there."""
     found: list[Device] = []
     names = {(one.profile, one.start): one.name for one in live.names}
     for one in live.instances:

@@ -102,7 +102,6 @@ def _with_known_users(entry: Entry, shown: str) -> Entry:
 
 
 def applied_path(host: Host) -> Path:
-    """Return where the file is kept."""
     return host.state_directory / KEPT
 
 
