@@ -1,117 +1,24 @@
 """NVIDIA's DRA driver: ResourceClaims and templates, which say sharing per GPU. Pure.
 
 A claim is shared by all pods that name it; a ResourceClaimTemplate makes one claim, hence one GPU, per pod. So a shared
-GPU becomes a ResourceClaim, and one that is not shared a template. Facts: kubernetes-sigs/dra-driver-nvidia-gpu (see
-`dra_rules`), Kubernetes' resource.k8s.io API: v1 from 1.34, v1beta2 in 1.33, v1beta1 in 1.32.
+GPU becomes a ResourceClaim, and one that is not shared a template. Facts: kubernetes-sigs/dra-driver-nvidia-gpu (its
+rules: tests/export/dra_parameters.py), Kubernetes' resource.k8s.io API: v1 from 1.34, v1beta2 in 1.33, v1beta1 in 1.32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
-from gpushare.export.document import IMAGE, Document, Export, yaml_document
-from gpushare.export.k8s import LOOP, TOLERATION
+from gpushare.export.document import Document, Export, yaml_document
+from gpushare.export.k8s import deployment, verified
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.units import MIB, format_percent
 
 GROUP: Final = "resource.nvidia.com/v1beta1"
 DRIVER: Final = "gpu.nvidia.com"
-INTERVALS: Final = ("Default", "Short", "Medium", "Long")
-_QUANTITY: Final = re.compile(r"(\d{1,15})(Ki|Mi|Gi|Ti|k|M|G|T)?", re.ASCII)
-_FACTORS: Final = {
-    "": 1,
-    "k": 1000,
-    "M": 1000**2,
-    "G": 1000**3,
-    "T": 1000**4,
-    "Ki": 1024,
-    "Mi": 1024**2,
-    "Gi": 1024**3,
-    "Ti": 1024**4,
-}
-_DEVICE: Final = re.compile(r"\d{1,4}|GPU-[0-9a-f-]+", re.ASCII)
-
-
-def check_parameters(raw: object) -> Mapping[str, Any]:
-    """Return the parameters of one device configuration, if the driver takes them.
-
-    Raises:
-        BadUsage: it does not.
-    """
-    top = _fields(raw, "the parameters", ("apiVersion", "kind", "sharing"))
-    if top.get("apiVersion") != GROUP:
-        raise _refused(f"no kind of group {GROUP}")
-    kind = top.get("kind")
-    if kind not in {"GpuConfig", "MigDeviceConfig"}:
-        raise _refused(f"no kind '{str(kind)[:40]}'")
-    if "sharing" in top:
-        _check_sharing(top["sharing"], is_mig=kind == "MigDeviceConfig")
-    return top
-
-
-def _check_sharing(raw: object, *, is_mig: bool) -> None:
-    # A MIG device has no slice length, so its configuration has no such member.
-    members = ("strategy", "mpsConfig") if is_mig else ("strategy", "timeSlicingConfig", "mpsConfig")
-    sharing = _fields(raw, "'sharing'", members)
-    strategy = sharing.get("strategy")
-    if strategy not in {"TimeSlicing", "MPS"}:
-        raise _refused(f"unknown GPU sharing strategy: {str(strategy)[:40]}")
-    if strategy == "TimeSlicing":
-        if "mpsConfig" in sharing:
-            raise _refused("cannot use 'mpsConfig' with the TimeSlicing strategy")
-        interval = _fields(sharing.get("timeSlicingConfig", {}), "'timeSlicingConfig'", ("interval",)).get("interval")
-        if interval is not None and interval not in INTERVALS:
-            raise _refused(f"unknown time-slice interval: {str(interval)[:40]}")
-        return
-    if "timeSlicingConfig" in sharing:
-        raise _refused("cannot use 'timeSlicingConfig' with the MPS strategy")
-    _check_mps(sharing.get("mpsConfig", {}))
-
-
-def _check_mps(raw: object) -> None:
-    members = (
-        *("defaultActiveThreadPercentage", "defaultPinnedDeviceMemoryLimit", "defaultPerDevicePinnedMemoryLimit"),
-        "multiUser",
-    )
-    config = _fields(raw, "'mpsConfig'", members)
-    threads = config.get("defaultActiveThreadPercentage")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= 100):
-        raise _refused("'defaultActiveThreadPercentage' must be a whole number from 0 to 100")
-    if "defaultPinnedDeviceMemoryLimit" in config:
-        _check_memory(config["defaultPinnedDeviceMemoryLimit"])
-    for device, limit in _fields(config.get("defaultPerDevicePinnedMemoryLimit", {}), "the limits", None).items():
-        if not isinstance(device, str) or _DEVICE.fullmatch(device) is None:
-            raise _refused(f"invalid device index: {str(device)[:60]}")
-        _check_memory(limit)
-    if not isinstance(config.get("multiUser", False), bool):
-        raise _refused("'multiUser' is not true or false")
-
-
-def _check_memory(raw: object) -> None:
-    match = _QUANTITY.fullmatch(raw) if isinstance(raw, str) else None
-    if match is None:
-        raise _refused(f"'{str(raw)[:40]}' is no quantity")
-    if int(match[1]) * _FACTORS[match[2] or ""] < MIB:
-        raise _refused(f"the memory limit {raw}: value set too low (below 1Mi)")
-
-
-def _fields(raw: object, what: str, members: tuple[str, ...] | None) -> Mapping[Any, Any]:
-    if not isinstance(raw, Mapping):
-        raise _refused(f"{what} is not a mapping")
-    unknown = [key for key in raw if members is not None and key not in members]
-    if unknown:
-        raise _refused(f'strict decoding error: unknown field "{str(unknown[0])[:40]}" in {what}')
-    return raw
-
-
-def _refused(message: str) -> BadUsage:
-    return BadUsage(f"DRA driver configuration: {message}", "see: gpushare export dra --help", code="bad_dra_config")
-
-
 NEWEST: Final = "1.34"
 _VERSIONS: Final = {"1.32": "v1beta1", "1.33": "v1beta2", "1.34": "v1"}
 _VERSION: Final = re.compile(r"1\.(\d{1,3})", re.ASCII)
@@ -241,9 +148,7 @@ def _mps(mps: MpsDescription, where: str) -> dict[str, Any]:
 
 
 def _parameters(kind: str, sharing: dict[str, Any]) -> dict[str, Any]:
-    found = {"apiVersion": GROUP, "kind": kind, "sharing": sharing}
-    check_parameters(found)
-    return found
+    return {"apiVersion": GROUP, "kind": kind, "sharing": sharing}
 
 
 def _request(name: str, device_class: str, expression: str, version: str) -> dict[str, Any]:
@@ -278,45 +183,15 @@ def _shared(name: str, request: dict[str, Any], parameters: dict[str, Any] | Non
         "metadata": {"name": name},
         "spec": _devices(request, parameters),
     }
-    return [yaml_document(f"{name}.yaml", claim), yaml_document(f"verify-{name}.yaml", _deployment(name))]
-
-
-def _deployment(claim: str) -> dict[str, Any]:
-    """Return two pods that name one claim: they run side by side only if the GPU is shared."""
-    labels = {"app.kubernetes.io/name": f"verify-{claim}"}
-    container = {
-        "name": "vectoradd",
-        "image": IMAGE,
-        "command": ["/bin/sh", "-c", LOOP],
-        "resources": {"claims": [{"name": "gpu"}]},
-    }
-    pod = {
-        "tolerations": [dict(TOLERATION)],
-        "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}],
-        "containers": [container],
-    }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": f"verify-{claim}", "labels": labels},
-        "spec": {
-            "replicas": 2,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    # Two pods that name one claim run at the same time only if the GPU is shared.
+    asked = [{"name": "gpu", "resourceClaimName": name}]
+    check = deployment(f"verify-{name}", 2, {"claims": [{"name": "gpu"}]}, resourceClaims=asked)
+    return [yaml_document(f"{name}.yaml", claim), yaml_document(f"verify-{name}.yaml", check)]
 
 
 def _commands(documents: list[Document]) -> list[str]:
-    checks = [one.name for one in documents if one.name.startswith("verify-")]
-    lines = [f"kubectl apply -f {one.name}" for one in documents if one.name not in checks]
-    for name in checks:
-        lines += [
-            f"kubectl apply -f {name}",
-            f"kubectl rollout status deployment/{name.removesuffix('.yaml')} --timeout=5m",
-            f"kubectl delete -f {name}",
-        ]
-    return lines
+    checks = [one for one in documents if one.name.startswith("verify-")]
+    return [f"kubectl apply -f {one.name}" for one in documents if one not in checks] + verified(checks, prefix="")
 
 
 def _needs(host: HostDescription, kubernetes: str) -> list[str]:

@@ -66,15 +66,7 @@ def export(
     )
     commands = [
         f"kubectl apply {'-f node-overlay.yaml ' if overlaid else ''}-f node-pool.yaml",
-        *(
-            line
-            for one in verify
-            for line in (
-                f"kubectl apply -f {one.name}",
-                f"kubectl rollout status deployment/gpushare-{one.name.removesuffix('.yaml')} --timeout=15m",
-                f"kubectl delete -f {one.name}",
-            )
-        ),
+        *k8s.verified(verify, minutes=15),
     ]
     return Export(
         documents=documents,

@@ -12,9 +12,12 @@ import yaml
 
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, MpsDescription
 from gpushare.export.document import Export
+from gpushare.export.k8s import PLUGIN_MAP
 from gpushare.model import Sharing
 from gpushare.mps.limits import Limits
 from gpushare.units import GIB
+from tests.export.dra_parameters import check_parameters
+from tests.export.plugin_config import from_config
 
 T4_BYTES = 15 * GIB
 
@@ -75,12 +78,25 @@ def text(found: Export, name: str) -> str:
 
 def loaded(found: Export, name: str) -> Any:
     """Return a YAML document."""
-    return yaml.safe_load(text(found, name))
+    return _taken(yaml.safe_load(text(found, name)))
 
 
 def all_loaded(found: Export) -> list[Any]:
     """Return all YAML documents."""
-    return [yaml.safe_load(io.StringIO(one.text)) for one in found.documents if one.kind == "yaml"]
+    return [_taken(yaml.safe_load(io.StringIO(one.text))) for one in found.documents if one.kind == "yaml"]
+
+
+def _taken(document: Any) -> Any:
+    """Return a document that NVIDIA's own parser takes."""
+    kind = document.get("kind")
+    if kind == "ConfigMap" and document["metadata"]["name"] == PLUGIN_MAP:
+        for config in document["data"].values():
+            from_config(yaml.safe_load(config))
+    elif kind in {"ResourceClaim", "ResourceClaimTemplate"}:
+        spec = document["spec"] if kind == "ResourceClaim" else document["spec"]["spec"]
+        for one in spec["devices"].get("config", ()):
+            check_parameters(one["opaque"]["parameters"])
+    return document
 
 
 def check_kubernetes(found: Export, version: str = "1.34") -> int:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
-from gpushare.export.k8s import export, from_config, of_node, standalone
+from gpushare.export.k8s import export, of_node, standalone
 from gpushare.mig.parted import parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from gpushare.model import Gpu, Priority, Sharing, TimeSlice
 from gpushare.units import GIB, MIB
 from tests.export.hosts import T4_BYTES, check_kubernetes, gpu, host, loaded, mig, mps, t4s
+from tests.export.plugin_config import from_config
 
 MIG_HOST = host(gpu(0, Sharing.MIG, mig=tuple(mig(n) for n in range(7))), gpu(1, Sharing.MIG, mig=(mig(8, "3g.40gb"),)))
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from gpushare.connect import connect
-from gpushare.export.k8s import from_config
 from gpushare.mig.parted import choose, parse_parted
 from gpushare.mps.home import homes_in
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
+from tests.export.plugin_config import from_config
 
 T4S = "sim:4xt4"
 H100S = "sim:8xh100-80gb"
