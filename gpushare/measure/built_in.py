@@ -73,7 +73,7 @@ def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool
 
 
 def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
-    """Return the back end that multiplies rightly on this device, found out in a program of its own.
+    """Return the library that multiplies correctly on this device, tried in a process of its own.
 
     Raises:
         NotSupported: none does, with the reasons.
@@ -96,8 +96,8 @@ def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
 
 def _no_backend(why: str) -> NotSupported:
     return NotSupported(
-        f"the built-in workload finds nothing that computes on the GPU: {why}",
-        "install one: pip install 'gpushare[bench]'; or measure your own: gpushare bench -- CMD",
+        f"the built-in workload needs PyTorch or CuPy: {why}",
+        "install CuPy: pip install 'gpushare[bench]'; or measure a program of your own: gpushare bench -- CMD",
         code="no_backend",
     )
 

@@ -1,14 +1,16 @@
-"""The built-in workload without a GPU: its loop, its back ends through stand-ins, its kernel's text."""
+"""The built-in workload without a GPU: its loop, and its back ends over stand-ins for PyTorch and CuPy."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import math
 import re
-import struct
+import signal
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,9 +19,18 @@ from gpushare.errors import BadUsage, NotSupported
 from gpushare.measure import workload
 from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Printed
-from gpushare.measure.workload import BACKENDS, BLOCK, NAME, PTX, DriverMultiplier, Unusable, first_usable
+from gpushare.measure.workload import BACKENDS, Unusable, first_usable
 from gpushare.selection import Device
 from gpushare.sim.job import _parser as job_parser
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The program catches the signals that end it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Counting:
@@ -127,97 +138,161 @@ def test_the_simulated_one_is_a_job_that_the_simulation_knows() -> None:
     assert needs == [2.0, 25.0, 12.5, 100.0]
 
 
-# -- the driver's back end, over a stand-in for cuda.bindings.driver ------------------------------------
+# -- the back ends, over stand-ins for the two libraries ------------------------------------------------
 
 
-class FakeDriver(types.ModuleType):
-    """Answers as the official bindings do: a tuple with the status first; computes the product's element."""
+class Array:
+    """A matrix, or a block of memory."""
 
-    def __init__(self, *, broken: str | None = None) -> None:
-        super().__init__("cuda.bindings.driver")
-        self.broken, self.launches, self.allocated = broken, [], []
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.dtype, self.value = shape, dtype, 1.0
 
-    def __getattr__(self, name: str) -> object:
-        if not name.startswith("cu"):
-            raise AttributeError(name)
-
-        def call(*arguments: object) -> tuple[object, ...]:
-            if name == "cuGetErrorName":
-                return 0, b"CUDA_ERROR_UNKNOWN"
-            if name == self.broken:
-                return (999,)
-            value = getattr(self, f"_{name}", lambda *_: 7)(*arguments)
-            return (0,) if value is None else (0, value)
-
-        return call
-
-    def _cuMemAlloc(self, size: int) -> int:  # noqa: N802
-        self.allocated.append(size)
-        return 0x1000 * len(self.allocated)
-
-    def _cuModuleLoadData(self, image: bytes) -> int:  # noqa: N802
-        assert image.endswith(b"\0")
-        return 3
-
-    def _cuLaunchKernel(self, *arguments: object) -> None:  # noqa: N802
-        self.launches.append(arguments)
-
-    def _cuCtxSynchronize(self) -> None:  # noqa: N802
-        return
-
-    def _cuMemcpyDtoH(self, into: bytearray, _source: int, size: int) -> None:  # noqa: N802
-        assert len(into) == size
-        into[:] = struct.pack("<f", 32.0)
+    def __getitem__(self, place: tuple[int, int]) -> float:
+        assert place == (-1, -1)
+        return self.value
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    fake = FakeDriver()
-    install(monkeypatch, fake)
-    return fake
+class Stream:
+    """A stream of either library; entered, work goes into it."""
+
+    def __init__(self, library: Any, **options: object) -> None:
+        self.library, self.options = library, options
+
+    def __enter__(self) -> None:
+        self.library.current = self
+
+    def __exit__(self, *_: object) -> None:
+        self.library.current = None
 
 
-def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
-    for name in ("cuda", "cuda.bindings"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+class Library(types.ModuleType):
+    """Notes what is asked of it. ``wrong`` is added to each product."""
+
+    def __init__(self, name: str, *, wrong: float = 0.0, fails: BaseException | None = None, gpu: bool = True) -> None:
+        super().__init__(name)
+        self.current: Stream | None = None
+        self.allocated: list[int] = []
+        self.launches: list[tuple[Stream | None, tuple[int, ...], str]] = []
+        self.waits = 0
+        self.wrong, self.fails = wrong, fails
+        self.uint8 = "uint8"
+        self.cuda = types.SimpleNamespace(
+            is_available=lambda: gpu,
+            Stream=lambda **options: Stream(self, **options),
+            stream=lambda stream: stream,
+            synchronize=self._wait,
+            Device=lambda: types.SimpleNamespace(synchronize=self._wait),
+        )
+
+    def _wait(self) -> None:
+        self.waits += 1
+
+    def _made(self, shape: tuple[int, ...], dtype: str) -> Array:
+        if self.fails is not None:
+            raise self.fails
+        self.allocated.append(math.prod(shape) * (1 if dtype == "uint8" else 4))
+        return Array(shape, dtype)
+
+    def ones(self, *shape: Any, dtype: str = "float32", device: str | None = None) -> Array:
+        assert (self.__name__, device) in {("torch", "cuda"), ("cupy", None)}
+        return self._made(shape[0] if isinstance(shape[0], tuple) else shape, dtype)
+
+    def empty(self, size: int, *, dtype: str, device: str | None = None) -> Array:
+        assert (self.__name__, device) in {("torch", "cuda"), ("cupy", None)}
+        return self._made((size,), dtype)
+
+    def matmul(self, left: Array, right: Array, *, out: Array) -> None:
+        assert left is not right is not out
+        self.launches.append((self.current, left.shape, left.dtype))
+        out.value = left.shape[1] * left.value * right.value + self.wrong
 
 
-def test_the_driver_gets_the_kernel_with_its_arguments(driver: FakeDriver) -> None:
-    multiplier = DriverMultiplier(100, 2, 10 * 2**20)
+def install(monkeypatch: pytest.MonkeyPatch, *libraries: Library) -> None:
+    for name in BACKENDS:
+        found = next((one for one in libraries if one.__name__ == name), None)
+        monkeypatch.setitem(sys.modules, name, found)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_stream_multiplies_its_own_matrices_and_holds_its_footprint(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(name)
+    install(monkeypatch, library)
+    multiplier = BACKENDS[name](100, 2, 10 * 2**20)
+    assert sum(library.allocated) == 2 * 10 * 2**20
     multiplier.launch(1)
-    (arguments,) = driver.launches
-    blocks = -(-100 // BLOCK)
-    assert arguments[1:8] == (blocks, blocks, 1, BLOCK, BLOCK, 1, 0)
-    table = (ctypes.c_void_p * 4).from_address(arguments[9])
-    pointers = [ctypes.c_uint64.from_address(table[place]).value for place in range(3)]
-    assert pointers == [0x4000, 0x5000, 0x6000], "the second stream's own matrices"
-    assert ctypes.c_int32.from_address(table[3]).value == 100
-    assert sum(driver.allocated) == 2 * 10 * 2**20
-    assert multiplier.element() == 32.0
+    multiplier.launch(0)
+    (second, *what), (first, *same) = library.launches
+    assert isinstance(first, Stream)
+    assert isinstance(second, Stream)
+    assert first is not second
+    assert what == same == [(100, 100), "float32"]
+    assert library.current is None
+    waited = library.waits
+    multiplier.synchronize()
+    assert library.waits == waited + 1
+    assert multiplier.element() == 100.0
 
 
-def test_the_first_back_end_that_computes_rightly_is_taken(driver: FakeDriver) -> None:
-    assert first_usable(["cuda-bindings", "torch"]) == "cuda-bindings"
+def test_streams_of_cupy_do_not_wait_for_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library("cupy")
+    install(monkeypatch, library)
+    BACKENDS["cupy"](16, 1, 0).launch(0)
+    ((stream, *_),) = library.launches
+    assert stream is not None
+    assert stream.options == {"non_blocking": True}
 
 
-def test_a_driver_that_answers_with_an_error_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeDriver(broken="cuInit"))
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(Unusable, match=r"cuda-bindings: CUDA: CUDA_ERROR_UNKNOWN; torch: torch is not installed"):
-        first_usable(["cuda-bindings", "torch"])
+def test_a_footprint_below_the_matrices_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library("torch")
+    install(monkeypatch, library)
+    BACKENDS["torch"](100, 1, 1000)
+    assert library.allocated[-1] == 0
 
 
-def test_one_that_computes_wrongly_is_not_taken(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DriverMultiplier, "element", lambda _self: 31.0)
-    with pytest.raises(Unusable, match="computes 31 instead of 32"):
-        first_usable(["cuda-bindings"])
+def test_the_first_library_that_computes_correctly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Library("torch"), Library("cupy"))
+    assert first_usable(list(BACKENDS)) == "torch"
+    install(monkeypatch, Library("torch", wrong=-1.0), Library("cupy"))
+    assert first_usable(list(BACKENDS)) == "cupy"
+    install(monkeypatch, Library("cupy"))
+    assert first_usable(list(BACKENDS)) == "cupy"
 
 
-def test_the_kernel_is_for_old_drivers_and_any_gpu() -> None:
-    """PTX ISA 7.8 is CUDA 11.8 (driver 520), and compute_60 runs on all GPUs from Pascal on."""
-    assert re.search(r"^\.version 7\.8$", PTX, re.MULTILINE)
-    assert re.search(r"^\.target sm_60$", PTX, re.MULTILINE)
-    assert f".entry {NAME}(" in PTX
-    assert PTX.isascii()
-    assert "\0" not in PTX
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (Library("torch", gpu=False), "torch: torch sees no GPU"),
+        (Library("torch", fails=RuntimeError("CUDA error: no kernel image")), "torch: CUDA error: no kernel image"),
+        (Library("cupy", fails=RuntimeError("cudaErrorNoDevice")), "cupy: cudaErrorNoDevice"),
+        (Library("cupy", fails=MemoryError("out of memory")), "cupy: out of memory"),
+        (Library("cupy", fails=ImportError("libcublas.so.12")), "cupy: libcublas.so.12"),
+        (Library("cupy", wrong=-1.0), "cupy: computes 31 instead of 32"),
+    ],
+)
+def test_why_a_library_is_not_taken(library: Library, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, library)
+    with pytest.raises(Unusable) as caught:
+        first_usable(list(BACKENDS))
+    assert reason in str(caught.value)
+    other = next(name for name in BACKENDS if name != library.__name__)
+    assert f"{other}: {other} is not installed" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_program_prints_what_bench_reads(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, Library(name))
+    assert workload.main(["--probe"]) == 0
+    assert workload.main(["--backend", name, "--size", "16", "--seconds", "0", "--every", "0"]) == 0
+    probed, rate = capsys.readouterr().out.splitlines()
+    assert probed == f"backend={name}"
+    assert re.fullmatch(r"rate=[0-9.]+(e[-+]?[0-9]+)?", rate)
+
+
+def test_the_program_fails_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install(monkeypatch)
+    assert workload.main(["--size", "16"]) == 1
+    assert re.fullmatch(r"error: torch: .*; cupy: .*\n", capsys.readouterr().err)
