@@ -353,11 +353,11 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "conditions": conditions,
         "not_protected": list(advice.gaps),
         "memory": {
-            **memory_data(advice.budget, advice.limits_bytes),
+            **_memory_data(advice.budget, advice.limits_bytes),
             **({} if inside is None else {"sentence": inside}),
         },
-        "commands": [] if recipe is None else [line_data(line) for line in recipe.lines],
-        "undo": [] if recipe is None else [line_data(line) for line in recipe.undo],
+        "commands": [] if recipe is None else [_line_data(line) for line in recipe.lines],
+        "undo": [] if recipe is None else [_line_data(line) for line in recipe.undo],
         "measure": [] if recipe is None else list(recipe.measure),
         "changes": [
             {
@@ -372,7 +372,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "verdicts": [verdict_data(one) for one in advice.verdicts],
         "case": {
             "root": advice.situation.case.root,
-            "workloads": [workload_data(one) for one in advice.situation.case.workloads],
+            "workloads": [_workload_data(one) for one in advice.situation.case.workloads],
         },
         "notes": list(advice.notes),
     }
@@ -389,11 +389,10 @@ def _why_left(advice: Advice, best: Verdict) -> str:
 
 
 def _why_nothing(advice: Advice) -> list[str]:
-    """Return why not even the whole GPU is left."""
     return [one.text for one in advice.of(Way.WHOLE).of(Kind.VETO)]
 
 
-def workload_data(workload: Any) -> dict[str, Any]:
+def _workload_data(workload: Any) -> dict[str, Any]:
     """Return what was said of a workload; what nobody said is null."""
     return {
         name: sorted(one.value for one in value) if isinstance(value, frozenset) else value
@@ -401,12 +400,11 @@ def workload_data(workload: Any) -> dict[str, Any]:
     }
 
 
-def line_data(line: Line) -> dict[str, Any]:
-    """Return one line of a recipe."""
+def _line_data(line: Line) -> dict[str, Any]:
     return {"what": line.what, "command": line.command}
 
 
-def memory_data(found: Budget, limits: int | None) -> dict[str, Any]:
+def _memory_data(found: Budget, limits: int | None) -> dict[str, Any]:
     """Return the sum of the memory, and of the limits that are set."""
     sentence = found.sentence()
     if limits is not None:

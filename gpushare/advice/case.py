@@ -266,7 +266,7 @@ def _value(key: str, value: Any) -> dict[str, Any]:
         return _latency(value)
     if key == "needs":
         return dict(_need(word) for word in _listed(value))
-    return {key: yes_or_no(key, value)}
+    return {key: _yes_or_no(key, value)}
 
 
 def _text(key: str, value: Any) -> str:
@@ -303,7 +303,7 @@ def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
     return kind(text)
 
 
-def yes_or_no(key: str, value: Any) -> bool:
+def _yes_or_no(key: str, value: Any) -> bool:
     """Return what yes or no means.
 
     Raises:
@@ -399,7 +399,7 @@ def read_case(text: str, path: str) -> Case:
                     code="unknown_key",
                 )
         if "root" in entries:
-            root = _at(entries["root"][1], path, lambda: yes_or_no("root", _plain(entries["root"][1])))
+            root = _at(entries["root"][1], path, lambda: _yes_or_no("root", _plain(entries["root"][1])))
         if "workloads" not in entries:
             raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
         node = entries["workloads"][1]

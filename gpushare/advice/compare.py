@@ -36,8 +36,6 @@ class Availability:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """What the texts of one cell are made from."""
-
     table: Table
     host: HostFacts
     gpu: GpuFacts

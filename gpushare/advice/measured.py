@@ -48,11 +48,10 @@ class Cell:
     @property
     def title(self) -> str:
         """Return the name for a sentence: ``MPS with 25 % each``."""
-        return title_of(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
+        return _title_of(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
 
 
-def measured_cells(bench: Mapping[str, Any], copies: int) -> list[Cell]:
-    """Return what was measured without a failure."""
+def _measured_cells(bench: Mapping[str, Any], copies: int) -> list[Cell]:
     higher = bench["metric"]["higher_is_better"]
     found = []
     for cell in bench["cells"]:
@@ -90,14 +89,13 @@ def alike(one: Cell, other: Cell) -> bool:
     return slower >= (1 - NEAR) * faster if different is None else not different
 
 
-def certain_of(cells: Sequence[Cell]) -> bool:
+def _certain_of(cells: Sequence[Cell]) -> bool:
     """Return whether the runs tell of every way if it differs from the fastest."""
     fastest = max(cells, key=lambda cell: cell.speed)
     return all(differ(cell, fastest) is not None for cell in cells)
 
 
-def failure_of(bench: Mapping[str, Any], way: Way, copies: int) -> str | None:
-    """Return how the copies of a way failed, or None."""
+def _failure_of(bench: Mapping[str, Any], way: Way, copies: int) -> str | None:
     cells = [cell for cell in bench["cells"] if cell["copies"] == copies and _WAY_OF.get(cell["way"]) is way]
     return next((str(text) for cell in cells for text in cell["failures"]), None)
 
@@ -112,8 +110,7 @@ def because(bench: Mapping[str, Any], copies: int, way: Way | None = None) -> st
     return " (it ended too early)" if bench["reason"] != "finished" else ""
 
 
-def title_of(way: Way) -> str:
-    """Return the name of a way for a sentence."""
+def _title_of(way: Way) -> str:
     return "a queue" if way is Way.WHOLE else way.label
 
 
@@ -193,7 +190,7 @@ def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredA
     The rules' answer stands where nothing differs from it, where it could not be measured, and where it was chosen for
     what a throughput does not tell.
     """
-    cells = [cell for cell in measured_cells(bench, copies) if not advice.of(cell.way).refused]
+    cells = [cell for cell in _measured_cells(bench, copies) if not advice.of(cell.way).refused]
     if advice.best is None:
         return unmeasured(advice, "nothing fits", copies)
     way = advice.best.way
@@ -204,15 +201,15 @@ def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredA
     mine = [cell for cell in cells if cell.way is way]
     if mine:
         return _compared(advice, cells, _of_rules(advice.situation, mine), copies)
-    failure = failure_of(bench, way, copies)
+    failure = _failure_of(bench, way, copies)
     if failure is not None:
         choice = _first(advice, cells)
-        sentence = f"the rules said {title_of(way)}, and its copies failed ({failure}), so {choice.title}"
-        return _final(advice, Effect.CHANGED, sentence, copies, choice, None, certain=certain_of(cells))
+        sentence = f"the rules said {_title_of(way)}, and its copies failed ({failure}), so {choice.title}"
+        return _final(advice, Effect.CHANGED, sentence, copies, choice, None, certain=_certain_of(cells))
     best = max(cells, key=lambda cell: cell.speed)
     return unmeasured(
         advice,
-        f"{title_of(way)} was not measured{because(bench, copies, way)}; {best.title} was the fastest of the others",
+        f"{_title_of(way)} was not measured{because(bench, copies, way)}; {best.title} was the fastest of the others",
         copies,
     )
 
@@ -228,13 +225,13 @@ def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvi
         sentence = f"{said}no difference from {next_best.title}, and the rules prefer {choice.title}"
     else:
         sentence = f"{said}{choice.title} is {times(choice, next_best)} {next_best.title}, so {choice.title}"
-    return _final(advice, Effect.SETTLED, sentence, copies, choice, next_best, certain=certain_of(cells))
+    return _final(advice, Effect.SETTLED, sentence, copies, choice, next_best, certain=_certain_of(cells))
 
 
 def _compared(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int) -> MeasuredAdvice:
     """Return the answer where the rules' way was measured: ``mine``."""
     fastest = max(cells, key=lambda cell: cell.speed)
-    certain = certain_of(cells)
+    certain = _certain_of(cells)
     if alike(mine, fastest):
         return _stands(advice, cells, mine, copies, certain=certain)
     choice = _first(advice, cells)
@@ -256,10 +253,10 @@ def _compared(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int) ->
 def _stands(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int, *, certain: bool) -> MeasuredAdvice:
     others = sorted((cell for cell in cells if cell.way is not mine.way), key=lambda cell: -cell.speed)
     if not others:
-        return unmeasured(advice, f"only {title_of(mine.way)} was measured", copies)
+        return unmeasured(advice, f"only {_title_of(mine.way)} was measured", copies)
     next_best = others[0]
     if alike(next_best, mine):
-        names = ", ".join(dict.fromkeys(title_of(cell.way) for cell in others if alike(cell, mine)))
+        names = ", ".join(dict.fromkeys(_title_of(cell.way) for cell in others if alike(cell, mine)))
         sentence = f"no difference from {names}: the rules' answer stands"
         return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, mine, next_best, certain=certain)
     sentence = f"{mine.title} is {times(mine, next_best)} {next_best.title}, the next best: as the rules said"
@@ -283,7 +280,6 @@ def _of_rules(situation: Situation, mine: Sequence[Cell]) -> Cell:
 
 
 def _name(situation: Situation) -> str:
-    """Return what the rules' MPS is called by `gpushare bench`."""
     return "mps" if situation.before_volta else f"mps:{threads_together(situation)}/n"
 
 

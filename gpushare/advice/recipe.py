@@ -98,8 +98,7 @@ def sudo(situation: Situation) -> str:
     return "" if situation.host.root else "sudo "
 
 
-def visible_to(situation: Situation) -> str:
-    """Return the variable that makes only this GPU visible."""
+def _visible_to(situation: Situation) -> str:
     return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
 
 
@@ -126,8 +125,7 @@ _MEASURE = (
 )
 
 
-def mig_lines(situation: Situation, way: Way) -> Recipe:
-    """Return the lines for one process per instance."""
+def _mig_lines(situation: Situation, way: Way) -> Recipe:
     free = situation.free_now(way)
     if free is not None:
         lines: list[Line] = []
@@ -140,7 +138,7 @@ def mig_lines(situation: Situation, way: Way) -> Recipe:
     return Recipe(lines=tuple(lines), undo=undo, measure=_MEASURE)
 
 
-def mig_as_it_was(situation: Situation) -> Line:
+def _mig_as_it_was(situation: Situation) -> Line:
     """Return the line that brings MIG back as it is now: on, with its instances in their places."""
     gpu, root, layout = str(situation.gpu.index), sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
@@ -149,8 +147,7 @@ def mig_as_it_was(situation: Situation) -> Line:
     return command("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)
 
 
-def off_first(situation: Situation) -> list[Line]:
-    """Return the line that turns MIG off, where it is on."""
+def _off_first(situation: Situation) -> list[Line]:
     if not situation.gpu.mig_enabled:
         return []
     return [_mig_off(situation, "turn MIG off")]
@@ -184,11 +181,10 @@ def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...
         line = change("create the instances next to the existing ones", replace(apply, verb=Verb.MIG_CREATE), root)
     else:
         line = change("create the instances; idle ones that are not in the list are destroyed", apply, root)
-    return [line], (mig_as_it_was(situation),), names
+    return [line], (_mig_as_it_was(situation),), names
 
 
 def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
-    """Return profile, workload and how often, for the runs."""
     ones = situation.case.workloads
     if len(ones) == 1:
         return [(names[0] if names else None, ones[0], ones[0].processes)]
@@ -201,7 +197,7 @@ def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | 
     return found
 
 
-def mig_shared_lines(
+def _mig_shared_lines(
     situation: Situation, way: Way, limits: Callable[[Workload, int, int | None], list[str]] | None
 ) -> Recipe:
     """Return the lines for several processes per instance: each instance has a name, and its shell.
@@ -212,7 +208,7 @@ def mig_shared_lines(
     slices = situation.slices(way)
     on = [] if situation.gpu.mig_enabled else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
     if slices is None or not slices.profiles:
-        return mig_lines(situation, way)
+        return _mig_lines(situation, way)
     parties = _parties(situation, way)
     names = [name for name, _, _ in parties]
     layout = situation.gpu.layout
@@ -237,7 +233,7 @@ def mig_shared_lines(
         undo = command("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
     return Recipe(
         lines=tuple(lines),
-        undo=(undo, mig_as_it_was(situation)) if room else (undo,),
+        undo=(undo, _mig_as_it_was(situation)) if room else (undo,),
         measure=_MEASURE,
         several_shells=True,
     )
@@ -256,7 +252,6 @@ def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profil
 
 
 def _parties(situation: Situation, way: Way) -> list[tuple[str, Workload, int]]:
-    """Return name, workload and processes of each party."""
     ones = situation.case.workloads
     if len(ones) == 1:
         count = len(situation.shares(way))
@@ -283,19 +278,18 @@ def _name(text: str | None, number: int) -> str:
 OPPORTUNISTIC_CAP: Final = 60
 
 
-def one_decimal(share: float) -> float:
+def _one_decimal(share: float) -> float:
     """Return a percentage rounded down to the one decimal that MPS keeps."""
     # 28.6 is a little less in binary.
     return int(share * 10 + 1e-6) / 10
 
 
 def _limits(share: float | None, memory: int | None) -> Limits:
-    """Return limits for clients; all of the threads is no limit."""
-    threads = None if share is None or share >= 100 else one_decimal(share)
+    threads = None if share is None or share >= 100 else _one_decimal(share)
     return Limits(threads_percent=threads, memory_limit_bytes=memory)
 
 
-def threads_for(situation: Situation, processes: int) -> float:
+def _threads_for(situation: Situation, processes: int) -> float:
     """Return the cap of each of N clients: as measured, else 100/n to keep each within its share, or 200/n.
 
     NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better at every n that was tried.
@@ -341,7 +335,6 @@ def memory_limits(situation: Situation) -> list[int | None]:
 
 
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
-    """Return the line that starts the daemon, or that sets the limits of the running one."""
     limits = limits or Limits()
     if not situation.mps_serves:
         return change(what, Change(verb=Verb.MPS_START, gpu=situation.gpu.index, limits=limits))
@@ -354,8 +347,7 @@ def _set_limits(situation: Situation, what: str, limits: Limits) -> Line:
     return change(what, Change(verb=Verb.MPS_SET, gpu=situation.gpu.index, limits=exactly))
 
 
-def limits_back(situation: Situation) -> Line:
-    """Return the line that restores the current limits of the daemon."""
+def _limits_back(situation: Situation) -> Line:
     now = situation.gpu.mps
     if now is None:
         return Line("restore the limits with the line that `gpushare mps set` printed", None)
@@ -364,17 +356,16 @@ def limits_back(situation: Situation) -> Line:
 
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
-        return (limits_back(situation),)
+        return (_limits_back(situation),)
     return (change("stop MPS; waits for its programs", Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index)),)
 
 
-def mps_lines(situation: Situation) -> Recipe:
-    """Return the lines of MPS: equal limits for one workload, or one line of limits for each."""
+def _mps_lines(situation: Situation) -> Recipe:
     case, gpu = situation.case, f"-g {situation.gpu.index}"
     ones, limits = case.workloads, memory_limits(situation)
     processes = case.processes
-    share = None if processes is None or situation.before_volta else threads_for(situation, processes)
-    lines = off_first(situation)
+    share = None if processes is None or situation.before_volta else _threads_for(situation, processes)
+    lines = _off_first(situation)
     if len(ones) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None:
         lines += _weighted(situation, processes, limits[0])
     elif len(ones) == 1:
@@ -414,19 +405,17 @@ def _weighted(situation: Situation, processes: int, limit: int | None) -> list[L
     ]
 
 
-def mps_streams_lines(situation: Situation) -> Recipe:
-    """Return those of MPS, with streams inside each program."""
-    found = mps_lines(situation)
+def _mps_streams_lines(situation: Situation) -> Recipe:
+    found = _mps_lines(situation)
     inside = Line("inside each program: put independent work on separate CUDA streams", None)
     return Recipe(lines=(inside, *found.lines), undo=found.undo, measure=found.measure)
 
 
-def mps_priority_lines(situation: Situation) -> Recipe:
-    """Return the lines of production without a cap, and of the others below it."""
+def _mps_priority_lines(situation: Situation) -> Recipe:
     ones, gpu = situation.case.workloads, f"-g {situation.gpu.index}"
     giving = [one for one in ones if one.role is Role.OPPORTUNISTIC] or [ones[-1]]
     count = sum(one.processes or 1 for one in giving)
-    lines = [*off_first(situation), _daemon(situation, "start MPS without a cap for production")]
+    lines = [*_off_first(situation), _daemon(situation, "start MPS without a cap for production")]
     limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
     for one in ones:
         # Production has no limit: what is left to the other is what production does not need.
@@ -446,16 +435,15 @@ def mps_priority_lines(situation: Situation) -> Recipe:
     )
 
 
-def static_chunks(situation: Situation) -> int:
+def _static_chunks(situation: Situation) -> int:
     """Return how many chunks each process gets: 8 SMs are a chunk from Hopper on, 4 before (NVIDIA MPS guide)."""
     newer = situation.gpu.compute_capability is not None and situation.gpu.compute_capability >= HOPPER
     chunks = (situation.gpu.multiprocessors or 0) // (8 if newer else 4)
     return max(chunks // (situation.case.processes or 2), 1)
 
 
-def mps_static_lines(situation: Situation) -> Recipe:
-    """Return NVIDIA's own lines for static partitions, equally large."""
-    index, chunks = situation.gpu.index, static_chunks(situation)
+def _mps_static_lines(situation: Situation) -> Recipe:
+    index, chunks = situation.gpu.index, _static_chunks(situation)
     processes = situation.case.processes or 2
     return Recipe(
         lines=(
@@ -475,7 +463,7 @@ def mps_static_lines(situation: Situation) -> Recipe:
     )
 
 
-def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
+def _without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
     """Return a recipe that first stops the MPS daemon of the GPU where it is in the way, and at last starts it again."""
     if not situation.mps_in_the_way(way):
         return found
@@ -491,8 +479,7 @@ def without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
 
 
-def whole_lines(situation: Situation) -> Recipe:
-    """Return the lines of programs that have a GPU to themselves."""
+def _whole_lines(situation: Situation) -> Recipe:
     if situation.several and situation.case.any("vms"):
         # A lock or an environment variable of the host says nothing to a virtual machine.
         return Recipe(
@@ -504,17 +491,17 @@ def whole_lines(situation: Situation) -> Recipe:
         return _one_each(situation)
     if situation.several:
         return _queue(situation)
-    run = Line("no setup needed: run it", f"{visible_to(situation)} {program(situation.case.workloads[0])}")
-    return Recipe(lines=(*off_first(situation), run))
+    run = Line("no setup needed: run it", f"{_visible_to(situation)} {program(situation.case.workloads[0])}")
+    return Recipe(lines=(*_off_first(situation), run))
 
 
 def _queue(situation: Situation) -> Recipe:
-    case, lines, index = situation.case, off_first(situation), situation.gpu.index
-    lock = f"flock /tmp/gpu-{index}.lock env {visible_to(situation)}"
+    case, lines, index = situation.case, _off_first(situation), situation.gpu.index
+    lock = f"flock /tmp/gpu-{index}.lock env {_visible_to(situation)}"
     if case.same_user is not True:
         # Not a file: in /tmp that of another user cannot be opened for it (fs.protected_regular).
         lines.append(Line("create a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
-        lock = f"flock /tmp/gpu-{index}.queue env {visible_to(situation)}"
+        lock = f"flock /tmp/gpu-{index}.queue env {_visible_to(situation)}"
     lines += [
         Line(_turn(situation, one, count), f"{lock} {program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
@@ -559,7 +546,7 @@ def _one_each(situation: Situation) -> Recipe:
         what = f"start it once: each of its {processes} processes gets a GPU"
     lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {program(one)}") for one in situation.case.workloads]
     return Recipe(
-        lines=(*off_first(situation), *lines),
+        lines=(*_off_first(situation), *lines),
         measure=("the rate with one process, and with one process per GPU",) if len(gpus) > 1 else (),
     )
 
@@ -567,14 +554,14 @@ def _one_each(situation: Situation) -> Recipe:
 def recipe(situation: Situation, way: Way) -> Recipe:
     """Return what to type for a way."""
     found = _RECIPES[way](situation)
-    found = without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
-    if any(line in found.lines for line in off_first(situation)):
+    found = _without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
+    if any(line in found.lines for line in _off_first(situation)):
         inside = (
             [Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each", None)]
             if situation.gpu.mps_daemons
             else []
         )
-        return replace(found, undo=(*found.undo, mig_as_it_was(situation), *inside))
+        return replace(found, undo=(*found.undo, _mig_as_it_was(situation), *inside))
     return found
 
 
@@ -595,7 +582,7 @@ def _timeslice(situation: Situation) -> Recipe:
     case, index = situation.case, situation.gpu.index
     level = _LEVELS.get(case.pattern) if case.pattern else None
     blocked = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
-    lines = off_first(situation)
+    lines = _off_first(situation)
     undo: tuple[Line, ...] = ()
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
         what, wanted = level or ("admit several programs", TimeSlice.DEFAULT)
@@ -604,7 +591,7 @@ def _timeslice(situation: Situation) -> Recipe:
     if case.any("running"):
         lines.append(Line("running programs share the GPU as they do now; see", f"gpushare status -g {index}"))
     lines += [
-        Line(again(count, who(one)), f"{visible_to(situation)} {program(one)}")
+        Line(again(count, who(one)), f"{_visible_to(situation)} {program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
         if not one.running
     ]
@@ -643,12 +630,12 @@ def _streams(situation: Situation) -> Recipe:
     one = situation.case.workloads[0]
     return Recipe(
         lines=(
-            *off_first(situation),
+            *_off_first(situation),
             Line(
                 "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory",
                 None,
             ),
-            Line("run it", f"{visible_to(situation)} {program(one)}"),
+            Line("run it", f"{_visible_to(situation)} {program(one)}"),
         ),
         undo=(),
         measure=("whether kernels overlap: nsys profile CMD",),
@@ -679,7 +666,7 @@ def _measure(situation: Situation) -> Recipe:
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
     return Recipe(
         lines=(
-            *off_first(situation),
+            *_off_first(situation),
             Line(
                 "run it under each way in turn; the host is restored afterwards",
                 f"gpushare bench -g {situation.gpu.index} --copies {copies}{ways} -- {program(one)}",
@@ -704,7 +691,7 @@ def _fix(situation: Situation) -> Recipe:
 
 
 def _mig(situation: Situation) -> Recipe:
-    return mig_lines(situation, Way.MIG)
+    return _mig_lines(situation, Way.MIG)
 
 
 def _mig_mps(situation: Situation) -> Recipe:
@@ -712,27 +699,27 @@ def _mig_mps(situation: Situation) -> Recipe:
         wanted = None if one.memory is None else limit_for(one.memory)
         room = None if memory is None else equal_limit(memory * 98 // 100, inside)
         fitting = wanted if wanted is not None and (room is None or wanted <= room) else room
-        return _limits(threads_for(situation, inside), fitting).options()
+        return _limits(_threads_for(situation, inside), fitting).options()
 
-    return mig_shared_lines(situation, Way.MIG_MPS, limits)
+    return _mig_shared_lines(situation, Way.MIG_MPS, limits)
 
 
 def _mig_timeslice(situation: Situation) -> Recipe:
-    return mig_shared_lines(situation, Way.MIG_TIMESLICE, None)
+    return _mig_shared_lines(situation, Way.MIG_TIMESLICE, None)
 
 
 _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
-    Way.WHOLE: whole_lines,
+    Way.WHOLE: _whole_lines,
     Way.STREAMS: _streams,
     Way.TIMESLICE: _timeslice,
-    Way.MPS: mps_lines,
-    Way.MPS_PRIORITY: mps_priority_lines,
-    Way.MPS_STATIC: mps_static_lines,
+    Way.MPS: _mps_lines,
+    Way.MPS_PRIORITY: _mps_priority_lines,
+    Way.MPS_STATIC: _mps_static_lines,
     Way.MIG: _mig,
     Way.VGPU: _vgpu,
     Way.MIG_MPS: _mig_mps,
     Way.MIG_TIMESLICE: _mig_timeslice,
-    Way.MPS_STREAMS: mps_streams_lines,
+    Way.MPS_STREAMS: _mps_streams_lines,
     Way.MEASURE: _measure,
     Way.FIX: _fix,
 }

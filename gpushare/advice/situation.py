@@ -222,7 +222,6 @@ def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
 
 
 def _largest_has(profiles: Sequence[Profile], share: Share) -> str:
-    """Return what the largest profile has of what was asked for."""
     if not profiles:
         return ""
     largest = profiles[-1]
@@ -285,7 +284,7 @@ def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Pr
     return chosen
 
 
-def free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None:
+def _free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None:
     """Return the profiles of idle instances that are there and hold the shares, or None when they do not."""
     idle = sorted(
         (one.profile for one in layout.instances if one.compute and not one.busy),
@@ -517,7 +516,7 @@ class Situation:
     def free_now(self, way: Way) -> list[str] | None:
         """Return idle instances that are there and hold the shares."""
         layout = self.gpu.layout
-        return None if layout is None or not self.gpu.mig_enabled else free_instances(layout, self.shares(way))
+        return None if layout is None or not self.gpu.mig_enabled else _free_instances(layout, self.shares(way))
 
 
 def _share(workload: Workload, processes: int, context: int) -> Share:

@@ -327,7 +327,6 @@ def _find(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
 
 
 def _meant(text: str, names: Mapping[str, Iterable[str]]) -> str:
-    """Return the question after the key with the closest name, or nothing."""
     import difflib
 
     by_bare = {_bare(name): key for key, several in names.items() for name in several}

@@ -807,7 +807,6 @@ def _first_notes(situation: Situation, wanted: Wanted, copies: int, *, live: boo
 
 
 def _why_not(advice: Advice) -> str | None:
-    """Return why there is nothing to measure, or None."""
     from gpushare.advice.measured import BENCH_WAYS, bench_ways
 
     if advice.best is None:
