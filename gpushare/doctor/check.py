@@ -1,4 +1,4 @@
-"""What a check of `gpushare doctor` looks at, and how it ends."""
+"""What the checks of `gpushare doctor` look at, and their result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, TimedOut
+from gpushare.errors import GpushareError, TimedOut, cut
 from gpushare.model import Gpu, TimeSlice
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from gpushare.mps.daemons import FoundDaemon
 
 
-# How much of a text is shown that other users choose, such as a variable of their program.
+# Characters shown of a text that other users choose, such as a variable of their program.
 MOST_SHOWN: Final = 100
 
 
 class Verdict(str, Enum):
-    """How a check ended; the exit code of `doctor` is the worst one's."""
+    """The result of a check. The worst one decides the exit code of `doctor`."""
 
     PASS = "pass"  # noqa: S105 - a verdict
     SKIP = "skip"
@@ -31,7 +31,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check. ``id`` never changes its meaning; ``remedy`` is a command, or None when nothing is wrong."""
+    """One check. The meaning of an ``id`` never changes; ``remedy`` is a command, or None when nothing is wrong."""
 
     id: str
     verdict: Verdict
@@ -40,30 +40,54 @@ class Check:
     remedy: str | None = None
     gpu: int | None = None
 
+    @classmethod
+    def passed(cls, id: str, seen: str, gpu: int | None = None) -> Check:  # noqa: A002 - the field's name
+        """Return a check that found nothing wrong."""
+        return cls(id=id, verdict=Verdict.PASS, seen=seen, gpu=gpu)
+
+    @classmethod
+    def skipped(cls, id: str, seen: str, gpu: int | None = None) -> Check:  # noqa: A002
+        """Return a check that could not be made."""
+        return cls(id=id, verdict=Verdict.SKIP, seen=seen, gpu=gpu)
+
+    @classmethod
+    def warning(cls, id: str, seen: str, *, why: str, remedy: str, gpu: int | None = None) -> Check:  # noqa: A002
+        """Return a finding that may be intended, or does harm only later."""
+        return cls(id=id, verdict=Verdict.WARN, seen=seen, why=why, remedy=remedy, gpu=gpu)
+
+    @classmethod
+    def failure(cls, id: str, seen: str, *, why: str, remedy: str, gpu: int | None = None) -> Check:  # noqa: A002
+        """Return a finding that breaks something now."""
+        return cls(id=id, verdict=Verdict.FAIL, seen=seen, why=why, remedy=remedy, gpu=gpu)
+
 
 def remedy_of(error: GpushareError) -> str:
-    """Return the remedy for an error: its hint, unless that leads back to the doctor."""
+    """Return the hint of an error, unless it leads back to the doctor."""
     if isinstance(error, TimedOut):
-        # A vendor program hangs in the kernel driver, whose log has the cause.
+        # A program of the driver hangs in the kernel; its log has the cause.
         return "sudo dmesg | grep -i -e nvrm -e xid"
     return "nvidia-smi (shows what the driver says)" if error.hint == "see: gpushare doctor" else error.hint
 
 
 @dataclass
 class Examination:
-    """What the checks look at, asked once."""
+    """What the checks look at, read once."""
 
     host: Host
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     nvml_error: GpushareError | None = None
     daemons: list[FoundDaemon] = field(default_factory=list)
-    # Time-slice by GPU index; empty where nvidia-smi does not tell.
+    # "Binary version" of nvidia-cuda-mps-control.
+    mps_version: int | None = None
+    # Time-slice by GPU index; empty where nvidia-smi does not report it.
     levels: dict[int, TimeSlice | None] = field(default_factory=dict)
-    # What the last gpushare.yaml that held says, by GPU index.
+    # Entries of the last applied gpushare.yaml by GPU index.
     wanted: Mapping[int, Entry] = field(default_factory=dict)
-    # Why that file, or a part of it, is for this host no more.
+    # Why that file, or a part of it, no longer fits this host.
     wanted_error: GpushareError | None = None
+    # Why ``daemons`` is unknown; then it is empty.
+    daemons_error: GpushareError | None = None
 
     @property
     def answering(self) -> list[Gpu]:
@@ -77,5 +101,12 @@ class Examination:
 
     @property
     def believed(self) -> list[FoundDaemon]:
-        """Return those of this user and of root: what any other says of itself is no reason to look or to act."""
+        """Return those of this user and of root. What others claim about themselves is not acted on."""
         return [found for found in self.serving if found.trusted]
+
+
+def process_title(seen: Examination, pid: int) -> str:
+    """Return a process for people: ``123 (python, alice)``."""
+    info = seen.host.processes.describe(pid)
+    told = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user))) if info else ""
+    return f"{pid} ({told})" if told else str(pid)

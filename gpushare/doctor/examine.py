@@ -1,4 +1,4 @@
-"""The checks of `gpushare doctor`: stable ids, what was seen, why it matters, and the command that mends it."""
+"""The checks of `gpushare doctor` on the driver, the host and the environment of programs, and the run of all checks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, remedy_of
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
-from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing, cut
+from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing, OperationFailed, cut, system_error
 from gpushare.host.machine import Xid
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpushare.hostfile.live import LiveGpu
 
 
-# NVIDIA's Xid catalogue: after these a GPU is not right again before a reset (RESET_GPU, RESTART_BM), or an exchange.
+# NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.
 BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158})
 
 
@@ -41,22 +41,23 @@ def persistence(seen: Examination) -> Iterator[Check]:
     modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.gpus if gpu.error is None}
     off = [index for index, on in modes.items() if on is False]
     for index in off:
-        yield Check(
-            id="gpu.persistence",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "gpu.persistence",
             seen=f"persistence mode is off on GPU {index}",
             gpu=index,
-            why="each first program on an idle GPU pays seconds, and nvidia-smi answers slowly",
+            why="the first program on an idle GPU waits seconds for the driver, and nvidia-smi is slow",
             remedy="sudo systemctl enable --now nvidia-persistenced",
         )
     if any(on is None for on in modes.values()):
-        yield Check(id="gpu.persistence", verdict=Verdict.SKIP, seen="the driver does not tell the persistence mode")
+        yield Check.skipped("gpu.persistence", seen="the driver does not report the persistence mode")
     elif modes and not off:
-        yield Check(id="gpu.persistence", verdict=Verdict.PASS, seen="persistence mode is on")
+        yield Check.passed("gpu.persistence", seen="persistence mode is on")
 
 
 def compute_mode(seen: Examination) -> Iterator[Check]:
-    """Check that no compute mode was left over by an MPS daemon that is gone; one that was applied was not."""
+    """Check that no compute mode is left over from an MPS daemon that is gone. One set by `apply` is not left over."""
+    if seen.daemons_error is not None:
+        return
     kept = {
         found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
     }
@@ -71,16 +72,15 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     ]
     for gpu in left:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
-        yield Check(
-            id="gpu.compute_mode",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "gpu.compute_mode",
             gpu=gpu.index,
             seen=f"GPU {gpu.index} is in compute mode {mode} and no MPS daemon serves it",
-            why="only one program (or none) can use it at a time; often left over from an MPS daemon",
+            why="at most one program can use it at a time; often left over from an MPS daemon",
             remedy=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
         )
     if seen.gpus and not left:
-        yield Check(id="gpu.compute_mode", verdict=Verdict.PASS, seen="no compute mode is left over")
+        yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
 
 
 def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
@@ -90,29 +90,28 @@ def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
 
 
 def xids(seen: Examination) -> Iterator[Check]:
-    """Check the kernel's log for errors after which a GPU needs a reset; those of programs are only counted."""
+    """Check the kernel's log for errors after which a GPU needs a reset. Errors of programs are only listed."""
     found = seen.host.machine.xids()
     if found is None:
-        yield Check(id="gpu.xid", verdict=Verdict.SKIP, seen="the kernel's log may not be read: look as root")
+        yield Check.skipped("gpu.xid", seen="no permission to read the kernel's log: run as root")
         return
     bad = sorted({(xid.number, xid.pci) for xid in found if xid.number in BAD_XIDS})
     for number, pci in bad:
         gpu = next((gpu for gpu in seen.gpus if _is_at(gpu, pci)), None)
-        yield Check(
-            id="gpu.xid",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "gpu.xid",
             gpu=None if gpu is None else gpu.index,
-            seen=f"Xid {number} of the GPU at {pci} since the boot",
-            why="until it is reset, programs on this GPU may fail, all that share it together",
+            seen=f"Xid {number} of the GPU at {pci} since boot",
+            why="until it is reset, all programs that share this GPU may fail",
             remedy=f"gpushare explain 'Xid {number}'",
         )
     if not bad:
-        yield Check(id="gpu.xid", verdict=Verdict.PASS, seen=_of_programs(found))
+        yield Check.passed("gpu.xid", seen=_of_programs(found))
 
 
 def _of_programs(found: tuple[Xid, ...]) -> str:
     numbers = ", ".join(str(number) for number in sorted({xid.number for xid in found}))
-    return f"Xids of programs since the boot: {numbers}" if found else "no Xid since the boot"
+    return f"Xids of programs since boot: {numbers}" if found else "no Xid since boot"
 
 
 def _is_at(gpu: Gpu, pci: str) -> bool:
@@ -122,11 +121,11 @@ def _is_at(gpu: Gpu, pci: str) -> bool:
 
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
-# A whole UUID alone: CUDA takes a beginning too, and MIG-GPU-<uuid>/1/0 of drivers before 470 names a place.
+# Only whole UUIDs: CUDA also takes a prefix, and MIG-GPU-<uuid>/1/0 of drivers before 470 names a place.
 _UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
 
 
-# A path has at most 4,096 bytes, and a hundred UUIDs have as many; a user may give a variable a megabyte.
+# Longer values are ignored: a path has at most 4,096 bytes, and so do a hundred UUIDs. Any user may set a megabyte.
 _MOST_CHARACTERS: Final = 4096
 _MOST_VALUES: Final = 10
 _MOST_LOOKED_AT: Final = 256
@@ -135,7 +134,7 @@ Key = TypeVar("Key")
 
 
 def environments(seen: Examination) -> Iterator[Check]:
-    """Check what live programs, also shells that will start some, were told to use (their environment)."""
+    """Check which devices and daemons the environments of live programs name, shells included."""
     if seen.nvml_error is not None or len(seen.answering) != len(seen.gpus):
         return
     found = {
@@ -155,44 +154,41 @@ def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator
             for uuid in _UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
+    why = "CUDA finds no device (error 100)"
     shown = _shown(seen, by_value)
     for variable, uuid in shown:
-        pids = by_value[variable, uuid]
         mig = uuid.startswith("MIG-")
-        yield Check(
-            id="mig.environment" if mig else "gpu.environment",
-            verdict=Verdict.WARN,
-            seen=f"{variable} names {uuid}, which is not there, in {_who(seen, pids)}",
-            why="CUDA finds no device (error 100)"
-            + (", and what comes back with that UUID may be another size" if mig else ""),
-            remedy="start it again with what is there now: "
+        yield Check.warning(
+            "mig.environment" if mig else "gpu.environment",
+            seen=f"{variable} names {uuid}, which is not there, in {_who(seen, by_value[variable, uuid])}",
+            why=why + (", and an instance of another size may come back with that UUID" if mig else ""),
+            remedy="restart it with a device that is there: "
             + ('eval "$(gpushare mig env NAME)", or gpushare run --mig NAME' if mig else "nvidia-smi -L"),
         )
     if len(by_value) > len(shown):
-        yield Check(
-            id="gpu.environment",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "gpu.environment",
             seen=f"{' or '.join(_DEVICES)} names {len(by_value) - len(shown)} more that are not there",
-            why="CUDA finds no device (error 100)",
-            remedy="start them again with what is there now: nvidia-smi -L",
+            why=why,
+            remedy="restart them with a device that is there: nvidia-smi -L",
         )
 
 
 def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
-    """Return the values that are shown: the first few, those of this shell, this user and root before those of others."""
+    """Return the first few values. Those of this shell, this user and root come before those of others."""
 
     def of_others(value: Key) -> bool:
         info = seen.host.processes.describe(by_value[value][0])
         return info is None or info.uid not in {seen.host.uid, 0}
 
     own = [value for value, pids in by_value.items() if os.getpid() in pids]
-    # Among very many it is not worth a look at each.
+    # Bounded: others can set any number of values.
     others = islice((value for value in by_value if value not in own), _MOST_LOOKED_AT)
     return [*own, *sorted(others, key=of_others)][:_MOST_VALUES]
 
 
 def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
-    """Yield who has the UUID of an instance at whose place a name means another one, and does not run in it yet."""
+    """Check for MIG UUIDs that now mean another instance than the name they were made for, in programs not on it yet."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
     waiting = {pid: one["CUDA_VISIBLE_DEVICES"] for pid, one in sorted(found.items()) if _names_mig(one)}
     if not waiting.keys() - running:
@@ -201,12 +197,11 @@ def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> It
     for uuid in dict.fromkeys(waiting.values()):
         pids = [pid for pid, one in waiting.items() if one == uuid and pid not in running] if uuid in meant else []
         if pids:
-            yield Check(
-                id="mig.environment",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mig.environment",
                 seen=f"CUDA_VISIBLE_DEVICES={uuid} means {meant[uuid]}, in {_who(seen, pids)}",
-                why="a MIG UUID tells a place, not a size: what it starts runs with other memory and other SMs",
-                remedy='start it again with what is there now: eval "$(gpushare mig env NAME)"',
+                why="a MIG UUID stands for a place, not a size: programs get other memory and other SMs",
+                remedy='restart it with what is there now: eval "$(gpushare mig env NAME)"',
             )
 
 
@@ -215,8 +210,7 @@ def _names_mig(environment: Mapping[str, str]) -> bool:
 
 
 def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
-    """Yield the UUIDs of instances that lie where a name means another one, with both in words."""
-    from gpushare.errors import GpushareError
+    """Yield UUIDs of instances where a name means another instance, each with a text about both."""
     from gpushare.mig.names import names_of
     from gpushare.mig.places import places_on
 
@@ -235,15 +229,17 @@ def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
 
 
 def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
-    if any(one.daemon.pipe_directory is None for one in seen.daemons):
-        # One of them may listen there.
+    # A daemon whose directory is unknown may listen anywhere.
+    if seen.daemons_error is not None or any(one.daemon.pipe_directory is None for one in seen.daemons):
         return
     if seen.host.processes.namespace_is_host() is False:
         return
     there = {
-        place for one in seen.daemons if one.trusted for place in _places(one.daemon.pipe_directory or "", ours=True)
+        place
+        for one in seen.daemons
+        for ours in {one.trusted, False}
+        for place in _places(one.daemon.pipe_directory or "", ours=ours)
     }
-    there |= {place for one in seen.daemons for place in _places(one.daemon.pipe_directory or "", ours=False)}
     by_value: dict[str, list[int]] = {}
     for pid, environment in sorted(found.items()):
         pipe = environment.get(_PIPE)
@@ -251,28 +247,26 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
         ours = seen.host.uid != 0 or pid == os.getpid()
         if pipe and there.isdisjoint(_places(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
+    why = "CUDA silently runs without MPS: on the whole GPU, without limits"
     shown = _shown(seen, by_value)
     for pipe in shown:
-        pids = by_value[pipe]
-        yield Check(
-            id="mps.environment",
-            verdict=Verdict.WARN,
-            seen=f"{_PIPE}={cut(pipe, MOST_SHOWN)}, where no daemon listens, in {_who(seen, pids)}",
-            why="CUDA then says nothing and runs without MPS: on the whole GPU, without limits",
+        yield Check.warning(
+            "mps.environment",
+            seen=f"{_PIPE}={cut(pipe, MOST_SHOWN)}, where no daemon listens, in {_who(seen, by_value[pipe])}",
+            why=why,
             remedy="start the daemon first: gpushare mps start; or let gpushare check it: gpushare run -- CMD",
         )
     if len(by_value) > len(shown):
-        yield Check(
-            id="mps.environment",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.environment",
             seen=f"{_PIPE} has {len(by_value) - len(shown)} more values where no daemon listens",
-            why="CUDA then says nothing and runs without MPS: on the whole GPU, without limits",
+            why=why,
             remedy="see where the daemons listen: gpushare mps status",
         )
 
 
 def _places(path: str, *, ours: bool) -> set[str]:
-    """Return a path without detours. Only ``ours`` is looked up: another's may lead into a file system that hangs."""
+    """Return a path normalized; ``ours`` also resolved. Another user's may lead into a file system that hangs."""
     plain = "/" + os.path.normpath(path).lstrip("/") if path.startswith("/") else path
     # A link to /run on every distribution.
     plain = plain.removeprefix("/var") if plain.startswith("/var/run/") else plain
@@ -281,13 +275,10 @@ def _places(path: str, *, ours: bool) -> set[str]:
 
 def _who(seen: Examination, pids: list[int]) -> str:
     if os.getpid() in pids:
-        # What the shell exports comes along; its own /proc entry has only what it was started with.
+        # gpushare inherits what the shell exports; the shell's own /proc entry shows only what it was started with.
         others = len(pids) - 1
         return "the environment of this shell" + (f" and of {others} other processes" if others else "")
-    first = pids[0]
-    info = seen.host.processes.describe(first)
-    told = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user))) if info else ""
-    one = f"process {first}" + (f" ({told})" if told else "")
+    one = f"process {process_title(seen, pids[0])}"
     return one if len(pids) == 1 else f"{len(pids)} processes, the first {one}"
 
 
@@ -296,16 +287,15 @@ _KEEP: Final = "gpushare capture > gpushare.yaml; sudo gpushare apply -f gpushar
 
 
 def drift(seen: Examination) -> Iterator[Check]:
-    """Check that the GPUs are as the last gpushare.yaml that held says, and that it would hold again at boot."""
-    # What others have, grants and daemons, only root sees.
+    """Check that the GPUs are as the last applied gpushare.yaml says, and that it can be applied again at boot."""
+    # Only root sees grants and the daemons of others.
     if seen.nvml_error is not None or seen.host.uid != 0:
         return
     if seen.wanted_error is not None:
-        yield Check(
-            id="host.file",
-            verdict=Verdict.WARN,
-            seen=f"what was applied last does not hold any more: {seen.wanted_error.message}",
-            why="gpushare.service applies it at boot, and would fail",
+        yield Check.warning(
+            "host.file",
+            seen=f"the file that was applied last is no longer valid: {seen.wanted_error.message}",
+            why="gpushare.service applies it at boot, and will fail",
             remedy=f"keep what is there now: {_KEEP}",
         )
     kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
@@ -314,18 +304,16 @@ def drift(seen: Examination) -> Iterator[Check]:
         said = _said(seen, live)
         if said:
             wrong = True
-            yield Check(
-                id="host.drift",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "host.drift",
                 gpu=live.gpu.index,
                 seen=f"GPU {live.gpu.index} is not as it was applied: {said}",
-                why="a reboot takes modes, levels, daemons and MIG away; what was changed by hand goes with the next one",
+                why="a reboot resets modes, time-slices, daemons and MIG, and undoes changes made by hand",
                 remedy=f"sudo gpushare apply -f {shlex.quote(str(applied_path(seen.host)))}; or keep what is there now: {_KEEP}",
             )
     if kept and not wrong:
-        yield Check(
-            id="host.drift",
-            verdict=Verdict.PASS,
+        yield Check.passed(
+            "host.drift",
             seen=f"{counted(len(kept), 'GPU')} as applied ({applied_path(seen.host)})",
         )
 
@@ -345,80 +333,78 @@ Wanted = Callable[[Sequence["Gpu"]], tuple[Mapping[int, "Entry"], GpushareError 
 def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
     """Run every check. None of them changes anything, and none fails because another did.
 
-    ``wanted`` tells what the last gpushare.yaml that held says of these GPUs, and what is wrong with it: what it asks
-    for was not left over, and should be there.
+    ``wanted`` returns the entries of the last applied gpushare.yaml for these GPUs, and what is wrong with that file.
     """
     examination = Examination(host)
-    try:
+    with _kept(examination, "nvml_error"):
         examination.gpus = host.nvml.sweep()
         examination.driver = host.nvml.driver_version()
-        if wanted is not None:
+    if wanted is not None and examination.nvml_error is None:
+        with _kept(examination, "wanted_error"):
             examination.wanted, examination.wanted_error = wanted(examination.gpus)
-    except GpushareError as error:
-        examination.nvml_error = error
-    try:
+    with _kept(examination, "daemons_error"):
         examination.daemons = find_daemons(host, examination.gpus)
-    except GpushareError:
-        examination.daemons = []
     found: list[Check] = []
     for check in CHECKS:
+        name = check.__name__.strip("_")
         try:
             found += check(examination)
         except GpushareError as error:
-            # A GPU that was lost, or a program that ended, since the first look.
-            said = f"'{check.__name__.strip('_')}' could not be looked at: {error.message}"
-            found.append(Check(id="doctor.unseen", verdict=Verdict.SKIP, seen=said))
+            # A GPU was lost, or a program ended, since the first look.
+            found.append(Check.skipped("doctor.unseen", seen=f"'{name}' could not be checked: {error.message}"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other checks are shown
-            said = f"'{check.__name__.strip('_')}' failed: {type(error).__name__}: {cut(str(error), MOST_SHOWN)}"
             found.append(
-                Check(
-                    id="doctor.unseen",
-                    verdict=Verdict.WARN,
-                    seen=said,
-                    why="what this check would have found is not known; this is an error in gpushare",
+                Check.warning(
+                    "doctor.unseen",
+                    seen=f"'{name}' failed: {type(error).__name__}: {cut(str(error), MOST_SHOWN)}",
+                    why="the result of this check is unknown; this is an error in gpushare",
                     remedy="please report it, with this line: gpushare doctor -o json",
                 )
             )
     return found
 
 
+@contextlib.contextmanager
+def _kept(examination: Examination, name: str) -> Iterator[None]:
+    """Keep the error of a first look in a field of the examination: checks without it still run."""
+    try:
+        yield
+    except GpushareError as error:
+        setattr(examination, name, error)
+    except Exception as error:  # noqa: BLE001 - as for the checks
+        known = system_error(error) if isinstance(error, OSError) else None
+        said = f"{type(error).__name__}: {cut(str(error), MOST_SHOWN)}"
+        setattr(examination, name, known or OperationFailed(said, "please report it: gpushare doctor -o json"))
+
+
 def _nvml(seen: Examination) -> Iterator[Check]:
     error = seen.nvml_error
     if isinstance(error, NvmlMissing):
-        yield Check(
-            id="nvml.library",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "nvml.library",
             seen=error.message,
-            why="nothing about a GPU can be known",
+            why="no GPU can be found",
             remedy=error.hint,
         )
         return
-    yield Check(
-        id="nvml.library",
-        verdict=Verdict.PASS,
-        seen="libnvidia-ml answers" if error is None else "libnvidia-ml is there",
-    )
+    yield Check.passed("nvml.library", seen="libnvidia-ml answers" if error is None else "libnvidia-ml is there")
     if error is not None:
         mismatch = "driver.mismatch" if error.code == "driver_mismatch" else "nvml.answers"
         identifier = "driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch
-        yield Check(
-            id=identifier, verdict=Verdict.FAIL, seen=error.message, why="no GPU can be used", remedy=error.hint
-        )
+        yield Check.failure(identifier, seen=error.message, why="no GPU can be used", remedy=error.hint)
         return
-    yield Check(id="driver.loaded", verdict=Verdict.PASS, seen=f"driver {seen.driver or 'of unknown version'}")
+    yield Check.passed("driver.loaded", seen=f"driver {seen.driver or 'of unknown version'}")
     if not seen.gpus:
-        yield Check(
-            id="gpu.present",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "gpu.present",
             seen="the driver sees no GPU",
             why="there is nothing to share",
             remedy="lspci | grep -i nvidia",
         )
     for gpu in seen.gpus:
         if gpu.error is not None:
-            yield Check(
-                id="gpu.answers",
-                verdict=Verdict.FAIL,
+            yield Check.failure(
+                "gpu.answers",
                 seen=gpu.error,
                 gpu=gpu.index,
                 why="a lost GPU comes back only with a reset or a reboot",
@@ -429,33 +415,28 @@ def _nvml(seen: Examination) -> Iterator[Check]:
 def _smi(seen: Examination) -> Iterator[Check]:
     host = seen.host
     if host.programs.find(NVIDIA_SMI) is None:
-        yield Check(
-            id="smi.program",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "smi.program",
             seen="nvidia-smi is not installed",
-            why="the time-slice is read and set only through it",
+            why="it is the only way to read and set the time-slice",
             remedy="install the driver's utilities (nvidia-utils, nvidia-smi)",
         )
         return
     if seen.nvml_error is not None:
-        yield Check(
-            id="smi.program", verdict=Verdict.SKIP, seen="nvidia-smi is there; not asked, because NVML does not answer"
-        )
+        yield Check.skipped("smi.program", seen="nvidia-smi is installed; it was not run because NVML does not answer")
         return
     try:
         seen.levels = host.policy.read()
     except GpushareError as error:
-        yield Check(
-            id="smi.program",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "smi.program",
             seen=error.message,
             why="the time-slice cannot be read",
             remedy=remedy_of(error),
         )
         return
-    yield Check(
-        id="smi.program",
-        verdict=Verdict.PASS,
+    yield Check.passed(
+        "smi.program",
         seen=f"nvidia-smi lists the time-slice of {counted(len(seen.levels), 'GPU')}",
     )
 
@@ -469,11 +450,10 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
         nearest = nearest.parent
     length = len(os.fsencode(str(path / "mps" / "gpu-00000000" / "pipe")))
     if length > control.MAX_PIPE_DIRECTORY_BYTES:
-        yield Check(
-            id="run.path",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "run.path",
             seen=f"an MPS pipe directory below {path} has {length} bytes; 87 is the limit",
-            why="the daemon dies at its start without a word",
+            why="the daemon dies silently when it starts",
             remedy="export GPUSHARE_RUN_DIR=/tmp/$USER (a short directory of your own)",
         )
         return
@@ -481,42 +461,38 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
         if path.exists():
             make_private_directory(path)
         elif not os.access(nearest, os.W_OK):
-            yield Check(
-                id="run.directory",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "run.directory",
                 seen=f"{path} does not exist and {nearest} is not writable",
                 why="no MPS daemon can be started",
                 remedy="export GPUSHARE_RUN_DIR to a short directory of your own",
             )
             return
     except GpushareError as error:
-        yield Check(
-            id="run.directory",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "run.directory",
             seen=error.message,
-            why="whoever may write there decides who talks to the GPU",
+            why="users who may write there can take the place of an MPS daemon",
             remedy=error.hint,
         )
         return
     homes = len(homes_in([path]))
-    yield Check(id="run.directory", verdict=Verdict.PASS, seen=f"{path} ({counted(homes, 'daemon')} noted)")
+    yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} noted)")
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:
     if seen.host.uid == 0:
-        yield Check(id="user.root", verdict=Verdict.PASS, seen="commands run as root")
+        yield Check.passed("user.root", seen="commands run as root")
     else:
-        yield Check(
-            id="user.root",
-            verdict=Verdict.PASS,
+        yield Check.passed(
+            "user.root",
             seen=f"commands run as user {seen.host.uid}: MPS works, time-slice, compute mode and MIG need root",
         )
     nodes = [f"/dev/{name}" for name in ("nvidiactl", "nvidia0")]
     closed = [node for node in nodes if os.path.exists(node) and not os.access(node, os.R_OK | os.W_OK)]
     if closed and not seen.host.is_simulated:
-        yield Check(
-            id="device.nodes",
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            "device.nodes",
             seen=f"no access to {', '.join(closed)}",
             why="no CUDA program of this user can use the GPU",
             remedy=f"ls -l {' '.join(closed)}; id",
@@ -526,17 +502,16 @@ def _permissions(seen: Examination) -> Iterator[Check]:
 def _pid_namespace(seen: Examination) -> Iterator[Check]:
     host = seen.host.processes.namespace_is_host()
     if host is False:
-        yield Check(
-            id="pid.namespace",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "pid.namespace",
             seen="this PID namespace is not the host's",
             why=BLIND,
             remedy="docker run --pid=host ...",
         )
     elif host:
-        yield Check(id="pid.namespace", verdict=Verdict.PASS, seen="the host's PID namespace")
+        yield Check.passed("pid.namespace", seen="the host's PID namespace")
     else:
-        yield Check(id="pid.namespace", verdict=Verdict.SKIP, seen="it cannot be told")
+        yield Check.skipped("pid.namespace", seen="unknown")
 
 
 CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
@@ -558,11 +533,11 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
 
 
 def worst(checks: list[Check]) -> Verdict:
-    """Return the worst verdict: pass, warn or fail; a skipped check says nothing."""
+    """Return the worst verdict: pass, warn or fail. Skipped checks do not count."""
     verdicts = {check.verdict for check in checks}
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
 
 
 def exit_code(checks: list[Check], fail_on: Verdict = Verdict.FAIL) -> int:
-    """Return 1 when something fails, with ``fail_on`` WARN also when something warns; else 0."""
+    """Return 1 if a check fails, or with ``fail_on`` WARN if one warns; else 0."""
     return int(worst(checks) in {Verdict.FAIL, fail_on})

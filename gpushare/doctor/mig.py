@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.doctor.check import Check, Examination, Verdict
+from gpushare.doctor.check import Check, Examination
 from gpushare.errors import GpuLost, GpushareError, NotFound, NotSupported
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from gpushare.mig.names import NamedInstance
     from gpushare.model import Gpu, Holder
 
-# Every host should run the first; the others belong to MPS and have their own checks.
+# The persistence daemon belongs on every host; the MPS programs have checks of their own.
 _NO_OBSTACLE: Final = ("nvidia-persiste", "nvidia-cuda-mps")
 
 
 def modes(seen: Examination) -> Iterator[Check]:
-    """Check for a mode that is pending, and for MIG without anything that a program could use."""
+    """Check for a pending MIG mode, changes that were not finished, and MIG mode without usable instances."""
     directories = (seen.host.run_directory, *seen.host.shared_run_directories)
     journals = [Journal(replace(seen.host, run_directory=directory)) for directory in directories]
     if any(journal.running() for journal in journals):
-        yield Check(id="mig.state", verdict=Verdict.SKIP, seen="gpushare is changing MIG at this moment")
+        yield Check.skipped("mig.state", seen="gpushare is changing MIG right now")
         return
     wrong = False
     for gpu in seen.answering:
@@ -40,18 +40,17 @@ def modes(seen: Examination) -> Iterator[Check]:
             yield check
     for left in _left(seen, journals):
         wrong = True
-        yield Check(
-            id=left.id,
-            verdict=Verdict.FAIL,
+        yield Check.failure(
+            left.id,
             seen=left.seen + (f", at: {left.at}" if left.at else ""),
-            why="instances, names and grants are neither as they were nor as they should become",
+            why="instances, names and grants are half changed",
             remedy=left.remedy.replace("gpushare mig recover", "sudo gpushare mig recover"),
         )
     on = [gpu for gpu in seen.answering if gpu.mig_enabled]
     if on and not wrong:
         number = sum(len(gpu.mig_instances) for gpu in on)
-        seen_text = f"MIG is on on {counted(len(on), 'GPU')}: {counted(number, 'MIG device')}"
-        yield Check(id="mig.state", verdict=Verdict.PASS, seen=seen_text)
+        seen_text = f"MIG is enabled on {counted(len(on), 'GPU')}: {counted(number, 'MIG device')}"
+        yield Check.passed("mig.state", seen=seen_text)
 
 
 def _left(seen: Examination, journals: Sequence[Journal]) -> Iterator[Left]:
@@ -62,13 +61,12 @@ def _left(seen: Examination, journals: Sequence[Journal]) -> Iterator[Left]:
 
 def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:
     if gpu.mig_enabled is not None and gpu.mig_pending not in {None, gpu.mig_enabled}:
-        yield Check(
-            id="mig.pending",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mig.pending",
             gpu=gpu.index,
             seen=f"MIG mode of GPU {gpu.index} is {_word(gpu.mig_enabled)}, and {_word(gpu.mig_pending)} after the next reset",
-            why="somebody was on the GPU when the mode was changed; a reset or reboot will change it at any time",
-            remedy=f"sudo nvidia-smi --gpu-reset -i {gpu.index} (ends nothing by itself: first end who uses it)",
+            why="the GPU was in use when the mode was changed; the next reset or reboot completes the change",
+            remedy=f"sudo nvidia-smi --gpu-reset -i {gpu.index} (first end the processes that use it)",
         )
     if not gpu.mig_enabled:
         return
@@ -77,22 +75,20 @@ def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:
     except GpushareError:
         return
     if not instances:
-        yield Check(
-            id="mig.empty",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mig.empty",
             gpu=gpu.index,
-            seen=f"MIG is on on GPU {gpu.index}, without an instance",
+            seen=f"MIG is enabled on GPU {gpu.index}, which has no instance",
             why="no CUDA program can use the GPU: CUDA error 100",
             remedy=f"gpushare mig profiles -g {gpu.index}; then sudo gpushare mig create -g {gpu.index} PROFILE, or mig disable",
         )
     for one in instances:
         if not one.compute:
-            yield Check(
-                id="mig.bare",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mig.bare",
                 gpu=gpu.index,
                 seen=f"GPU instance {one.id} ({one.profile.name}:{one.start}) on GPU {gpu.index} has no compute instance",
-                why="it takes its slices, and no program can use it",
+                why="it occupies its slices, and no program can use it",
                 remedy=f"sudo nvidia-smi mig -i {gpu.index} -gi {one.id} -cci",
             )
 
@@ -102,7 +98,7 @@ def _word(on: object) -> str:
 
 
 def names(seen: Examination) -> Iterator[Check]:
-    """Check that every name means what it meant, and that what is granted is closed to the others."""
+    """Check that every name still means its instance, and that granted instances are closed to other users."""
     if seen.nvml_error is not None:
         return
     for name, named in sorted(names_of(seen.host).items()):
@@ -122,14 +118,13 @@ def _renamed(seen: Examination, name: str) -> Check | None:
         return None
     except NotFound as error:
         if error.code == "no_compute_instance":
-            # mig.bare tells it.
+            # Reported as mig.bare.
             return None
-        return Check(
-            id="mig.name",
-            verdict=Verdict.WARN,
+        return Check.warning(
+            "mig.name",
             gpu=None if error.gpu is None or not error.gpu.isdigit() else int(error.gpu),
             seen=error.message,
-            why="at its place, with its MIG UUID, another instance of another size may run a program that meant this one",
+            why="an instance of another size may have its place and its MIG UUID, and run programs that meant this one",
             remedy=error.hint,
         )
     except GpushareError:
@@ -146,9 +141,8 @@ def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     try:
         steps = plan_reapply(seen.host, [named])
     except NotSupported as error:
-        yield Check(
-            id="mig.grant",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mig.grant",
             gpu=index,
             seen=f"{named.name} is granted to {', '.join(named.users)}, and {error.message}",
             why=why,
@@ -158,18 +152,17 @@ def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     except GpushareError:
         return
     if steps:
-        yield Check(
-            id="mig.grant",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mig.grant",
             gpu=index,
             seen=f"{named.name} is granted to {', '.join(named.users)}, and open to others again",
-            why=f"{why}: a grant goes with the instance, with the driver and with a reboot",
+            why=f"{why}: a grant ends with the instance, when the driver is reloaded, and at a reboot",
             remedy=f"sudo gpushare mig grant {shlex.quote(named.name)} {shlex.quote(named.users[0])}",
         )
 
 
 def holders(seen: Examination) -> Iterator[Check]:
-    """Check for programs that would block a MIG change without being in any list of processes (DCGM, Xorg, nsys)."""
+    """Check for programs in no process list that block a MIG change (DCGM, Xorg, nsys)."""
     capable = [gpu for gpu in seen.answering if gpu.mig_capable]
     if not capable:
         return
@@ -180,16 +173,15 @@ def holders(seen: Examination) -> Iterator[Check]:
             found += inside
         found = [one for one in found if one.pid not in own and not (one.name or "").startswith(_NO_OBSTACLE)]
         if found and not (gpu.mig_enabled or gpu.mig_pending):
-            # DCGM runs on most machines; as long as nobody wants MIG it is in nobody's way.
-            seen_text = f"{blocking(found)} {_has(found)} GPU {gpu.index} open, and must end before MIG is switched on"
-            yield Check(id="mig.holders", verdict=Verdict.PASS, gpu=gpu.index, seen=seen_text)
+            # DCGM runs on most machines, and matters only once MIG is wanted.
+            seen_text = f"{blocking(found)} {_has(found)} GPU {gpu.index} open, and must end before MIG is enabled"
+            yield Check.passed("mig.holders", gpu=gpu.index, seen=seen_text)
         elif found:
-            yield Check(
-                id="mig.holders",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mig.holders",
                 gpu=gpu.index,
                 seen=f"{blocking(found)} {_has(found)} GPU {gpu.index} open without a context",
-                why="an instance that it holds cannot be destroyed, and the mode of the GPU not changed",
+                why="an instance that is held cannot be destroyed, and the GPU's MIG mode cannot be changed",
                 remedy=f"before a MIG change: {remedy(found) or 'end it'}",
             )
 
@@ -199,7 +191,7 @@ def _has(found: list[Holder]) -> str:
 
 
 def _own(seen: Examination) -> set[int]:
-    """Return the processes of MPS and of every `gpushare run`: they go with the program that runs."""
+    """Return the processes of MPS and of every `gpushare run`: they end with the program."""
     daemons = {one.daemon.pid or 0 for one in seen.daemons}
     servers = {server.pid for one in seen.daemons for server in one.daemon.servers}
     runs = {pid for one in seen.daemons if one.home is not None for pid in one.home.live_leases() or ()}
@@ -213,11 +205,10 @@ def containers(seen: Examination) -> Iterator[Check]:
         return
     by_path = {spec.path: spec for spec in cdi.find_specs(seen.host)}
     for wrong in cdi.stale(seen.host, seen.gpus):
-        yield Check(
-            id="cdi.stale",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "cdi.stale",
             seen=f"{wrong.path} {cdi.describe(wrong)}",
-            why="a container that asks for a GPU by CDI gets none, or another one than it means",
+            why="a container that asks for a GPU by CDI gets none, or the wrong one",
             remedy=f"sudo {' '.join(cdi.refresh_command(by_path.get(wrong.path)))}",
         )
 

@@ -1,4 +1,4 @@
-"""The checks of `gpushare doctor` on MPS: its programs, and its daemons."""
+"""The checks of `gpushare doctor` on MPS: programs, daemons, clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, remedy_of
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
 from gpushare.errors import GpushareError, cut
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
     from gpushare.mps.daemons import FoundDaemon
 
 
+# Processes of other users that claim to be MPS daemons: any user can start hundreds.
+MOST_CLAIMS: Final = 10
+
+
 def mps_programs(seen: Examination) -> Iterator[Check]:
-    """Check that the control daemon and the server are installed."""
+    """Check that the control daemon and the server are installed, and that the control program runs."""
     for name, identifier in ((control.PROGRAM, "mps.control"), (control.SERVER_PROGRAM, "mps.server")):
         path = seen.host.programs.find(name)
         if path is None:
-            yield Check(
-                id=identifier,
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                identifier,
                 seen=f"{name} is not installed",
                 why="there is no MPS without it",
                 remedy="install it: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
@@ -46,127 +49,116 @@ def mps_programs(seen: Examination) -> Iterator[Check]:
         elif name == control.PROGRAM:
             yield _control(seen, path)
         else:
-            yield Check(id=identifier, verdict=Verdict.PASS, seen=path)
+            yield Check.passed(identifier, seen=path)
 
 
 def _control(seen: Examination, path: str) -> Check:
     try:
-        version = control.probe_version(seen.host.programs)
+        seen.mps_version = control.probe_version(seen.host.programs)
     except GpushareError as error:
-        return Check(
-            id="mps.control",
-            verdict=Verdict.FAIL,
-            seen=error.message,
-            why="no MPS daemon can be started, asked or stopped",
-            remedy=remedy_of(error),
-        )
-    known = f"binary version {version}" if version else "before driver 580"
-    return Check(id="mps.control", verdict=Verdict.PASS, seen=f"{path}, {known}")
+        why = "no MPS daemon can be started, asked or stopped"
+        return Check.failure("mps.control", seen=error.message, why=why, remedy=remedy_of(error))
+    known = f"binary version {seen.mps_version}" if seen.mps_version else "before driver 580"
+    return Check.passed("mps.control", seen=f"{path}, {known}")
 
 
 def mps_daemons(seen: Examination) -> Iterator[Check]:
-    """Check every daemon: dead, silent, in FAULT, orphaned."""
+    """Check every daemon: dead, not answering, in FAULT, orphaned."""
+    if seen.daemons_error is not None:
+        yield Check.skipped("mps.daemons", seen=f"the MPS daemons are unknown: {seen.daemons_error.message}")
+    elif not seen.daemons:
+        yield Check.passed("mps.daemons", seen="no MPS daemon runs")
+    unasked = [found.daemon for found in seen.daemons if found.daemon.unasked]
     for found in seen.daemons:
-        daemon = found.daemon
-        if found.record is not None and found.record.interrupted:
-            yield Check(
-                id="mps.interrupted",
-                verdict=Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=f"a start of the MPS daemon of {found.record.device_uuid} is under way, or was interrupted",
-                why="its limits may not be set, and a compute mode that it changed is still to be restored",
-                remedy=f"gpushare mps stop -g {found.record.device_uuid}",
-            )
-        elif daemon.unasked:
-            yield Check(
-                id="mps.unasked",
-                verdict=Verdict.SKIP,
-                gpu=daemon.gpu_index,
-                seen=f"MPS daemon {daemon.pid} of {daemon.user or 'user unknown'} was not asked: it is another user's",
-            )
-        elif daemon.ours and daemon.pid is None:
-            yield Check(
-                id="mps.stale",
-                verdict=Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=f"an MPS daemon died and left its files in {found.home.directory if found.home else daemon.pipe_directory}",
-                why="its limits, and a compute mode that it changed, are still noted there",
-                remedy=f"gpushare mps stop -g {daemon.device_uuid}",
-            )
-        elif daemon.error is not None:
-            yield Check(
-                id="mps.answers",
-                verdict=Verdict.FAIL if daemon.ours else Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=daemon.error,
-                why="no program can join it",
-                remedy=f"gpushare mps logs -g {daemon.device_uuid}; gpushare mps stop -g {daemon.device_uuid} --force"
-                if daemon.ours
-                else "sudo gpushare mps status",
-            )
-        else:
-            yield from _daemon_state(found)
-    if not seen.daemons:
-        yield Check(id="mps.daemons", verdict=Verdict.PASS, seen="no MPS daemon runs")
-
-
-def _daemon_state(found: FoundDaemon) -> Iterator[Check]:
-    daemon = found.daemon
-    fault = [server.pid for server in daemon.servers if server.status == "FAULT"]
-    if fault:
-        yield Check(
-            id="mps.fault",
-            verdict=Verdict.FAIL,
+        if not found.daemon.unasked:
+            yield _daemon(found)
+    for daemon in unasked[:MOST_CLAIMS]:
+        yield Check.skipped(
+            "mps.unasked",
             gpu=daemon.gpu_index,
-            seen=f"MPS server {fault[0]} is in state FAULT",
-            why="its clients have lost their contexts and new ones are refused (CUDA error 807) until all of them have ended",
-            remedy=f"gpushare mps stop -g {daemon.device_uuid} --force" if daemon.ours else "end its clients",
+            seen=f"MPS daemon {daemon.pid} of {_user(daemon)} was not asked: it is another user's",
         )
-        return
-    whose = (
-        "of gpushare" if daemon.ours else f"of somebody else ({daemon.user or 'user unknown'}, {daemon.pipe_directory})"
-    )
+    if len(unasked) > MOST_CLAIMS:
+        yield Check.skipped("mps.unasked", seen=f"{len(unasked) - MOST_CLAIMS} more MPS daemons of other users")
+
+
+def _user(daemon: MpsDaemon) -> str:
+    return daemon.user or "an unknown user"
+
+
+def _daemon(found: FoundDaemon) -> Check:
+    daemon, stop = found.daemon, f"gpushare mps stop -g {found.daemon.device_uuid}"
+    if found.record is not None and found.record.interrupted:
+        return Check.warning(
+            "mps.interrupted",
+            gpu=daemon.gpu_index,
+            seen=f"the MPS daemon of {found.record.device_uuid} is being started, or its start was interrupted",
+            why="its limits may not be set, and a compute mode that it changed is still to be restored",
+            remedy=f"gpushare mps stop -g {found.record.device_uuid}",
+        )
+    if daemon.ours and daemon.pid is None:
+        return Check.warning(
+            "mps.stale",
+            gpu=daemon.gpu_index,
+            seen=f"an MPS daemon died and left its files in {found.home.directory if found.home else daemon.pipe_directory}",
+            why="they name its limits, and a compute mode that is still to be restored",
+            remedy=stop,
+        )
+    if daemon.error is not None:
+        return Check(
+            id="mps.answers",
+            verdict=Verdict.FAIL if daemon.ours else Verdict.WARN,
+            gpu=daemon.gpu_index,
+            seen=daemon.error,
+            why="no program can join it",
+            remedy=f"gpushare mps logs -g {daemon.device_uuid}; {stop} --force"
+            if daemon.ours
+            else "sudo gpushare mps status",
+        )
+    fault = next((server.pid for server in daemon.servers if server.status == "FAULT"), None)
+    if fault is not None:
+        return Check.failure(
+            "mps.fault",
+            gpu=daemon.gpu_index,
+            seen=f"MPS server {fault} is in state FAULT",
+            why="its clients have lost their contexts; new ones are refused (CUDA error 807) until all of them have ended",
+            remedy=f"{stop} --force" if daemon.ours else "end its clients",
+        )
     if daemon.transient and not daemon.clients and found.home is not None and not found.home.live_leases():
-        yield Check(
-            id="mps.orphan",
-            verdict=Verdict.WARN,
+        return Check.warning(
+            "mps.orphan",
             gpu=daemon.gpu_index,
-            seen=f"MPS daemon {daemon.pid} was started by a run that is over",
-            why="nobody will stop it",
-            remedy=f"gpushare mps stop -g {daemon.device_uuid}",
+            seen=f"MPS daemon {daemon.pid} was started by a run that has ended",
+            why="nothing will stop it",
+            remedy=stop,
         )
-        return
-    yield Check(
-        id="mps.daemons",
-        verdict=Verdict.PASS,
-        gpu=daemon.gpu_index,
-        seen=f"MPS daemon {daemon.pid} {whose} answers, {counted(len(daemon.clients), 'client')}",
-    )
+    whose = "of gpushare" if daemon.ours else f"of another owner ({_user(daemon)}, {daemon.pipe_directory})"
+    clients = counted(len(daemon.clients), "client")
+    return Check.passed("mps.daemons", f"MPS daemon {daemon.pid} {whose} answers, {clients}", daemon.gpu_index)
 
 
-# What a container gets for /dev/shm unless it asks for more; the CUDA programs in it want some of it too.
+# The default /dev/shm of a container; its CUDA programs need some of it too.
 _LITTLE_SHARED_MEMORY: Final = 64 * MIB
-# NVIDIA's advice for many clients is 16384; below the usual soft limit of Linux a few already do not fit.
+# NVIDIA advises 16384 for many clients; below the usual soft limit of Linux even a few do not fit.
 _FEW_DESCRIPTORS: Final = 1024
 _LARGE_LOG: Final = 100 * MIB
 _TAIL_BYTES: Final = 64 << 10
 
 
 def needs(seen: Examination) -> Iterator[Check]:
-    """Check what MPS needs of the machine: shared memory, open files, directories, room for its log."""
+    """Check what MPS needs: shared memory, open files, reachable directories, a log that is not too large."""
     space = seen.host.machine.shared_memory()
     if space is None:
-        yield Check(id="mps.shm", verdict=Verdict.SKIP, seen="the size of /dev/shm cannot be told")
+        yield Check.skipped("mps.shm", seen="the size of /dev/shm is unknown")
     elif space.total <= _LITTLE_SHARED_MEMORY or space.free < _LITTLE_SHARED_MEMORY // 4:
-        yield Check(
-            id="mps.shm",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.shm",
             seen=f"{SHARED_MEMORY} has {format_bytes(space.total)}, {format_bytes(space.free)} free",
-            why="an MPS server and its clients meet there: without room the server fails to open its SHM segment",
+            why="an MPS server shares memory with its clients there: without room it fails to open its SHM segment",
             remedy="sudo mount -o remount,size=8G /dev/shm; of a container: docker run --shm-size=8g, or --ipc=host",
         )
     else:
-        yield Check(id="mps.shm", verdict=Verdict.PASS, seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
+        yield Check.passed("mps.shm", seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
     for found in seen.believed:
         yield from _descriptors(seen, found.daemon)
         yield from _directories(seen, found)
@@ -178,13 +170,12 @@ def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
     failed = re.search(r"failed to (?:create|open)[^\n]* SHM segment", log_tail(daemon, "server.log"))
     if failed or (limit is not None and limit < _FEW_DESCRIPTORS):
         told = "unknown" if limit is None else str(limit)
-        yield Check(
-            id="mps.descriptors",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.descriptors",
             gpu=daemon.gpu_index,
             seen=f"MPS daemon {daemon.pid} may have {told} open files"
             + (", and its server could not open an SHM segment" if failed else ""),
-            why="each client takes several: the next ones are refused; NVIDIA advises 16384",
+            why="each client needs several, and the next ones are refused; NVIDIA advises 16384",
             remedy="gpushare mps stop, then: ulimit -n 16384; gpushare mps start (in a unit: LimitNOFILE=16384)",
         )
 
@@ -197,31 +188,29 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
         return
     mode = seen_pipe.st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        yield Check(
-            id="mps.directory",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.directory",
             gpu=daemon.gpu_index,
             seen=f"everybody may write into {pipe} (mode {stat.S_IMODE(mode):o})",
-            why="any user can put a socket of his own in the daemon's place",
+            why="any user can replace the daemon's socket with their own",
             remedy=f"sudo chmod 0755 {shlex.quote(str(pipe))}",
         )
-    # What 'users' of a gpushare.yaml closed is closed on purpose; what lies above must be open all the same.
+    # 'users' of a gpushare.yaml closes it on purpose; the directories above must still be open.
     chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
     first = pipe.parent if chosen else pipe
     closed = _closed(first, root_of(seen.host)) if daemon.user == "root" else None
     if closed is not None:
-        yield Check(
-            id="mps.reach",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.reach",
             gpu=daemon.gpu_index,
-            seen=f"only its owner may go through {closed}" + ("" if closed == pipe else f", on the way to {pipe}"),
-            why="programs of other users, and of containers, cannot reach the daemon and run without MPS or fail",
+            seen=f"only its owner may enter {closed}" + ("" if closed == pipe else f", on the way to {pipe}"),
+            why="programs of other users and in containers cannot reach the daemon: they run without MPS, or fail",
             remedy=f"sudo chmod o+x {shlex.quote(str(closed))}",
         )
 
 
 def _closed(directory: Path, root: Path) -> Path | None:
-    # Of a simulated host what lies above its own directory is the machine's business.
+    # Above the directory of a simulated host lies the real machine.
     above = [path for path in (directory, *directory.parents) if path != root and path.is_relative_to(root)]
     for path in reversed(above):
         with contextlib.suppress(OSError):
@@ -234,18 +223,17 @@ def _log(daemon: MpsDaemon) -> Iterator[Check]:
     path = Path(daemon.log_directory or "/nonexistent") / "control.log"
     found = _own(path)
     if found is not None and stat.S_ISREG(found.st_mode) and found.st_size > _LARGE_LOG:
-        yield Check(
-            id="mps.log",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.log",
             gpu=daemon.gpu_index,
             seen=f"{path} has grown to {format_bytes(found.st_size)}",
-            why="every question to the daemon adds lines, and nobody rotates it",
+            why="every question to the daemon adds lines, and nothing rotates it",
             remedy=f"sudo truncate -s 0 {shlex.quote(str(path))}",
         )
 
 
 def _own(path: Path) -> os.stat_result | None:
-    """Return what this user or root made at a path; a link is what it is itself."""
+    """Return the lstat of a path that belongs to this user or root."""
     with contextlib.suppress(OSError):
         found = path.lstat()
         return found if found.st_uid in {os.geteuid(), 0} else None
@@ -253,19 +241,19 @@ def _own(path: Path) -> os.stat_result | None:
 
 
 def log_tail(daemon: MpsDaemon, name: str) -> str:
-    """Return the end of a log of a daemon (``control.log``, ``server.log``); nothing where it may not be read."""
+    """Return the end of a daemon's log (``control.log``, ``server.log``), empty if it may not be read."""
     return read_tail(Path(daemon.log_directory or "/nonexistent") / name, _TAIL_BYTES)
 
 
 _LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-# What libcuda takes under MPS by itself (NVIDIA's MPS guide).
+# The default of libcuda under MPS (NVIDIA's MPS guide).
 _USUAL_CONNECTIONS: Final = 2
 
 
 def client_environments(seen: Examination) -> Iterator[Check]:
-    """Check for clients whose memory limits do not hold, or that take the connections of others."""
+    """Check for clients whose memory limits are not in force, or that use up connections."""
     for found in seen.believed:
         for client in found.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
@@ -274,52 +262,49 @@ def client_environments(seen: Examination) -> Iterator[Check]:
 
 
 def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
-    """Yield a client whose memory limit names a GPU that it does not see: then none of its limits holds."""
+    """Check for a memory limit that names a GPU the client does not see: CUDA then drops all its limits."""
     text, uuid = environment.get(_LIMIT), daemon.device_uuid
     if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
         return
-    yield Check(
-        id="mps.limits_dropped",
-        verdict=Verdict.WARN,
+    yield Check.warning(
+        "mps.limits_dropped",
         gpu=daemon.gpu_index,
         seen=f"client {client.pid} has {_LIMIT}={cut(text, MOST_SHOWN)}, and sees one GPU only",
-        why="one entry for a GPU that it does not see drops all its memory limits, the server's too",
-        remedy="start it again with 0=SIZE alone: gpushare run --memory SIZE -- CMD",
+        why="an entry for a GPU that it does not see drops all its memory limits, including the server's",
+        remedy="restart it with only 0=SIZE: gpushare run --memory SIZE -- CMD",
     )
 
 
 def _names_other(entry: str, uuid: str) -> bool:
-    """Return whether an entry of the variable names another device than the only one (ordinal 0, or its UUID)."""
+    """Return whether an entry names a device other than the visible one (ordinal 0, or its UUID)."""
     device = entry.partition("=")[0].strip()
     return bool(device) and device != "0" and not (len(device) > 4 and uuid.startswith(device))
 
 
 def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
     text = environment.get(_CONNECTIONS, "")
-    # Another user may have written thousands of digits: int() refuses them.
+    # Another user may have set thousands of digits, which int() refuses.
     digits = text.lstrip("0") or "0"
     if text.isascii() and text.isdigit() and (len(digits) > 9 or int(digits) > _USUAL_CONNECTIONS):
-        yield Check(
-            id="mps.connections",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.connections",
             gpu=daemon.gpu_index,
             seen=f"client {client.pid} has {_CONNECTIONS}={cut(text, MOST_SHOWN)}",
-            why="connections are what a GPU runs out of: fewer clients fit, and the next gets CUDA error 809",
-            remedy=f"start it again without it: unset {_CONNECTIONS}",
+            why="a GPU has few connections: fewer clients fit, and the next one gets CUDA error 809",
+            remedy=f"restart it without: unset {_CONNECTIONS}",
         )
 
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
-    """Check for a default thread percentage that a daemon was given and silently did not take."""
+    """Check for a default thread percentage that a daemon silently ignored."""
     for found in seen.believed:
         text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(_THREADS)
         if text is not None and not _is_percentage(text):
-            yield Check(
-                id="mps.threads_ignored",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mps.threads_ignored",
                 gpu=found.daemon.gpu_index,
                 seen=f"MPS daemon {found.daemon.pid} was started with {_THREADS}={cut(text, MOST_SHOWN)}",
-                why="it takes 0 to 100 only; with anything else it says nothing, and every client gets 100 %",
+                why="it ignores anything but 0 to 100 silently, and every client gets 100 %",
                 remedy=f"restart it with a number from 1 to 100 in {_THREADS}; or: gpushare mps start --threads 50",
             )
 
@@ -339,35 +324,42 @@ _PENDING: Final = re.compile(
 
 
 def foreign(seen: Examination) -> Iterator[Check]:
-    """Check for daemons of somebody else, at the default path, left dead there, and two on one GPU."""
+    """Check for daemons of others, at the default path, left dead there, and two on one GPU."""
+    claims = [found.daemon for found in seen.serving if not found.trusted]
+    for daemon in claims[:MOST_CLAIMS]:
+        yield Check.warning(
+            "mps.foreign",
+            gpu=daemon.gpu_index,
+            seen=f"process {daemon.pid} of {_user(daemon)} claims to be an MPS daemon",
+            why="only its name and environment say so: it was not asked, and its files were not read",
+            remedy=f"ask {daemon.user or 'its user'} what it is; or see: ps -fp {daemon.pid}",
+        )
+    if len(claims) > MOST_CLAIMS:
+        yield Check.warning(
+            "mps.foreign",
+            seen=f"{len(claims) - MOST_CLAIMS} more processes of other users claim to be MPS daemons",
+            why="any user can start processes of that name",
+            remedy=f"list all of them: pgrep -af {control.PROGRAM}",
+        )
     for found in seen.serving:
         daemon = found.daemon
         if not found.trusted:
-            yield Check(
-                id="mps.foreign",
-                verdict=Verdict.WARN,
-                gpu=daemon.gpu_index,
-                seen=f"process {daemon.pid} of {daemon.user or 'user unknown'} says that it is an MPS daemon",
-                why="its name and its environment are all that tells so: it was not asked, and its files are not looked at",
-                remedy=f"ask {daemon.user or 'its user'} what it is; or see: ps -fp {daemon.pid}",
-            )
-        elif daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
-            yield Check(
-                id="mps.default_path",
-                verdict=Verdict.WARN,
+            continue
+        if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
+            yield Check.warning(
+                "mps.default_path",
                 gpu=daemon.gpu_index,
                 seen=f"MPS daemon {daemon.pid} listens at {DEFAULT_PIPE_DIRECTORY}, where every CUDA program looks",
-                why="programs that never asked for MPS join it, containers too, and fail with it (CUDA error 805)",
+                why="programs that never asked for MPS join it, also in containers, and fail with it (CUDA error 805)",
                 remedy=f"{_quit(daemon)}; then a private one: gpushare mps start",
             )
         elif not daemon.ours and not _is_of_unit(seen, found):
-            yield Check(
-                id="mps.foreign",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mps.foreign",
                 gpu=daemon.gpu_index,
-                seen=f"MPS daemon {daemon.pid} of {daemon.user or 'user unknown'} at {daemon.pipe_directory} is not gpushare's",
-                why="it is shown here, but its limits, its compute mode and its end are its owner's business",
-                remedy=f"if nobody needs it: {_quit(daemon)}",
+                seen=f"MPS daemon {daemon.pid} of {_user(daemon)} at {daemon.pipe_directory} was not started by gpushare",
+                why="gpushare shows it, but leaves its limits, compute mode and end to its owner",
+                remedy=f"if it is not needed: {_quit(daemon)}",
             )
     yield from _several(seen)
     yield from _dead_default(seen)
@@ -390,9 +382,8 @@ def _several(seen: Examination) -> Iterator[Check]:
             if gpu.index in found.daemon.gpu_indexes and not (found.daemon.device_uuid or "").startswith("MIG-")
         ]
         if len(pids) > 1:
-            yield Check(
-                id="mps.several",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mps.several",
                 gpu=gpu.index,
                 seen=f"{len(pids)} MPS daemons serve GPU {gpu.index}: {', '.join(pids)}",
                 why="only clients of one daemon run at the same time; between daemons the GPU is time-sliced",
@@ -402,14 +393,15 @@ def _several(seen: Examination) -> Iterator[Check]:
 
 def _dead_default(seen: Examination) -> Iterator[Check]:
     path = local_path(seen.host, f"{DEFAULT_PIPE_DIRECTORY}/control")
-    unknown = any(found.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for found in seen.daemons)
-    # A container may have the directory of a daemon that lives outside.
+    unknown = seen.daemons_error is not None or any(
+        found.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for found in seen.daemons
+    )
+    # In a container, the daemon of this directory may run outside.
     if unknown or seen.host.processes.namespace_is_host() is False or not path.exists() or not _refuses(path):
         return
-    yield Check(
-        id="mps.default_stale",
-        verdict=Verdict.WARN,
-        seen=f"{DEFAULT_PIPE_DIRECTORY}/control is there and no MPS daemon answers at it",
+    yield Check.warning(
+        "mps.default_stale",
+        seen=f"{DEFAULT_PIPE_DIRECTORY}/control exists, and no MPS daemon answers there",
         why="CUDA programs look there first, and may fail with CUDA error 805",
         remedy=f"sudo rm -r {DEFAULT_PIPE_DIRECTORY}",
     )
@@ -428,55 +420,52 @@ def _refuses(path: Path) -> bool:
 
 
 def devices(seen: Examination) -> Iterator[Check]:
-    """Check that what a daemon serves is still there, and that its time-slice is the default."""
+    """Check that the device of each daemon still exists, and that its time-slice is the default."""
     complete = len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
     present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
     for found in seen.believed:
         uuid = found.daemon.device_uuid
         if uuid is not None and complete and uuid not in present:
-            yield Check(
-                id="mps.device",
-                verdict=Verdict.FAIL,
+            yield Check.failure(
+                "mps.device",
                 gpu=found.daemon.gpu_index,
-                seen=f"MPS daemon {found.daemon.pid} serves {uuid}, and there is no such CUDA device now",
-                why="its clients get CUDA error 100 or 805; MIG was changed under it",
+                seen=f"MPS daemon {found.daemon.pid} serves {uuid}, which no longer exists",
+                why="MIG was changed while it ran; its clients get CUDA error 100 or 805",
                 remedy=f"gpushare mps stop -g {uuid} --force",
             )
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
         if level not in {None, TimeSlice.DEFAULT} and any(gpu.index in one.daemon.gpu_indexes for one in seen.believed):
-            yield Check(
-                id="mps.timeslice",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mps.timeslice",
                 gpu=gpu.index,
                 seen=f"the time-slice of GPU {gpu.index} is {level.title if level else '-'} while an MPS daemon serves it",
-                why="clients of one MPS server run at the same time: it changes nothing between them",
+                why="clients of one MPS server run at the same time, so the time-slice has no effect between them",
                 remedy=f"sudo gpushare timeslice set default -g {gpu.index} --beside-mps",
             )
 
 
 def outside(seen: Examination) -> Iterator[Check]:
-    """Check for CUDA programs beside a daemon that are not its clients."""
+    """Check for CUDA programs on the GPU of a daemon that are not its clients."""
     known = set(seen.host.processes.named(control.SERVER_PROGRAM))
     for found in seen.daemons:
         known |= {server.pid for server in found.daemon.servers} | {client.pid for client in found.daemon.clients}
         known |= {found.daemon.pid or 0}
     for found in seen.believed:
         for gpu in seen.answering:
-            # Who the clients of one are that was not asked is unknown.
+            # The clients of a daemon that was not asked are unknown.
             if gpu.index not in found.daemon.gpu_indexes or found.daemon.unasked:
                 continue
             strangers = [one for one in _on(gpu, found.daemon) if one.compute and not one.mps and one.pid not in known]
             known |= {one.pid for one in strangers}
             if strangers:
-                yield Check(
-                    id="mps.outside",
-                    verdict=Verdict.WARN,
+                yield Check.warning(
+                    "mps.outside",
                     gpu=gpu.index,
                     seen=f"on GPU {gpu.index}, outside the MPS daemon: {_named(seen, strangers)}",
-                    why="no limit of the daemon holds for it, and its turns stop every client",
-                    remedy=f"end it and start it as a client: gpushare run -g {gpu.index} --threads 50 -- CMD",
+                    why="the daemon's limits do not apply to it, and in its time slices no client runs",
+                    remedy=f"restart it as a client: gpushare run -g {gpu.index} --threads 50 -- CMD",
                 )
 
 
@@ -489,30 +478,24 @@ def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
 
 
 def _named(seen: Examination, processes: list[GpuProcess]) -> str:
-    words = []
-    for one in processes[:3]:
-        info = seen.host.processes.describe(one.pid)
-        told = () if info is None else filter(None, (cut(info.name or "", MOST_SHOWN), info.user))
-        words.append(f"{one.pid} ({', '.join(told)})" if info else str(one.pid))
     more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
-    return ", ".join(words) + more
+    return ", ".join(process_title(seen, one.pid) for one in processes[:3]) + more
 
 
 def pending(seen: Examination) -> Iterator[Check]:
-    """Check for clients of another user that wait until the server's user has no client (``control.log``)."""
+    """Check for clients that wait for the clients of another user to end (``control.log``)."""
     for found in seen.believed:
         daemon = found.daemon
         served = sorted({server.user or "user unknown" for server in daemon.servers})
         waiting = sorted(set(_waiting(seen, daemon)))
         if waiting and served:
             users = ", ".join(sorted({user for _, user in waiting}))
-            yield Check(
-                id="mps.pending",
-                verdict=Verdict.WARN,
+            yield Check.warning(
+                "mps.pending",
                 gpu=daemon.gpu_index,
                 seen=f"{counted(len(waiting), 'client')} of {users} waits for MPS daemon {daemon.pid}, which serves {', '.join(served)}",
-                why="a daemon serves one user at a time: the others hang until that user's last client has ended",
-                remedy="gpushare mps status (shows whose clients to end); or use one user for all",
+                why="a daemon serves one user at a time: the others wait until that user's last client has ended",
+                remedy="see whose clients to end: gpushare mps status; or run all as one user",
             )
 
 
@@ -522,18 +505,17 @@ def open_limits(seen: Examination) -> Iterator[Check]:
         pipe = Path(found.daemon.pipe_directory or "/nonexistent")
         if found.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
             continue
-        yield Check(
-            id="mps.open",
-            verdict=Verdict.WARN,
+        yield Check.warning(
+            "mps.open",
             gpu=found.daemon.gpu_index,
             seen=f"every user may change the limits of MPS daemon {found.daemon.pid}: driver {seen.driver}, and {pipe} is open",
-            why="before driver 550 a daemon takes the settings of everybody who reaches it",
-            remedy=f"name who may come ('users' of mps, gpushare apply); or only root: sudo chmod 0700 {shlex.quote(str(pipe))}",
+            why="before driver 550 a daemon accepts settings from every user who can reach it",
+            remedy=f"list the users who may connect ('users' of mps, gpushare apply); or only root: sudo chmod 0700 {shlex.quote(str(pipe))}",
         )
 
 
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
-    """Yield who waits by the log, as far as the kernel agrees: whoever may connect can write any line into it."""
+    """Yield PID and user of waiting clients by the log, checked against the kernel: any client can write lines into it."""
     clients = {client.pid for client in daemon.clients}
     served = {server.user for server in daemon.servers}
     for stamp, pid, uid in _PENDING.findall(log_tail(daemon, "control.log")):
@@ -544,9 +526,9 @@ def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
         if int(pid) in clients or user in served:
             continue
         if (seen.host.processes.environment(info.pid) or {}).get(_PIPE, daemon.pipe_directory) != daemon.pipe_directory:
-            # It is another daemon's client.
+            # A client of another daemon.
             continue
-        # The log is older than the process: its PID was somebody else's then.
+        # The process started after the line was written: the PID belonged to another.
         began = info.started_at
         if began is None or began <= _time(stamp) + 2.0:
             yield int(pid), user
@@ -561,21 +543,17 @@ def _time(stamp: str) -> float:
 
 def version(seen: Examination) -> Iterator[Check]:
     """Check that the MPS programs are those of the driver (nvmlSystemGetCudaDriverVersion)."""
-    from gpushare.errors import GpushareError
-    from gpushare.mps.control import probe_version
-
-    if seen.nvml_error is not None or seen.host.programs.find(control.PROGRAM) is None:
+    program = seen.mps_version
+    if seen.nvml_error is not None or program is None:
         return
     try:
-        program = probe_version(seen.host.programs)
         driver = seen.host.nvml.ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())
     except GpushareError:
         return
-    if program is not None and driver is not None and program != int(driver):
-        yield Check(
-            id="mps.version",
-            verdict=Verdict.WARN,
-            seen=f"{control.PROGRAM} is of CUDA {_cuda(program)}, the driver of CUDA {_cuda(int(driver))}",
+    if driver is not None and program != int(driver):
+        yield Check.warning(
+            "mps.version",
+            seen=f"{control.PROGRAM} is from CUDA {_cuda(program)}, the driver from CUDA {_cuda(int(driver))}",
             why="the daemon, the server and libcuda must come from one driver: the server fails with a version mismatch",
             remedy="install the MPS programs of the same driver version, and restart the daemons",
         )

@@ -17,6 +17,8 @@ _MINUTE: Final = 60
 _HOUR: Final = 3600
 _DAY: Final = 86400
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
+# MPS daemons of others that are shown.
+_MOST_OTHERS: Final = 10
 _ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "red", "unknown": "yellow"}
 
 
@@ -201,8 +203,15 @@ def _mps_daemons(snapshot: Snapshot) -> Table:
         Column(key="pipe_directory", title="pipe directory", rank=7, whole=True),
         Column(key="device_uuid", title="device", rank=8, whole=True),
     )
-    rows = tuple(_daemon_row(daemon) for daemon in snapshot.daemons)
+    rows = tuple(_daemon_row(daemon) for daemon in _first_daemons(snapshot))
     return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=rows)
+
+
+def _first_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
+    """Return the daemons that are shown: all of gpushare, and the first of others, as any user can start hundreds."""
+    others = [daemon for daemon in snapshot.daemons if not daemon.ours]
+    others.sort(key=lambda daemon: (daemon.unasked, daemon.user != "root"))
+    return [*(daemon for daemon in snapshot.daemons if daemon.ours), *others[:_MOST_OTHERS]]
 
 
 def _daemon_row(daemon: MpsDaemon) -> Row:
@@ -381,12 +390,15 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
                 f"GPU {gpu.index} is in MIG mode without instances, no CUDA program can use it: "
                 f"gpushare mig profiles -g {gpu.index} lists what can be created"
             )
-    for daemon in snapshot.daemons:
+    shown = _first_daemons(snapshot)
+    for daemon in shown:
         place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
         if daemon.error is not None:
             yield f"{place} could not be asked: {daemon.error}"
         elif daemon.note is not None:
             yield f"{place}: {daemon.note}"
+    if len(snapshot.daemons) > len(shown):
+        yield f"{len(snapshot.daemons) - len(shown)} more MPS daemons of others are not shown; -o json lists all"
 
 
 def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[GpushareError]:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from gpushare.errors import ExitCode, GpuLost, OperationFailed, TimedOut
-from gpushare.model import Gpu, Snapshot
+from gpushare.model import Gpu, MpsDaemon, Snapshot
 from gpushare.show.result import OutputFormat
 from gpushare.show.status import age, container_name, status_result, used_of_total
 from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uuid
@@ -126,3 +126,20 @@ def test_a_full_container_id_is_shown_as_docker_does():
     assert container_name("a-long-name-of-a-container-that-somebody-chose") == (
         "a-long-name-of-a-container-that-somebody-chose"
     )
+
+
+def test_a_flood_of_daemons_of_others_is_counted() -> None:
+    ours = MpsDaemon(pid=7, ours=True, pipe_directory="/run/gpushare/mps/gpu-0/pipe", threads_percent=100.0)
+    root = MpsDaemon(pid=9000, ours=False, pipe_directory="/tmp/nvidia-mps", user="root", threads_percent=100.0)
+    claims = [
+        MpsDaemon(pid=pid, ours=False, pipe_directory=f"/tmp/{pid}", user="mallory", note="not asked")
+        for pid in range(1000, 1300)
+    ]
+    result = status_result(Snapshot(host="x", gpus=(h100(0),), daemons=(ours, *claims, root)))
+    (table,) = [one for one in result.tables if one.name == "mps_daemons"]
+    assert [row["pid"] for row in table.rows][:2] == [7, 9000]
+    assert len(table.rows) < 15
+    assert len(result.notes) < 15
+    assert any("291 more" in note for note in result.notes)
+    # Programs get all of them.
+    assert len(result.data["mps_daemons"]) == 302

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import signal
@@ -12,8 +13,13 @@ from typing import Any
 import pytest
 
 from gpushare.doctor import examine
-from gpushare.model import ComputeMode
+from gpushare.doctor.check import Examination, Verdict
+from gpushare.doctor.mps import MOST_CLAIMS, foreign, mps_daemons
+from gpushare.host.host import Host
+from gpushare.host.nvml import NvmlReader
+from gpushare.model import ComputeMode, MpsDaemon
 from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import NOT_ASKED, FoundDaemon
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
@@ -212,7 +218,7 @@ def test_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
     assert "of gpushare answers, 1 client" in checks(cli)["mps.daemons"]["seen"]
     cli("mps", "stop", "--force").ok()
     world.foreign_daemon(sim_dir)
-    assert f"of somebody else (root, {sim_dir}/p)" in checks(cli)["mps.daemons"]["seen"]
+    assert f"of another owner (root, {sim_dir}/p)" in checks(cli)["mps.daemons"]["seen"]
 
 
 def test_stale_files(cli: Cli, world: World) -> None:
@@ -309,3 +315,55 @@ def test_device_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pid_namespace(cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: bool | None, expected: str) -> None:
     monkeypatch.setattr("gpushare.sim.processes.SimulatedProcesses.namespace_is_host", lambda _: answer)
     assert verdict(cli, "pid.namespace") == expected
+
+
+def _broken(*_: object, **__: object) -> object:
+    raise OSError(errno.EIO, "Input/output error", "/dev/nvidiactl")
+
+
+def _by_id(host: Host, **wanted: Any) -> dict[str, Any]:
+    return {check.id: check for check in examine.examine(host, **wanted)}
+
+
+def test_a_sweep_that_the_system_refuses_is_a_finding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NvmlReader, "sweep", _broken)
+    found = _by_id(world.host)
+    assert found["nvml.answers"].verdict is Verdict.FAIL
+    assert "Input/output error" in found["nvml.answers"].seen
+    assert "user.root" in found
+    assert "gpu.present" not in found
+
+
+def test_daemons_that_cannot_be_looked_up_are_not_said_to_be_absent(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    monkeypatch.setattr(examine, "find_daemons", _broken)
+    found = _by_id(world.host)
+    assert found["mps.daemons"].verdict is Verdict.SKIP
+    assert "Input/output error" in found["mps.daemons"].seen
+    # Whether a daemon set the mode, and where one listens, is unknown.
+    assert not {"gpu.compute_mode", "mps.environment"} & found.keys()
+
+
+def test_an_applied_file_that_cannot_be_read_is_a_finding_of_its_own(world: World) -> None:
+    found = _by_id(world.host, wanted=_broken)
+    assert found["nvml.library"].verdict is Verdict.PASS
+    assert "Input/output error" in found["host.file"].seen
+
+
+def test_a_flood_of_strangers_is_counted(world: World) -> None:
+    claims = [
+        FoundDaemon(
+            MpsDaemon(pid=pid, ours=False, pipe_directory=f"/tmp/{pid}", user="mallory", note=NOT_ASKED),
+            None,
+            None,
+            trusted=False,
+        )
+        for pid in range(1000, 1300)
+    ]
+    seen = Examination(world.host, daemons=claims)
+    for check in (mps_daemons, foreign):
+        found = list(check(seen))
+        assert len(found) == MOST_CLAIMS + 1
+        assert found[-1].seen.startswith(f"{300 - MOST_CLAIMS} more")

@@ -483,7 +483,7 @@ def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, world: World, mon
     monkeypatch.setattr(NvmlReader, "persistence", lost)
     checks = {one["id"]: one for one in cli("doctor", output="json").data["checks"]}
     assert (checks["doctor.unseen"]["verdict"], checks["gpu.xid"]["verdict"]) == ("skip", "warn")
-    assert "'persistence' could not be looked at" in checks["doctor.unseen"]["seen"]
+    assert "'persistence' could not be checked" in checks["doctor.unseen"]["seen"]
 
 
 def test_an_error_in_one_check_hides_nothing_else(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
