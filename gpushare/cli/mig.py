@@ -246,12 +246,7 @@ def _hints_for(model: str | None) -> Iterator[None]:
 
 
 def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
-    """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off.
-
-    Raises:
-        NotSupported: there is none, and never will be here.
-        InUse: something that may not go is in the way.
-    """
+    """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
     from dataclasses import replace
 
     from gpushare.cli.mig_change import planned_or_refused
@@ -289,11 +284,6 @@ def capable(
 
     ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not tell: their layouts
     stand there empty.
-
-    Raises:
-        NoPermission: the driver does not tell the instances of one, and nobody asked to have it in ``hidden``.
-        GpuLost: one that is named does not answer, or none that has MIG does.
-        NotSupported: none of them has.
     """
     from gpushare.mig.layouts import layouts_of
     from gpushare.selection import no_mig, select
@@ -312,11 +302,7 @@ def capable(
 
 
 def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the GPUs that a wish is for, with their layouts: this host's, or an empty one of a model (no GPU then).
-
-    Raises:
-        BadUsage: both are named.
-    """
+    """Return the GPUs that a wish is for, with their layouts: this host's, or an empty one of a model (no GPU then)."""
     if model is not None and gpu is not None:
         raise BadUsage(
             "both a GPU and a model are named",
@@ -327,11 +313,7 @@ def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[
 
 
 def offline(model: str) -> tuple[Layout, dict[str, str]]:
-    """Return an empty GPU of a model from the catalogue, with the confidence of each profile.
-
-    Raises:
-        NotSupported: the model has no MIG, or its placements are not published.
-    """
+    """Return an empty GPU of a model from the catalogue, with the confidence of each profile."""
     from gpushare.gpu_models import find_model, profiles_of
     from gpushare.mig.profile import Layout
 

@@ -48,10 +48,6 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
     """Return the GPUs that a change is for, as they are at this moment, with their layouts.
 
     On a host with several GPUs a change names its GPU; with ``named`` the instances that it is about do.
-
-    Raises:
-        NotSupported: one of them has no MIG.
-        BadUsage, NotFound, GpuLost: as `select_for_change`; BadUsage also for an instance (-g MIG-...).
     """
     from gpushare.mig.layouts import layouts_of
     from gpushare.selection import Device, no_mig, select_for_change
@@ -80,23 +76,14 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
 
 def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Target]:
-    """Return the instances that ``--evict`` names.
-
-    Raises:
-        NotFound, BadUsage: as `find_targets`.
-    """
+    """Return the instances that ``--evict`` names."""
     from gpushare.mig.target import find_targets
 
     return [target for word in words or () for target in find_targets(word, layouts)]
 
 
 def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
-    """Return the plan.
-
-    Raises:
-        NotSupported: there is none, and never will be here.
-        InUse: something that may not go is in the way.
-    """
+    """Return the plan."""
     from gpushare.mig.plan import MigPlan, Why
 
     if isinstance(found, MigPlan):
@@ -112,11 +99,7 @@ def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
 
 
 def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh_cdi: bool = False) -> Result:
-    """Carry a change out, or with --dry-run only show it; ``make`` looks and plans.
-
-    Raises:
-        GpushareError: of the look, of the plan, or of the step that failed and was rolled back.
-    """
+    """Carry a change out, or with --dry-run only show it; ``make`` looks and plans."""
     from gpushare.mig.change import transact
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import is_complete
@@ -166,11 +149,7 @@ def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
 
 
 def need_root(host: Host) -> None:
-    """Refuse who may not change MIG.
-
-    Raises:
-        NoPermission: this user may not.
-    """
+    """Refuse who may not change MIG."""
     from gpushare.mig.driver import may_change
 
     if not may_change(host):
@@ -304,11 +283,7 @@ def recover(
 
 
 def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what was done, and what of earlier changes is not back yet.
-
-    Raises:
-        OperationFailed: something is not back; all of it is named.
-    """
+    """Return what was done, and what of earlier changes is not back yet."""
     from gpushare.mig.recover import not_restored, recover
 
     left = journal.left()

@@ -270,11 +270,7 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Dem
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
-    """Return what to say of entries that name GPUs which this host has not.
-
-    Raises:
-        NotFound: no entry names one that it has.
-    """
+    """Return what to say of entries that name GPUs which this host has not."""
     here = range(host.nvml.count())
     said = absent(config, here)
     if said and all(is_elsewhere(entry, here) for entry in config.entries):
@@ -296,11 +292,7 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
 
 
 def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
-    """Return what is wished, in words or by need.
-
-    Raises:
-        BadUsage: neither, both, or not understood.
-    """
+    """Return what is wished, in words or by need."""
     from gpushare.mig.wish import Need, Request, parse_wish
     from gpushare.units import parse_memory_limit
 

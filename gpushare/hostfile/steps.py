@@ -159,12 +159,7 @@ Find = Callable[[], Device]
 
 
 def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
-    """Return the steps that stop our idle daemons on these devices, and clear away what dead ones left.
-
-    Raises:
-        InUse: one has clients, is used by a `gpushare run`, or does not answer.
-        NoPermission: one is another user's.
-    """
+    """Return the steps that stop our idle daemons on these devices, and clear away what dead ones left."""
     steps = []
     for own in own_daemons(host, live.gpu):
         if own.device.uuid in unwanted:
@@ -284,13 +279,7 @@ class _Daemon:
 
 
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
-    """Raise before anything is changed when a daemon cannot be had on a device.
-
-    Raises:
-        NotSupported: the MPS program is missing.
-        BadUsage: the memory limit is above the device's memory.
-        InUse: programs run there outside MPS, and would stay outside.
-    """
+    """Raise before anything is changed when a daemon cannot be had on a device."""
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program(control.PROGRAM)
     check_memory(device, wish.limits.memory_limit_bytes)

@@ -34,12 +34,7 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def refresh_steps(host: Host) -> tuple[Step, ...]:
-    """Return the steps of --refresh-cdi: rewrite each CDI specification of this host; undone, its old bytes are back.
-
-    Raises:
-        NotFound: the host has no specification of nvidia.com/gpu.
-        NotSupported: nvidia-ctk is not installed.
-    """
+    """Return the steps of --refresh-cdi: rewrite each CDI specification of this host; undone, its old bytes are back."""
     specs = cdi.find_specs(host)
     if not specs:
         raise NotFound(

@@ -39,10 +39,6 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
 
     From Hopper on the mode changes on a busy GPU, and only the first instance fails: so everybody must be off before.
     ``bare``: the change makes no instance. ``ending``: PIDs that it ends before.
-
-    Raises:
-        NotSupported: no MIG here.
-        InUse: somebody is on the GPU.
     """
     if not gpu.mig_capable:
         raise no_mig([gpu])
@@ -183,13 +179,7 @@ class Eviction:
         self.begun = False
 
     def step(self) -> Step:
-        """Return the step that ends them: SIGTERM, ten seconds, SIGKILL. There is no way back.
-
-        Raises:
-            InUse: only a claim holds it (``claimed``); a service (DCGM, persistence daemon) does, which is no program
-                to be killed (``held_by_service``); or it is this gpushare's own shell, or cannot be told apart
-                (``not_evictable``).
-        """
+        """Return the step that ends them: SIGTERM, ten seconds, SIGKILL. There is no way back."""
         self._check()
         pids = sorted(self.started)
         count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
@@ -364,10 +354,6 @@ def plan_change(
 
     ``first`` are steps before everything: a name is bound early, so that a crash does not lose it. ``after`` are steps
     that follow when the instances are there.
-
-    Raises:
-        InUse: somebody is on a GPU whose mode is to change, or in an MPS daemon on an instance that goes.
-        NotSupported: the GPU has no MIG.
     """
     steps: list[Step] = []
     daemons: list[Step] = []

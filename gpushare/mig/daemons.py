@@ -181,11 +181,6 @@ def daemon_steps_before(
     ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Daemons of
     ours on ``evicted`` ones are forced down: their clients lose their contexts. What a daemon was started with is set
     aside, for `daemon_steps_after` and `recover_daemons`. The steps take the daemon's lock themselves.
-
-    Raises:
-        InUse: a daemon of ours has clients, is used by a `gpushare run`, or does not answer (``daemon_clients``,
-            ``daemon_leased``, ``daemon_silent``); or a daemon that gpushare did not start serves one (``foreign_daemon``).
-        NoPermission: one belongs to another user.
     """
     if not going:
         return ()

@@ -45,14 +45,7 @@ class _Node:
 
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
-    """Return the plan that lets a user, besides those who have it already, and nobody else use a named instance.
-
-    Raises:
-        BadUsage: it is no name, but a UUID, an id or a place.
-        NotFound: no such name, user or instance.
-        NotSupported: the driver shows no capabilities.
-        GpushareError: NVML does not answer.
-    """
+    """Return the plan that lets a user, besides those who have it already, and nobody else use a named instance."""
     named = _named(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
@@ -70,13 +63,7 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
 
 
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
-    """Return the plan that takes a user's grant, or every grant, back; without one the instance is everybody's again.
-
-    Raises:
-        BadUsage: it is no name, but a UUID, an id or a place.
-        NotFound: no such name, or the user has no grant on it.
-        GpushareError: NVML does not answer.
-    """
+    """Return the plan that takes a user's grant, or every grant, back; without one the instance is everybody's again."""
     named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
     # A user that was removed from the machine since has only its name left.
     gone = named.users if user is None else tuple(one for one in named.users if one in {user, _known(user)})
@@ -298,9 +285,6 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
     """Return the names of what plans create: ``name`` for one instance, ``name-1`` ... for several.
 
     A name whose instance no longer exists may be given again.
-
-    Raises:
-        BadUsage: no name, or one that is given already.
     """
     made = [(plan, new.instance) for plan in plans for new in plan.created]
     words = [name] if len(made) == 1 else [f"{name}-{number}" for number in range(1, len(made) + 1)]

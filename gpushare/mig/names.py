@@ -44,11 +44,7 @@ class NamedInstance:
 
 
 def check_name(name: str) -> str:
-    """Return a name that may be given.
-
-    Raises:
-        BadUsage: it is none, or reads like a profile, a UUID or ``all``.
-    """
+    """Return a name that may be given."""
     if not _NAME.fullmatch(name) or _PROFILE_LIKE.fullmatch(name):
         raise BadUsage(
             f"'{name[:60]}' cannot be the name of an instance",

@@ -54,11 +54,7 @@ def kind_of(value: object) -> str:
 
 
 def text_key(key: object, what: str, near: object) -> str:
-    """Return a key as text: a number is one too.
-
-    Raises:
-        BadUsage: it is neither.
-    """
+    """Return a key as text: a number is one too."""
     if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
         shown = kind_of(key) if key != "" else "empty"
         raise refused(f"{what} is {shown}", "put it in quotes", near)
@@ -66,11 +62,7 @@ def text_key(key: object, what: str, near: object) -> str:
 
 
 def entry_keys(raw: object, where: str) -> Mapping[object, object]:
-    """Return an entry, if it is a mapping of known keys with the required ones.
-
-    Raises:
-        BadUsage: it is not.
-    """
+    """Return an entry, if it is a mapping of known keys with the required ones."""
     if not isinstance(raw, Mapping):
         raise refused(f"{where} is {kind_of(raw)}", "write: - devices: all, mig-enabled: false", raw)
     unknown = [key for key in raw if key not in KEYS]
@@ -83,22 +75,14 @@ def entry_keys(raw: object, where: str) -> Mapping[object, object]:
 
 
 def switch_of(raw: object, where: str, near: object) -> bool:
-    """Return ``mig-enabled``.
-
-    Raises:
-        BadUsage: it is no boolean.
-    """
+    """Return ``mig-enabled``."""
     if not isinstance(raw, bool):
         raise refused(f"{where}: 'mig-enabled' is {kind_of(raw)}", "write true or false, without quotes", near)
     return raw
 
 
 def indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
-    """Return ``devices``: None for ``all``, else the indexes.
-
-    Raises:
-        BadUsage: neither ``all`` nor a list of indexes.
-    """
+    """Return ``devices``: None for ``all``, else the indexes."""
     if raw == "all":
         return None
     if isinstance(raw, int) and not isinstance(raw, bool):
@@ -118,11 +102,7 @@ def indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
 
 
 def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
-    """Return ``device-filter`` as written; empty stands for any GPU.
-
-    Raises:
-        BadUsage: neither a text nor a list of texts.
-    """
+    """Return ``device-filter`` as written; empty stands for any GPU."""
     if raw is None or raw == "":
         return ()
     words = raw if isinstance(raw, list) else [raw]
@@ -134,11 +114,7 @@ def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
 
 
 def counts_of(raw: object, where: str, near: object) -> tuple[tuple[str, int], ...] | None:
-    """Return ``mig-devices`` in its order, or None when it is absent.
-
-    Raises:
-        BadUsage: no mapping, no profile, no count, or all counts 0.
-    """
+    """Return ``mig-devices`` in its order, or None when it is absent."""
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
@@ -188,11 +164,7 @@ class Entry:
 
     @property
     def wish(self) -> Wish:
-        """Return its MIG devices as a wish, without places.
-
-        Raises:
-            BadUsage: a count too large, or a compute instance larger than its GPU instance.
-        """
+        """Return its MIG devices as a wish, without places."""
         words = [(name, number) for name, number in self.counts if number]
         # A wish is cut at commas; no driver has such a name, and only the driver says so.
         odd = tuple(Request(profile=name, count=number) for name, number in words if "," in name)
@@ -225,9 +197,6 @@ def parse_parted(raw: object, placements: object = None) -> Mapping[str, Config]
     """Return the configurations of a v1 file by name, in the order of the file.
 
     ``raw`` is the first document of the file, ``placements`` the second one, if any.
-
-    Raises:
-        BadUsage: it is no such file; the message names the configuration and the entry.
     """
     top = _top(raw)
     configs = top.get("mig-configs")
@@ -284,9 +253,6 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
 
     Entries count in their order: a later one for the same GPU replaces an earlier one, as in mig-parted. A GPU
     without MIG is among them; see `for_change`.
-
-    Raises:
-        BadUsage: a count too large, or placements that are not those of the same devices.
     """
     demands: dict[int, Demand] = {}
     for entry in config.entries:
@@ -302,11 +268,7 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
 
 
 def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, Demand]:
-    """Return the demands that a change carries out: GPUs without MIG are skipped, as mig-parted does.
-
-    Raises:
-        NotSupported: an entry names a GPU without MIG by its index and turns MIG on.
-    """
+    """Return the demands that a change carries out: GPUs without MIG are skipped, as mig-parted does."""
     without = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
     for index, gpu in without.items():
         if demands[index].mig_enabled and not demands[index].of_all:
@@ -467,11 +429,7 @@ class Exported:
 
 
 def check_config_name(name: str) -> str:
-    """Return a name that a configuration can have.
-
-    Raises:
-        BadUsage: it cannot.
-    """
+    """Return a name that a configuration can have."""
     if _NAME.fullmatch(name) is None:
         raise BadUsage(
             f"'{name[:60]}' is no name for a configuration",

@@ -62,11 +62,7 @@ def _identity(place: Place) -> tuple[object, ...]:
 
 
 def means_profile(text: str) -> bool:
-    """Return whether ``--mig`` was given a profile; otherwise it is a name.
-
-    Raises:
-        BadUsage: it is a MIG UUID, or ids.
-    """
+    """Return whether ``--mig`` was given a profile; otherwise it is a name."""
     word = text.strip()
     if _UUID.fullmatch(word):
         raise BadUsage(
@@ -159,11 +155,6 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     """Return every MIG device of a profile that nobody has named, by GPU and place.
 
     ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance.
-
-    Raises:
-        BadUsage: no profile, more than one of it, or one that fits several.
-        NotSupported: no GPU has MIG, or none this profile.
-        NotFound: MIG is off, or there is no such instance, or only named ones.
     """
     request = one_request(text)
     gpus = _gpus(host, gpu)
@@ -188,11 +179,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
 
 
 def one_request(text: str) -> Request:
-    """Return the one MIG device that a word asks for.
-
-    Raises:
-        BadUsage: it asks for none, or for several.
-    """
+    """Return the one MIG device that a word asks for."""
     requests = parse_wish(text)
     if len(requests) != 1 or requests[0].count != 1 or len(requests[0].compute) > 1:
         raise BadUsage(
@@ -267,11 +254,7 @@ def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotF
 
 
 def places_on(host: Host, gpu: Gpu) -> list[Place]:
-    """Return every MIG device of a GPU with the name of its instance, by place.
-
-    Raises:
-        NoPermission: there are some, but the driver does not tell this user where.
-    """
+    """Return every MIG device of a GPU with the name of its instance, by place."""
     if not gpu.mig_enabled or not gpu.mig_instances:
         return []
     instances = MigReader(host.nvml).layout(gpu).instances

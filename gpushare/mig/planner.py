@@ -139,9 +139,6 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     """Return the cheapest plan after which the GPU has exactly the wish, or None.
 
     Busy instances go only when ``evict`` holds the id of their GPU instance.
-
-    Raises:
-        BadUsage, NotSupported: as `resolve`.
     """
     board = board_of(layout)
     counted: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
@@ -356,10 +353,6 @@ def plan_add(
     idle and nobody's; beside somebody only where the wish names the place (``1c.3g.40gb:4``), and beside others not at
     all when ``beside`` is False: what gets a name, which is one of GPU instances, is not put among others.
     With ``may_destroy`` idle instances may go, and of the busy ones those that ``evict`` names.
-
-    Raises:
-        BadUsage: a size fits several profiles, or no GPU has the placement.
-        NotSupported: a profile that none of these GPUs ever has, or none of them has MIG.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
@@ -376,11 +369,6 @@ def plan_exact(
     """Return the cheapest plan after which each GPU (by index) has exactly its wish; other GPUs stay as they are.
 
     An empty wish clears a GPU. What is there and is wished stays, also where its place is not the best.
-
-    Raises:
-        BadUsage: a size fits several profiles, or the profile has no such placement.
-        NotFound: a GPU that is not among the layouts.
-        NotSupported: a profile that the GPU never has.
     """
     _check_gpus(layouts, wishes)
     chosen, everybody = frozenset(evict), _everybody(layouts)
@@ -404,11 +392,7 @@ def plan_exact(
 def plan_destroy(
     layouts: Sequence[Layout], targets: Iterable[Target], *, evict: Iterable[Target] = ()
 ) -> MigPlan | NoPlan:
-    """Return the plan that destroys these; a GPU instance goes with the last of its compute instances.
-
-    Raises:
-        NotFound: one of them, or its GPU, does not exist.
-    """
+    """Return the plan that destroys these; a GPU instance goes with the last of its compute instances."""
     wanted, chosen = frozenset(targets), frozenset(evict)
     _check_gpus(layouts, [target.gpu for target in wanted])
     _check_targets(layouts, wanted)

@@ -166,11 +166,7 @@ def is_complete(host: Host, entry: JournalEntry) -> bool:
 
 
 def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
-    """Forget what could not come back, and set a journal aside that cannot be read; return what was, in words.
-
-    Raises:
-        BadUsage: a change was interrupted, and it was not tried yet to undo it.
-    """
+    """Forget what could not come back, and set a journal aside that cannot be read; return what was, in words."""
     said, would = [], "would be " if dry_run else ""
     try:
         entry = journal.begun()

@@ -190,10 +190,6 @@ def difference(layout: Layout, wish: Wish) -> Difference:
     """Return how a GPU differs from exactly this wish: kinds and numbers, and places where the wish has them.
 
     MIG devices are counted, as mig-parted does: how many GPU instances hold them does not matter.
-
-    Raises:
-        BadUsage: a size fits several profiles, or a start is none of its placements.
-        NotSupported: a profile that the GPU never has.
     """
     wanted: Counter[MigDevice] = Counter()
     for request in wish:

@@ -30,11 +30,7 @@ NO_MILLISECONDS: Final = (
 
 
 def level_of(text: str) -> TimeSlice:
-    """Return the level that a user names, by name or number.
-
-    Raises:
-        BadUsage: no such level.
-    """
+    """Return the level that a user names, by name or number."""
     level = parse_level(text)
     if level is None:
         raise BadUsage(
@@ -50,10 +46,6 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
 
     Compute mode DEFAULT first where another one is set (an exclusive GPU is never time-sliced), then
     the policy by UUID, then both read back.
-
-    Raises:
-        NotSupported: a MIG instance, or a GPU whose driver knows no time-slice.
-        InUse: an MPS daemon of ours holds the GPU, and ``beside_mps`` is False.
     """
     _refuse_instances(devices)
     if not beside_mps:
@@ -73,11 +65,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
 
 
 def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
-    """Return the plan that goes back to level default and to the compute mode that `plan_set` found.
-
-    Raises:
-        NotSupported: as `plan_set`.
-    """
+    """Return the plan that goes back to level default and to the compute mode that `plan_set` found."""
     _refuse_instances(devices)
     levels = host.policy.read()
     steps: list[Step] = []
