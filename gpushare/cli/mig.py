@@ -158,6 +158,7 @@ def fits(
     Exit code 0: it fits; 7: not as things are; 3: never on these GPUs.
     """
     from gpushare.errors import ExitCode
+    from gpushare.mig.holders import no_plan_error
     from gpushare.mig.plan import MigPlan, Why
     from gpushare.mig.planner import plan_add
     from gpushare.show.mig import plan_text
@@ -168,7 +169,7 @@ def fits(
         _, layouts = chosen(gpu, model)
         found = plan_add(layouts, asked)
         if not isinstance(found, MigPlan) and found.why is Why.NEVER:
-            raise NotSupported(found.message, found.hint, code="never_fits")
+            raise no_plan_error(found)
     if isinstance(found, MigPlan):
         places = [
             f"{'' if new.whole else 'in '}{new.instance} on GPU {one.gpu}" for one in found.gpus for new in one.created

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.change import GpuChange, MigChange
     from gpushare.mig.journal import Journal, JournalEntry
-    from gpushare.mig.names import NamedInstance
     from gpushare.mig.parted import Config, Demand
     from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.planner import Target
@@ -83,19 +82,13 @@ def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Targ
 
 
 def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
-    """Return the plan."""
-    from gpushare.mig.plan import MigPlan, Why
+    """Return the plan, or raise why there is none."""
+    from gpushare.mig.holders import no_plan_error
+    from gpushare.mig.plan import MigPlan
 
     if isinstance(found, MigPlan):
         return found
-    if found.why is Why.NEVER:
-        raise NotSupported(found.message, found.hint, code="never_fits")
-    from gpushare.mig.holders import remedy
-    from gpushare.model import Holder
-
-    held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
-    holders = [one for part in held for one in part or () if isinstance(one, Holder)]
-    raise InUse(found.message, remedy(holders) or found.hint, code="no_room")
+    raise no_plan_error(found)
 
 
 def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh_cdi: bool = False) -> Result:
@@ -487,7 +480,7 @@ def _switched(
         may_go = evicted(evict, layouts)
         there = [one for layout in layouts for one in layout.instances]
         if not enable and there and not destroy:
-            names = ", ".join(f"{one.profile.name}:{one.start}" for one in there[:7])
+            names = ", ".join(map(str, there[:7]))
             which = ",".join(str(one.index) for one in gpus)
             raise InUse(
                 f"MIG cannot be switched off beside instances: {names}",
@@ -655,7 +648,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     found = next(one for one in layout.instances if one.id == targets[0].instance)
     if targets[0].compute is not None and len(found.compute) > 1:
         raise BadUsage(
-            f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found.profile.name}:{found.start}; "
+            f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found}; "
             "a name means the GPU instance with all of them",
             f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; one compute instance is taken with -g MIG-<uuid>",
             gpu=str(layout.gpu),
@@ -663,12 +656,12 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
         )
     one = NamedInstance(name=name, gpu_uuid=layout.uuid or "", profile=found.profile.name, start=found.start)
     given = names_of(host)
-    if name in given and _place(given[name]) != _place(one):
+    if name in given and (given[name].gpu_uuid, given[name].place) != (one.gpu_uuid, one.place):
         raise name_taken(given[name], {layout.uuid: layout.gpu for layout in layouts})
     steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
     if steps and found.name is not None:
         raise BadUsage(
-            f"{found.profile.name}:{found.start} on GPU {layout.gpu} is named '{found.name}' already",
+            f"{found} on GPU {layout.gpu} is named '{found.name}' already",
             f"one instance has one name; forget that one first: gpushare mig name --forget {found.name}",
             code="name_taken",
         )
@@ -691,10 +684,6 @@ def _forgetting(name: str) -> Plan:
             raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
     return Plan(title=f"forget {name}", steps=(forget_step(host, found),))
-
-
-def _place(one: NamedInstance) -> tuple[str, str, int]:
-    return one.gpu_uuid, one.profile, one.start
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import GpuLost, InUse, NotFound, NotSupported
+from gpushare.errors import GpuLost, NotFound, NotSupported
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
@@ -28,12 +28,12 @@ from gpushare.hostfile.steps import (
 from gpushare.mig.change import GpuChange, MigChange, plan_change
 from gpushare.mig.daemons import idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import name_taken
-from gpushare.mig.holders import remedy
+from gpushare.mig.holders import no_plan_error
 from gpushare.mig.names import names_of
-from gpushare.mig.plan import GpuPlan, NoPlan, Why
+from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
 from gpushare.mig.target import difference
-from gpushare.model import ComputeMode, Holder, Sharing, TimeSlice
+from gpushare.model import ComputeMode, Sharing, TimeSlice
 from gpushare.plan import Plan, Step
 from gpushare.selection import Device
 from gpushare.snapshot import HostState
@@ -110,19 +110,10 @@ def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
     if (wanted and difference(layout, entry.wish)) or (not wanted and layout.instances):
         found = plan_exact([layout], {gpu.index: entry.wish})
         if isinstance(found, NoPlan):
-            raise _no_plan(found, gpu.index)
+            raise no_plan_error(found, gpu.index)
         plan = found.gpus[0]
     settled = gpu.mig_enabled == wanted and gpu.mig_pending in {None, wanted}
     return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if settled else wanted)
-
-
-def _no_plan(found: NoPlan, index: int) -> Exception:
-    message = f"GPU {index}: {found.message}"
-    if found.why is Why.NEVER:
-        return NotSupported(message, found.hint, gpu=str(index), code="never_fits")
-    held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
-    holders = [one for part in held for one in part or () if isinstance(one, Holder)]
-    return InUse(message, remedy(holders) or found.hint, gpu=str(index), code="no_room")
 
 
 @dataclass

@@ -48,9 +48,10 @@ class Board:
         self.slices = tuple(profile.slices for profile in profiles)
         self.sizes = tuple(profile.size or 0 for profile in profiles)
         self.limits = tuple(_UNLIMITED if p.instances is None else p.instances for p in profiles)
-        self.media = frozenset(n for n, profile in enumerate(profiles) if profile.media)
-        self.all_media = frozenset(n for n, profile in enumerate(profiles) if profile.all_media)
-        self.with_media = frozenset(n for n, profile in enumerate(profiles) if not profile.no_media)
+        # Of each profile those that never share a GPU with it (itself: one per GPU).
+        self.exclusive = tuple(
+            frozenset(n for n, other in enumerate(profiles) if _exclude(one, other)) for one in profiles
+        )
         # By end: taking the first free one each time then packs the most.
         self.places = tuple(
             tuple(
@@ -78,14 +79,10 @@ class Board:
             known = self._rooms[members] = tuple(self._room(number, members) for number in range(len(self.profiles)))
         return known
 
-    def _room(self, profile: int, members: Sequence[int]) -> int:
-        limit = self.limits[profile] - sum(other == profile for other in members)
-        if profile in self.media:
-            limit = 0 if any(other in self.media for other in members) else min(limit, 1)
-        if profile in self.all_media and any(other in self.with_media for other in members):
+    def _room(self, profile: int, members: tuple[int, ...]) -> int:
+        if not self.exclusive[profile].isdisjoint(members):
             return 0
-        if profile in self.with_media and any(other in self.all_media for other in members):
-            return 0
+        limit = 1 if profile in self.exclusive[profile] else self.limits[profile] - members.count(profile)
         spare = self.compute_slices - sum(self.slices[other] for other in members)
         return max(0, min(limit, spare // self.slices[profile]))
 
@@ -169,6 +166,13 @@ class Board:
                         )
 
         yield from extend(0, 0, 0, 0, (), ())
+
+
+def _exclude(one: Profile, other: Profile) -> bool:
+    """Return whether two profiles never share a GPU because of their media engines."""
+    if one.media and other.media:
+        return True
+    return (one.all_media and not other.no_media) or (other.all_media and not one.no_media)
 
 
 @lru_cache(maxsize=64)

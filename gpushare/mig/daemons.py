@@ -209,17 +209,17 @@ def daemon_steps_after(
     """
     steps, last = [], []
     for device in restored.values():
-        record = _record_of(host, device.uuid)
-        if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
+        record = _record_of(host, device.uuid, running=True)
+        if record is not None:
             steps.append(_start_step(host, record, device))
             last.append(_forget_step(host, record, f"note that the MPS daemon of {device.title} runs again"))
     for device in stayed:
-        record = _record_of(host, device.uuid)
-        if record is not None and not is_running(host, home_of(host.run_directory, record.device_uuid), record):
+        record = _record_of(host, device.uuid, running=False)
+        if record is not None:
             steps.append(_start_step(host, record, device))
     for uuid in gone:
-        record = _record_of(host, uuid)
-        if record is not None and is_running(host, home_of(host.run_directory, record.device_uuid), record):
+        record = _record_of(host, uuid, running=True)
+        if record is not None:
             why = "its instance is gone" if uuid.startswith("MIG-") else "MIG has the GPU"
             last.append(_forget_step(host, record, f"leave the MPS daemon of {uuid} stopped: {why}"))
     return tuple(steps), tuple(last)
@@ -319,10 +319,13 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
     )
 
 
-def _record_of(host: Host, uuid: str) -> DaemonRecord | None:
-    """Return the record of a daemon that we started for good on a device; whether it lives is another question."""
-    record = home_of(host.run_directory, uuid).read()
-    return record if record is not None and record.device_uuid == uuid and not record.transient else None
+def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
+    """Return the record of a daemon that we started for good on a device, if it is running, or if it is not."""
+    home = home_of(host.run_directory, uuid)
+    record = home.read()
+    if record is None or record.device_uuid != uuid or record.transient:
+        return None
+    return record if is_running(host, home, record) is running else None
 
 
 def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:

@@ -129,8 +129,7 @@ def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
     gpu = next((one for one in host.nvml.identities() if one.uuid == named.gpu_uuid), None)
     if gpu is None or gpu.error is not None or not gpu.mig_enabled:
         return []
-    wanted = (named.profile, named.start)
-    found = [one for one in MigReader(host.nvml).layout(gpu).instances if (one.profile.name, one.start) == wanted]
+    found = [one for one in MigReader(host.nvml).layout(gpu).instances if one.place == named.place]
     minor = host.nvml.minor_number(gpu.index)
     if not found or minor is None:
         return []
@@ -295,7 +294,7 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
         one = names_of(host).get(check_name(word))
         if one is None:
             continue
-        if one.gpu_uuid not in looked_at or (one.gpu_uuid, one.profile, one.start) in there:
+        if one.gpu_uuid not in looked_at or (one.gpu_uuid, *one.place) in there:
             raise name_taken(one, {plan.uuid: plan.gpu for plan in plans})
     return [
         NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
@@ -308,7 +307,7 @@ def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsag
     index = indices.get(one.gpu_uuid)
     where = one.gpu_uuid if index is None else f"GPU {index}"
     return BadUsage(
-        f"the name '{one.name}' is given to {one.profile}:{one.start} of {where}",
+        f"the name '{one.name}' is given to {one} of {where}",
         f"choose another, or forget it: gpushare mig name --forget {one.name}",
         code="name_taken",
     )
@@ -355,8 +354,8 @@ def bind_step(host: Host, one: NamedInstance, gpu: int) -> Step:
     """Return the step that binds a name; ``gpu`` is the index of its GPU."""
     return names_step(
         host,
-        what=f"name {one.profile}:{one.start} on GPU {gpu} '{one.name}'",
-        command=f"gpushare mig name {one.name} {one.profile}:{one.start} -g {gpu}",
+        what=f"name {one} on GPU {gpu} '{one.name}'",
+        command=f"gpushare mig name {one.name} {one} -g {gpu}",
         undo=f"gpushare mig name --forget {one.name}",
         bind=[one],
     )
@@ -366,9 +365,9 @@ def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
     """Return the step that forgets a name; ``gpu`` is the index of its GPU, where that is known."""
     return names_step(
         host,
-        what=f"forget the name '{one.name}' ({one.profile}:{one.start})",
+        what=f"forget the name '{one.name}' ({one})",
         command=f"gpushare mig name --forget {one.name}",
-        undo=f"gpushare mig name {one.name} {one.profile}:{one.start}" + ("" if gpu is None else f" -g {gpu}"),
+        undo=f"gpushare mig name {one.name} {one}" + ("" if gpu is None else f" -g {gpu}"),
         forget=[one],
     )
 
@@ -384,10 +383,9 @@ def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
         gone = {one.instance.place for one in plan.destroyed if one.whole}
         made = {one.instance.place for one in plan.created}
         for one in names_of(host).values():
-            place = (one.profile, one.start)
-            if one.gpu_uuid != plan.uuid or place not in gone | made:
+            if one.gpu_uuid != plan.uuid or one.place not in gone | made:
                 continue
-            if place not in made:
+            if one.place not in made:
                 steps.append(forget_step(host, one, plan.gpu))
             elif one.users:
                 steps.append(_grant_step(host, one))

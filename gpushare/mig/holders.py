@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.errors import GpushareError
+from gpushare.errors import GpushareError, InUse, NotSupported
+from gpushare.mig.plan import NoPlan, Why
 from gpushare.model import Holder
 
 if TYPE_CHECKING:
@@ -149,6 +150,16 @@ def blocking(holders: Iterable[Holder]) -> str:
 def remedy(holders: Iterable[Holder]) -> str | None:
     """Return how the known ones among holders are made to let go, in one line; None when none is known."""
     return "; ".join(dict.fromkeys(one.what for holder in holders for one in _remedies_of(holder.name))) or None
+
+
+def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
+    """Return the error of a wish without a plan, with how known holders are made to let go; ``gpu`` is named in it."""
+    message, index = (found.message, None) if gpu is None else (f"GPU {gpu}: {found.message}", str(gpu))
+    if found.why is Why.NEVER:
+        return NotSupported(message, found.hint, gpu=index, code="never_fits")
+    held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
+    holders = [one for part in held for one in part or () if isinstance(one, Holder)]
+    return InUse(message, remedy(holders) or found.hint, gpu=index, code="no_room")
 
 
 def _remedies_of(name: str | None) -> Sequence[Remedy]:

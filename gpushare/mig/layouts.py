@@ -75,11 +75,11 @@ class _Seen:
         files: OpenFiles,
     ) -> None:
         self._host, self._gpu, self._leases = host, gpu, leases
-        self._names = {(one.profile, one.start): one for one in names.values() if one.gpu_uuid == gpu.uuid}
+        self._names = {one.place: one for one in names.values() if one.gpu_uuid == gpu.uuid}
         self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
 
     def instance(self, one: GpuInstance) -> GpuInstance:
-        named = self._names.get((one.profile.name, one.start))
+        named = self._names.get(one.place)
         return replace(
             one,
             name=None if named is None else named.name,

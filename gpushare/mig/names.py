@@ -42,6 +42,14 @@ class NamedInstance:
     start: int
     users: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.profile}:{self.start}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return profile and first memory slice, as `GpuInstance.place`."""
+        return self.profile, self.start
+
 
 def check_name(name: str) -> str:
     """Return a name that may be given."""
@@ -67,7 +75,7 @@ def names_of(host: Host) -> dict[str, NamedInstance]:
 def find_name(host: Host, gpu_uuid: str | None, profile: str, start: int) -> NamedInstance | None:
     """Return the name that means this GPU instance, or None."""
     place = (gpu_uuid, profile, start)
-    return next((one for one in names_of(host).values() if (one.gpu_uuid, one.profile, one.start) == place), None)
+    return next((one for one in names_of(host).values() if (one.gpu_uuid, *one.place) == place), None)
 
 
 @contextlib.contextmanager

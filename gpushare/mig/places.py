@@ -48,7 +48,7 @@ class Place:
     def title(self) -> str:
         """Return what people call it: ``1g.10gb:2 of GPU 0``, with its name if it has one."""
         part = "" if self.compute.profile.slices == self.instance.profile.slices else f"{self.compute.profile.name}."
-        place = f"{part}{self.instance.profile.name}:{self.instance.start} of GPU {self.gpu.index}"
+        place = f"{part}{self.instance} of GPU {self.gpu.index}"
         return place if self.name is None else f"{self.name} ({place})"
 
     def same(self, other: Place) -> bool:
@@ -58,7 +58,7 @@ class Place:
 
 def _identity(place: Place) -> tuple[object, ...]:
     one, part = place.instance, place.compute
-    return place.gpu.uuid, place.mig.uuid, one.id, one.profile.name, one.start, part.id, part.profile.slices
+    return place.gpu.uuid, place.mig.uuid, one.id, *one.place, part.id, part.profile.slices
 
 
 def means_profile(text: str) -> bool:
@@ -105,7 +105,7 @@ def named_places(host: Host, name: str) -> list[Place]:
         gpu = next((gpu for gpu in gpus if gpu.error is not None and gpu.uuid is None), None)
     if gpu is None:
         raise NotFound(
-            f"{name} means {named.profile}:{named.start} of {named.gpu_uuid}, and that GPU is not on this host",
+            f"{name} means {named} of {named.gpu_uuid}, and that GPU is not on this host",
             "see: gpushare status",
             code="unknown_gpu",
         )
@@ -119,12 +119,12 @@ def named_places(host: Host, name: str) -> list[Place]:
 
 
 def _means(named: NamedInstance, instance: GpuInstance) -> bool:
-    return (instance.profile.name, instance.start) == (named.profile, named.start)
+    return instance.place == named.place
 
 
 def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
-    meant = f"{named.name} means {named.profile}:{named.start} of GPU {gpu.index}"
-    again = f"gpushare mig create -g {gpu.index} {named.profile}:{named.start}"
+    meant = f"{named.name} means {named} of GPU {gpu.index}"
+    again = f"gpushare mig create -g {gpu.index} {named}"
     if not gpu.mig_enabled:
         return NotFound(
             f"{meant}, and MIG is off there",
@@ -142,7 +142,7 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
             gpu=str(gpu.index),
             code="no_compute_instance",
         )
-    instead = ", ".join(f"{one.profile.name}:{one.start}" for one in there) or "nothing"
+    instead = ", ".join(map(str, there)) or "nothing"
     return NotFound(
         f"{meant}, and {instead} is there now",
         f"see what is where: gpushare mig status; make it again: {again}",
@@ -259,14 +259,14 @@ def places_on(host: Host, gpu: Gpu) -> list[Place]:
         return []
     instances = MigReader(host.nvml).layout(gpu).instances
     by_uuid = {mig.uuid: mig for mig in gpu.mig_instances}
-    names = {(one.gpu_uuid, one.profile, one.start): one.name for one in names_of(host).values()}
+    names = {(one.gpu_uuid, *one.place): one.name for one in names_of(host).values()}
     return [
         Place(
             gpu=gpu,
             instance=one,
             compute=part,
             mig=by_uuid[part.uuid],
-            name=names.get((gpu.uuid or "", one.profile.name, one.start)),
+            name=names.get((gpu.uuid or "", *one.place)),
         )
         for one in sorted(instances, key=lambda instance: instance.start)
         for part in sorted(one.compute, key=lambda compute: compute.id)

@@ -252,7 +252,7 @@ def _forget_lost(host: Host, entry: JournalEntry) -> None:
     now = {shape.uuid: look(host, shape.index) for shape in entry.before}
     there = {(uuid, *one.place) for uuid, shape in now.items() for one in shape.instances}
     gone = {(shape.uuid, *one.place) for shape in entry.before for one in shape.instances} - there
-    places = {one.name: (one.gpu_uuid, one.profile, one.start) for one in names_of(host).values()}
+    places = {one.name: (one.gpu_uuid, *one.place) for one in names_of(host).values()}
     forget(
         host,
         [

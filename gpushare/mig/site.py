@@ -273,14 +273,9 @@ class Site:
         return filled, weight
 
     def _in_the_way(self, one: Existing, arrangement: Arrangement) -> bool:
-        board, members = self.board, arrangement.members
         if one.mask & arrangement.mask:
             return True
-        if one.profile in board.media and any(other in board.media for other in members):
-            return True
-        if one.profile in board.with_media and any(other in board.all_media for other in members):
-            return True
-        return one.profile in board.all_media and any(other in board.with_media for other in members)
+        return one.profile >= 0 and not self.board.exclusive[one.profile].isdisjoint(arrangement.members)
 
     def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
         board = self.board

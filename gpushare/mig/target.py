@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpushare.errors import BadUsage, NotFound
 from gpushare.mig.planner import Target
-from gpushare.mig.profile import Layout
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 from gpushare.mig.wish import Wish, resolve
 from gpushare.units import quoted
 
@@ -34,17 +34,13 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     word = text.strip()
     if word.lower() == "all":
         return tuple(Target(layout.gpu, one.id) for layout in layouts for one in layout.instances)
-    matches = _by_name(word, layouts) or _by_uuid(word.lower(), layouts) or _by_place(word.lower(), layouts)
-    matches = matches or _by_old_name(word.lower(), layouts) or _by_ids(word, layouts)
+    kinds = (_by_name, _by_uuid, _by_place, _by_old_name, _by_ids)
+    matches = next((found for by in kinds if (found := by(word.lower() if by is not _by_name else word, layouts))), [])
     if len(matches) > 1:
         places = ", ".join(_title(one) for one in matches)
         raise BadUsage(f"{quoted(text)} fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
     if not matches:
-        there = [
-            f"{layout.gpu}/{one.id} ({one.name or f'{one.profile.name}:{one.start}'})"
-            for layout in layouts
-            for one in layout.instances
-        ]
+        there = [f"{layout.gpu}/{one.id} ({one.name or one})" for layout, one in _instances(layouts)]
         known = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
         raise NotFound(
             f"there is no MIG instance {quoted(text)} here",
@@ -85,38 +81,30 @@ def _title(target: Target) -> str:
     return "/".join(str(part) for part in target if part is not None)
 
 
+def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
+    return ((layout, one) for layout in layouts for one in layout.instances)
+
+
+def _device(layout: Layout, one: GpuInstance, part: ComputeInstance) -> Target:
+    """Return a MIG device; the only one of its GPU instance means the GPU instance."""
+    return Target(layout.gpu, one.id, None if len(one.compute) == 1 else part.id)
+
+
 def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    return [Target(layout.gpu, one.id) for layout in layouts for one in layout.instances if one.name == word]
+    return [Target(layout.gpu, one.id) for layout, one in _instances(layouts) if one.name == word]
 
 
 def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
     if not word.startswith("mig-") or len(word) < len("mig-0000"):
         return []
     found = [
-        (compute.uuid.lower(), Target(layout.gpu, one.id, None if len(one.compute) == 1 else compute.id))
-        for layout in layouts
-        for one in layout.instances
-        for compute in one.compute
-        if compute.uuid is not None and compute.uuid.lower().startswith(word)
+        (part.uuid.lower(), _device(layout, one, part))
+        for layout, one in _instances(layouts)
+        for part in one.compute
+        if part.uuid is not None and part.uuid.lower().startswith(word)
     ]
     exact = [target for uuid, target in found if uuid == word]
     return exact or [target for _, target in found]
-
-
-def _by_old_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    match = _OLD.fullmatch(word)
-    if match is None:
-        return []
-    gpu, instance, compute = match.group(1), int(match.group(2)), int(match.group(3))
-    return [
-        Target(layout.gpu, one.id, None if len(one.compute) == 1 else part.id)
-        for layout in layouts
-        if layout.uuid is not None and layout.uuid.lower().startswith(gpu)
-        for one in layout.instances
-        if one.id == instance
-        for part in one.compute
-        if part.id == compute
-    ]
 
 
 def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
@@ -126,9 +114,22 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
     profile, start = match.group(1), int(match.group(2))
     return [
         Target(layout.gpu, one.id)
-        for layout in layouts
-        for one in layout.instances
+        for layout, one in _instances(layouts)
         if one.start == start and (one.profile.name == profile or one.profile.name.startswith(f"{profile}."))
+    ]
+
+
+def _by_old_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    match = _OLD.fullmatch(word)
+    if match is None:
+        return []
+    gpu, instance, compute = match.group(1), int(match.group(2)), int(match.group(3))
+    return [
+        _device(layout, one, part)
+        for layout, one in _instances(layouts)
+        if layout.uuid is not None and layout.uuid.lower().startswith(gpu) and one.id == instance
+        for part in one.compute
+        if part.id == compute
     ]
 
 
@@ -136,22 +137,13 @@ def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
     match = _IDS.fullmatch(word)
     if match is None:
         return []
-    gpu, instance, compute = match.groups()
+    gpu, instance, compute = (None if text is None else int(text) for text in match.groups())
     if gpu is None and compute is not None:
         return []
-    found = []
-    for layout in layouts:
-        if gpu is not None and layout.gpu != int(gpu):
-            continue
-        for one in layout.instances:
-            if one.id != int(instance):
-                continue
-            if compute is None:
-                found.append(Target(layout.gpu, one.id))
-            found += [
-                Target(layout.gpu, one.id, c.id) for c in one.compute if compute is not None and c.id == int(compute)
-            ]
-    return found
+    named = [(layout, one) for layout, one in _instances(layouts) if gpu in {None, layout.gpu} and one.id == instance]
+    if compute is None:
+        return [Target(layout.gpu, one.id) for layout, one in named]
+    return [Target(layout.gpu, one.id, part.id) for layout, one in named for part in one.compute if part.id == compute]
 
 
 class MigDevice(NamedTuple):
