@@ -136,13 +136,13 @@ class World:
         """Keep the host as it is now."""
         kept = self.scratch / name
         shutil.rmtree(kept, ignore_errors=True)
-        _copy(self.root, kept)
+        copy_tree(self.root, kept)
 
     def put_back(self, name: str) -> None:
         """Make the host what it was when it was kept."""
         self.end_all()
         shutil.rmtree(self.root, ignore_errors=True)
-        _copy(self.scratch / name, self.root)
+        copy_tree(self.scratch / name, self.root)
 
     def run(
         self,
@@ -384,13 +384,13 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_tree(source: Path, target: Path) -> None:
     """Copy a tree with its sockets and FIFOs, modes and owners."""
     status = source.lstat()
     if stat.S_ISDIR(status.st_mode):
         target.mkdir()
         for entry in os.scandir(source):
-            _copy(Path(entry.path), target / entry.name)
+            copy_tree(Path(entry.path), target / entry.name)
     elif stat.S_ISLNK(status.st_mode):
         target.symlink_to(source.readlink())
         return

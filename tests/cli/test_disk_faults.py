@@ -8,6 +8,7 @@ import errno
 import gc
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.crashes.world import copy_tree
 from gpushare.host.records import replace_file
 from gpushare.run import production as production_file
 from tests.cli.conftest import Cli
@@ -96,18 +98,19 @@ def faults(monkeypatch: pytest.MonkeyPatch, world: World) -> Faults:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_disk_that_refuses_is_no_bug(
-    verb: str, cli: Cli, world: World, faults: Faults, monkeypatch: pytest.MonkeyPatch, sim_dir: Path
+    verb: str, cli: Cli, world: World, faults: Faults, monkeypatch: pytest.MonkeyPatch, sim_dir: Path, tmp_path: Path
 ) -> None:
     before, words = VERBS[verb]
     monkeypatch.setattr("gpushare.sim.state.StateFile._write", _write_quietly)
+    cli("sim", "reset", "--yes")
+    for command in before:
+        cli(*command).ok()
+    copy_tree(sim_dir, tmp_path / "before")
 
     def begin() -> None:
-        faults.at = None
-        cli("sim", "reset", "--yes")
-        for command in before:
-            cli(*command).ok()
+        shutil.rmtree(sim_dir)
+        copy_tree(tmp_path / "before", sim_dir)
 
-    begin()
     faults.count = 0
     cli(*words)
     total = faults.count
