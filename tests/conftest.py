@@ -39,6 +39,8 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give each test its own directory of simulated hosts: short, because MPS pipe paths lie in it."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir=ROOM))
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(directory))
+    # A simulated program that hangs is given up ten times as soon.
+    monkeypatch.setenv("GPUSHARE_SIM_PATIENCE", "0.1")
     for name in (
         "GPUSHARE_HOST",
         "GPUSHARE_MPS_CONTROL",

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.sim.state import SimulatedHostState, StateFile, due, initial_state
 
 if TYPE_CHECKING:
     from gpushare.sim.mps_servers import LogLine
+
+# How long a second lasts for a simulated program that blocks: 0.1 lets ten of its seconds pass in one.
+PATIENCE: Final = "GPUSHARE_SIM_PATIENCE"
+
+
+def clock() -> float:
+    """Return the time in seconds by which simulated programs wait; monotonic."""
+    return time.monotonic() / float(os.environ.get(PATIENCE) or 1)
 
 
 def current(state_file: StateFile) -> SimulatedHostState:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpushare.host.program import Completed, timed_out
 from gpushare.sim import clients, mps_commands, mps_daemon
-from gpushare.sim.current import changing, current
+from gpushare.sim.current import changing, clock, current
 from gpushare.sim.mps_commands import Reply, Request, refused
 from gpushare.sim.mps_servers import CONTROL, LogLine, binary_version, driver_major
 from gpushare.sim.mps_servers import render as render_line
@@ -66,7 +66,7 @@ def main(
     Raises:
         TimedOut: it blocks (a stopped daemon, ``quit`` with clients, ``-f``), as the caller would see.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock() + timeout
     words = list(argv[1:])
     state = current(state_file)
     major = driver_major(state.driver)
@@ -146,7 +146,7 @@ def _arguments(words: list[str], major: int) -> tuple[str, list[str]]:
 def _foreground(argv: tuple[str, ...], pid: int, state_file: StateFile, deadline: float, timeout: float) -> None:
     """Block until the daemon is gone; at the time-out it is killed, as the caller kills a program."""
     while any(daemon.pid == pid for daemon in current(state_file).daemons):
-        if time.monotonic() >= deadline:
+        if clock() >= deadline:
             with changing(state_file) as (state, _):
                 for daemon in [daemon for daemon in state.daemons if daemon.pid == pid]:
                     mps_daemon.ended(state, daemon, cleanly=False)
@@ -202,7 +202,7 @@ class _Session:
 
     def _answer(self, command: str) -> Reply | None:
         """Return the reply when it comes; None when the daemon is gone."""
-        begun = time.monotonic()
+        begun = clock()
         first, hanging = True, None
         while True:
             with changing(self._state_file) as (state, lines):
@@ -212,7 +212,7 @@ class _Session:
                 silent = daemon.hangs or daemon.stopped or (daemon.hangs_on is not None and daemon.hangs_on != hanging)
                 if not silent:
                     request = self._request(state, daemon, lines, command)
-                    request.elapsed = 0.0 if first else time.monotonic() - begun
+                    request.elapsed = 0.0 if first else clock() - begun
                     request.hanging = hanging
                     if first:
                         request.log(f"Cmd:{command}")
@@ -223,7 +223,7 @@ class _Session:
                         for text in reply.text.splitlines():
                             request.log(text)
                         return reply
-            if time.monotonic() >= self._deadline:
+            if clock() >= self._deadline:
                 raise timed_out(self._argv, self._timeout)
             time.sleep(_POLL_SECONDS)
 

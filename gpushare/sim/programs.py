@@ -15,10 +15,8 @@ from gpushare.host.program import (
     missing_program,
     timed_out,
 )
-from gpushare.sim.state import (
-    MPS_CONTROL,  # moved
-    StateFile,
-)
+from gpushare.sim.current import clock
+from gpushare.sim.state import MPS_CONTROL, StateFile
 
 SMI = "nvidia-smi"
 MPS_SERVER = "nvidia-cuda-mps-server"
@@ -82,7 +80,7 @@ class SimulatedPrograms:
         if self._is_missing(name):
             raise missing_program(name)
         environment = merged_environment(env)
-        deadline = time.monotonic() + timeout
+        deadline = clock() + timeout
         return _Deferred(lambda: self._completed(argv, name, stdin, environment, deadline, timeout))
 
     def run(
@@ -100,7 +98,7 @@ class SimulatedPrograms:
         self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
     ) -> Completed:
         while self._hangs(name):
-            if time.monotonic() >= deadline:
+            if clock() >= deadline:
                 raise timed_out(argv, timeout)
             time.sleep(_POLL_SECONDS)
         if name == SMI:

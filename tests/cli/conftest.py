@@ -22,6 +22,8 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take away what changes how things are shown, and what a CUDA program would read."""
     for name in ("COLUMNS", "NO_COLOR", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"):
         monkeypatch.delenv(name, raising=False)
+    # A simulated GPU answers as well after a short window.
+    monkeypatch.setattr("gpushare.host.activity._WINDOW_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -46,12 +48,13 @@ def even_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patience_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a simulated program that hangs run into its time-out without the wait, where nothing would wake it."""
-    waited = [time.monotonic()]
+    waited = [0.0]
 
     def sleep(_seconds: float) -> None:
         waited[0] += 3600.0
 
-    monkeypatch.setattr("gpushare.sim.programs.time", SimpleNamespace(monotonic=lambda: waited[0], sleep=sleep))
+    monkeypatch.setattr("gpushare.sim.programs.clock", lambda: waited[0])
+    monkeypatch.setattr("gpushare.sim.programs.time", SimpleNamespace(sleep=sleep))
 
 
 @pytest.fixture

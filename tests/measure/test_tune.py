@@ -356,7 +356,7 @@ def test_an_interval_is_widened_around_its_value() -> None:
 
 def test_real_processes_are_measured_and_ended(host: Host) -> None:
     # Any setting meets this goal: how fast the jobs are here is the machine's affair.
-    given = replace(options(job(30), job(95), goal=Goal(keep=1e-6), grid=(60.0,)), window_seconds=0.5)
+    given = replace(options(job(30), job(95), goal=Goal(keep=1e-6), grid=(60.0,)), window_seconds=0.2)
     heard: list[TrialReport] = []
 
     class Hearing(TuneReporter):

@@ -239,7 +239,7 @@ def test_signals_go_to_a_daemon_and_its_own_servers_only(host: Host, uid: int, e
     hanging = dataclasses.replace(host, processes=processes, programs=programs)
     control = MpsControl(programs, "/a", seconds=0.01)
     control.answers = _hangs  # type: ignore[method-assign]
-    assert end_daemon(hanging, control, 50, seconds=1.0, force=True)
+    assert end_daemon(hanging, control, 50, seconds=0.05, force=True)
     assert {pid for pid, number in processes.sent if number in {9, 15}} == ended
     assert {pid for pid, _ in processes.sent} == ended
 

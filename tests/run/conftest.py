@@ -10,6 +10,12 @@ from gpushare.selection import Device, select_one
 from tests.run.told_program import Told
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give what a program leaves behind a moment only."""
+    monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.2)
+
+
 @pytest.fixture
 def host() -> Host:
     """Return a simulated H200."""

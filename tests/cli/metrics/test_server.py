@@ -22,10 +22,13 @@ pytest.importorskip("prometheus_client")
 @pytest.fixture
 def server(real: Callable[..., Started]) -> Iterator[tuple[str, int, int]]:
     """Yield address, port and PID of a server that may have only few files open."""
+    # A tenth of the time for a request.
+    program = "from gpushare.cli import main, metrics; metrics._REQUEST_SECONDS = 0.5; raise SystemExit(main())"
     started = real(
         "metrics",
         "--listen",
         "127.0.0.1:0",
+        program=("-c", program),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
     )
     assert started.process.stderr is not None
@@ -54,7 +57,10 @@ def test_two_thousand_half_open_connections(server: tuple[str, int, int], said: 
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     try:
         with ExitStack() as stack:
-            for _ in range(2000):
+            for number in range(2000):
+                # The system's queue of connections holds 128; one that finds it full waits for a second.
+                if number % 64 == 0:
+                    time.sleep(0.02)
                 stack.enter_context(one := socket.create_connection((host, port), timeout=60))
                 if said:
                     try:
@@ -64,8 +70,8 @@ def test_two_thousand_half_open_connections(server: tuple[str, int, int], said: 
                         continue
             assert "gpushare_host_up" in scraped(host, port)
             before = cpu_seconds(pid)
-            time.sleep(1.0)
-            assert cpu_seconds(pid) - before < 0.3
+            time.sleep(0.5)
+            assert cpu_seconds(pid) - before < 0.2
             assert len(threads(pid)) < 16
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -84,8 +90,8 @@ def test_a_request_byte_by_byte_has_its_time_once(server: tuple[str, int, int]) 
         with suppress(OSError):
             while time.monotonic() - started < 30:
                 slow.send(b"G")
-                time.sleep(0.2)
-        assert time.monotonic() - started < 15
+                time.sleep(0.02)
+        assert time.monotonic() - started < 5
     assert "gpushare_host_up" in scraped(host, port)
 
 

@@ -39,7 +39,10 @@ def test_a_copy_whose_log_cannot_be_written_leaves_the_others_alone(cli: Cli, tm
     assert list(answer.lines("error")) == [f"error: copy 1: cannot write {tmp_path}/copy-1.log: Is a directory"]
 
 
-def test_what_a_copy_has_left_behind_is_ended_and_named(cli: Cli, tmp_path: Path) -> None:
+def test_what_a_copy_has_left_behind_is_ended_and_named(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.2)
     command = ("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
     answer = cli("-o", "json", "run", "--copies", "2", "--", *command).ok()
     left = [int((tmp_path / str(number)).read_text()) for number in range(2)]
