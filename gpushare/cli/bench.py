@@ -300,7 +300,7 @@ def carried_out(
 def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
     """Keep the caps that were found, for `gpushare run --copies`: that they cannot be kept does not fail a benchmark."""
     from gpushare.measure.bench_data import best_caps
-    from gpushare.run.farm import keep_benched
+    from gpushare.run.results import keep_benched
 
     caps = best_caps(data)
     if not caps:

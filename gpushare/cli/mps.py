@@ -133,7 +133,7 @@ def env(
     A program that runs so is not watched: `gpushare run` also proves that it is attached.
     """
     from gpushare.mps.daemons import own_daemon
-    from gpushare.mps.environment import client_environment
+    from gpushare.mps.home import client_environment
     from gpushare.mps.limits import Limits, check_memory
     from gpushare.selection import select_one
     from gpushare.show.result import Result

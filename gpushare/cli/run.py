@@ -249,11 +249,10 @@ def _carried_out(host: Host, share: Any, command: Sequence[str], options: RunOpt
 
 def in_instance(host: Host, text: str, gpu: str | None, command: list[str], options: RunOptions) -> Any:
     """Run a program in a free MIG instance, or in the one with a name."""
-    from gpushare.mps.environment import check_program
     from gpushare.mps.limits import Limits
     from gpushare.run.mig import free_place, take_place
     from gpushare.run.plain import PlainShare, dropped_variables
-    from gpushare.run.share import MpsShare
+    from gpushare.run.share import MpsShare, check_program
 
     check_program(command[0])
     mps = options.strict or options.limits != Limits()
@@ -282,7 +281,8 @@ def role_result(host: Host, device: Device, command: Sequence[str], options: Run
 
 
 def _production(host: Host, device: Device, command: Sequence[str], options: RunOptions, name: str) -> Any:
-    from gpushare.run.roles import ProductionShare, check_job_name, find_tuned, production_cap_note
+    from gpushare.run.results import check_job_name, find_tuned
+    from gpushare.run.roles import ProductionShare, production_cap_note
 
     check_job_name(name)
     for text in production_cap_note(device, find_tuned(host, name), options.limits.threads_percent):
@@ -366,7 +366,8 @@ def _paused(
     from gpushare.run.pause import checkpoint_of
     from gpushare.run.plain import PlainShare
     from gpushare.run.production import ProductionJob
-    from gpushare.run.roles import DUTY_COSTS, NOT_PROTECTED, PausingShare, when_paused
+    from gpushare.run.results import DUTY_COSTS
+    from gpushare.run.roles import NOT_PROTECTED, PausingShare, when_paused
     from gpushare.run.share import MpsShare
 
     limits, mps = options.limits, process.under_mps
@@ -488,7 +489,8 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
         NotFound: the file of --bench did not measure so many copies under MPS; or as `read_bench`.
     """
     from gpushare.measure.bench_data import best_caps, read_bench
-    from gpushare.run.farm import find_benched, share_of_threads
+    from gpushare.run.farm import share_of_threads
+    from gpushare.run.results import find_benched
 
     copies = farming.copies or 1
     if farming.bench is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpushare.measure.pair import TuneOptions
     from gpushare.measure.search import Judged, Search
     from gpushare.measure.tune import TrialReport, TuneReporter, TuneResult
-    from gpushare.run.roles import Tuned
+    from gpushare.run.results import Tuned
     from gpushare.selection import Device
 
 
@@ -117,7 +117,7 @@ def tune(
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.pair import TuneOptions
-    from gpushare.run.roles import check_job_name
+    from gpushare.run.results import check_job_name
     from gpushare.selection import select_one
 
     check_job_name(name)
@@ -254,7 +254,7 @@ _MUCH_SPREAD: Final = 0.05
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
     """Keep what was found and return it as the command's result; nothing is kept of a search that was ended early."""
     from gpushare.cli.options import others_note
-    from gpushare.run.roles import DUTY_COSTS, keep_tuned
+    from gpushare.run.results import DUTY_COSTS, keep_tuned
     from gpushare.show.tune import tune_result
 
     tuned = None if result.stopped is not None else _tuned(host, device, options, result, name)
@@ -319,7 +319,7 @@ def _tuned(host: Host, device: Device, options: TuneOptions, result: TuneResult,
     import shlex
     import time
 
-    from gpushare.run.roles import Tuned
+    from gpushare.run.results import Tuned
 
     best = result.outcome.best
     if best is None:

@@ -30,12 +30,11 @@ from gpushare.measure.ways import (
 )
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.environment import check_program
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.program import EndSignals
-from gpushare.run.share import MpsShare
+from gpushare.run.share import MpsShare, check_program
 from gpushare.units import format_bytes, format_copies
 
 if TYPE_CHECKING:

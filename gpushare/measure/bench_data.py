@@ -18,7 +18,7 @@ from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measu
 from gpushare.measure.metric import LATENCY, Metric
 from gpushare.measure.statistics import Ratio, Summary, differ, percentile, ratio, summarize
 from gpushare.measure.ways import QUEUE, STREAMS, TIMESLICE, Way
-from gpushare.run.farm import BenchedCap
+from gpushare.run.results import BenchedCap
 
 if TYPE_CHECKING:
     from gpushare.selection import Device

@@ -17,7 +17,7 @@ from gpushare.measure.search import Search
 from gpushare.measure.statistics import percentile, ratio
 from gpushare.measure.usage import UsageMeter
 from gpushare.mps.limits import Limits
-from gpushare.run.pause import DUTY_SECONDS
+from gpushare.run.results import DUTY_SECONDS
 from gpushare.run.several import Program, Several, peak_memory
 from gpushare.units import quoted
 

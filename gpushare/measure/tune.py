@@ -29,10 +29,9 @@ from gpushare.measure.search import (
 )
 from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio, widened
 from gpushare.model import Priority
-from gpushare.mps.environment import check_program
 from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
-from gpushare.run.share import open_mps_share
+from gpushare.run.share import check_program, open_mps_share
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host

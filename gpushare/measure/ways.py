@@ -16,7 +16,7 @@ from gpushare.mig.places import places_on
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, max_clients
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.environment import client_environment
+from gpushare.mps.home import client_environment
 from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.mig import take_place

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gpushare.errors import BadUsage, NotFound
 from gpushare.model import Priority
-from gpushare.units import format_bytes, parse_memory_limit, parse_thread_percentage, quoted, size_option
+from gpushare.units import (
+    format_bytes,
+    parse_memory_limit,
+    parse_thread_percentage,
+    quoted,
+    size_option,
+)
 
 if TYPE_CHECKING:
     from gpushare.selection import Device

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import re
 import tempfile
@@ -13,11 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.errors import BadUsage, GpushareError, InUse
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, record_from, replace_file, writing
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
@@ -439,79 +435,3 @@ class _Farm:
             copy = self._copies[number]
             if not copy.attached:
                 copy.attached = self._several.attached(program, clients)
-
-
-SCHEMA: Final = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchedCap:
-    """What was best under MPS for so many copies: percent of the threads, None is no cap; when, and under which driver.
-
-    ``best`` False: another way than MPS was better still.
-    """
-
-    threads_percent: float | None
-    best: bool
-    date: str
-    driver: str | None
-
-
-def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:
-    """Return what was found for so many copies of a command on such a GPU; None: it was not measured."""
-    for directory in (host.state_directory, *host.shared_state_directories):
-        if not is_trusted_directory(directory, "benched"):
-            continue
-        found = _cap(_read(directory / "benched" / _file_name(device, command), device, command).get(str(copies)))
-        if found is not None:
-            return found
-    return None
-
-
-def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mapping[int, BenchedCap]) -> Path:
-    """Write what was found, over earlier results for these numbers of copies, and return the file.
-
-    Raises:
-        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
-    """
-    directory = host.state_directory / "benched"
-    make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
-    # A command line may hold a secret; what an older gpushare wrote here everybody could read.
-    with writing(directory, "which keeps the caps that were found"):
-        directory.chmod(0o700)
-    path = directory / _file_name(device, command)
-    known = _read(path, device, command)
-    known.update({str(copies): vars(cap) for copies, cap in caps.items()})
-    record = {"schema": SCHEMA, "device": _kind(device), "command": list(command), "caps": known}
-    with writing(path, "which keeps the caps that were found"):
-        replace_file(path, json.dumps(record, indent=2), mode=0o600)
-    return path
-
-
-def _kind(device: Device) -> str:
-    return device.gpu.name or "" if device.mig is None else f"{device.gpu.name or ''} {device.mig.profile or ''}"
-
-
-def _file_name(device: Device, command: Sequence[str]) -> str:
-    return (
-        hashlib.sha256("\0".join((_kind(device), *command)).encode(errors="surrogateescape")).hexdigest()[:24] + ".json"
-    )
-
-
-def _read(path: Path, device: Device, command: Sequence[str]) -> dict[str, Any]:
-    raw = read_trusted(path)
-    if not isinstance(raw, dict) or (raw.get("schema"), raw.get("device"), raw.get("command")) != (
-        SCHEMA,
-        _kind(device),
-        list(command),
-    ):
-        return {}
-    caps = raw.get("caps")
-    return dict(caps) if isinstance(caps, dict) else {}
-
-
-def _cap(raw: Any) -> BenchedCap | None:
-    found = record_from(BenchedCap, raw)
-    if found is None or not (found.threads_percent is None or 0 < found.threads_percent < 100):
-        return None
-    return found

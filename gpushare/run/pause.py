@@ -22,6 +22,7 @@ from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.process import known, signal_known
 from gpushare.host.records import read_trusted, record_from, replace_file
+from gpushare.run.results import DUTY_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -222,10 +223,6 @@ class Pacer:
         if active:
             self._last_active = at
         return self._last_active is None or at - self._last_active >= self.quiet_seconds
-
-
-# So short that a window of measuring has some, so long that stops and queues that drain cost little of it.
-DUTY_SECONDS: Final = 0.5
 
 
 @dataclass

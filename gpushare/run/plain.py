@@ -10,8 +10,7 @@ from gpushare.errors import GpushareError
 from gpushare.host.host import make_private_directory
 from gpushare.mig.driver import processes_in
 from gpushare.model import device_key
-from gpushare.mps.environment import check_program
-from gpushare.run.share import INSTANCE, Watch, claimed, held
+from gpushare.run.share import INSTANCE, Watch, check_program, claimed, held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound
-from gpushare.host.host import is_trusted_directory, make_private_directory
-from gpushare.host.records import read_trusted, record_from, replace_file
+from gpushare.errors import BadUsage, GpushareError, InUse, NotFound
 from gpushare.model import Priority
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.environment import without_own_limits
+from gpushare.mps.home import without_own_limits
 from gpushare.mps.limits import Limits
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.pause import DutyPacer, Pacer, Pauser, Pauses, forget_pauses, note_pauses
 from gpushare.run.production import Production, UnseenWork, find_production, lives, productions, write_production
+from gpushare.run.results import Tuned, check_job_name, find_tuned
 from gpushare.run.share import Attachment, MpsShare
 from gpushare.units import MIB, format_bytes, quoted
 
@@ -36,92 +32,6 @@ if TYPE_CHECKING:
     from gpushare.run.production import ProductionJob
     from gpushare.run.share import Share, Watch
     from gpushare.selection import Device
-
-
-SCHEMA: Final = 1
-_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """The setting that was found for the opportunistic job beside one production job, and under what it was found.
-
-    ``meets`` False: no setting met the goal, and this one comes nearest. Shares are relative to the job alone.
-    """
-
-    name: str
-    date: str
-    gpu_name: str | None
-    driver: str | None
-    threads_percent: float
-    low_priority: bool
-    meets: bool
-    stable: bool
-    keep: float
-    p99_factor: float | None = None
-    kept: float | None = None
-    p99: float | None = None
-    opportunistic_share: float | None = None
-    production_threads_percent: float | None = None
-    duty_percent: float | None = None
-    production_memory_bytes: int | None = None
-    production: str | None = None
-    opportunistic: str | None = None
-    schema: int = SCHEMA
-
-
-def check_job_name(name: str) -> str:
-    """Return a name that a production job may have.
-
-    Raises:
-        BadUsage: it is none.
-    """
-    if not _NAME.fullmatch(name):
-        raise BadUsage(
-            f"'{name[:60]}' cannot be the name of a production job",
-            "a letter first, then letters, digits, - _ or ., 32 at most: web, llm-1",
-            code="bad_name",
-        )
-    return name
-
-
-def find_tuned(host: Host, name: str) -> Tuned | None:
-    """Return what was found for a production job: this user's, else root's; None when nothing is kept."""
-    for directory in (host.state_directory, *host.shared_state_directories):
-        if not is_trusted_directory(directory, "tuned"):
-            continue
-        found = _tuned(read_trusted(directory / "tuned" / f"{name}.json"))
-        if found is not None:
-            return found
-    return None
-
-
-def keep_tuned(host: Host, tuned: Tuned) -> Path:
-    """Write what was found, over an earlier result of this name, and return the file.
-
-    Raises:
-        NoPermission: it cannot be written.
-    """
-    directory = host.state_directory / "tuned"
-    make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
-    path = directory / f"{tuned.name}.json"
-    try:
-        replace_file(path, json.dumps(asdict(tuned), indent=2))
-    except OSError as error:
-        raise NoPermission(
-            f"cannot write {path}: {error.strerror}",
-            "set GPUSHARE_STATE_DIR to a directory that you may write",
-            code="directory_unwritable",
-        ) from None
-    return path
-
-
-def _tuned(raw: Any) -> Tuned | None:
-    found = record_from(Tuned, raw)
-    if found is None or (found.production_memory_bytes or 0) < 0:
-        return None
-    percents = (found.threads_percent, found.duty_percent)
-    return found if all(one is None or 0 < one <= 100 for one in percents) else None
 
 
 # Beside four different production jobs on an H200 this ended the harm, where anything does.
@@ -434,7 +344,6 @@ def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tun
 
 
 NOT_PROTECTED: Final = "not protected: a GPU fault of either job ends both (MPS); memory bandwidth is shared at any cap; a cap is no reserve"
-DUTY_COSTS: Final = "a duty cycle costs production's p99 in each slice, and a job of small kernels more of its rate than the time it takes"
 
 
 TICK_SECONDS: Final = 0.01

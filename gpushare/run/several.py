@@ -21,7 +21,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import Streams, known, signal_known
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
-from gpushare.mps.environment import client_environment, without_own_limits
+from gpushare.mps.home import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import EndSignals, Guard

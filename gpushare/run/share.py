@@ -6,25 +6,27 @@ import abc
 import contextlib
 import os
 import re
+import shlex
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.connect import connect
-from gpushare.errors import GpushareError, NotFound
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.process import known
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
-from gpushare.mps.environment import check_command, client_environment
-from gpushare.mps.home import DaemonHome, Lease, home_of
+from gpushare.mps.home import DaemonHome, Lease, client_environment, home_of
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
 from gpushare.plan import Plan, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
+from gpushare.units import parse_pinned_limits, parse_thread_percentage, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -425,6 +427,58 @@ class MpsShare:
             # Else it is the guard's now, as long as the program lives.
             claim.release()
         return lingers
+
+
+def check_command(device: Device, program: str, limits: Limits) -> None:
+    """Raise unless a program can be run with the caller's environment.
+
+    Raises:
+        NotFound, NoPermission: there is no such program, or it may not be executed.
+        BadUsage: the caller's own CUDA_MPS_... variables would be ignored, or drop every limit, in silence.
+    """
+    check_program(program)
+    _check_threads(limits)
+    own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+    if own and limits.memory_limit_bytes is None and parse_pinned_limits(own, device.uuid) is None:
+        raise BadUsage(
+            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={own} is no limit for {device.title} alone: CUDA would drop all limits",
+            "remove it: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
+            code="bad_environment",
+        )
+
+
+def check_program(program: str) -> None:
+    """Raise unless there is such a program, before anything is set up for it.
+
+    Raises:
+        NotFound, NoPermission: there is none, or it may not be executed.
+    """
+    if shutil.which(program) is not None:
+        return
+    if os.path.isfile(program):
+        raise NoPermission(
+            f"may not execute {quoted(program, 200)}",
+            f"check its mode: ls -l {shlex.quote(program)}",
+            code="command_not_executable",
+        )
+    raise NotFound(
+        f"there is no program {quoted(program, 200)}",
+        f"check the spelling: command -v {shlex.quote(program)}",
+        code="command_not_found",
+    )
+
+
+def _check_threads(limits: Limits) -> None:
+    own = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    if own and limits.threads_percent is None:
+        try:
+            parse_thread_percentage(own)
+        except BadUsage as error:
+            raise BadUsage(
+                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={own}: {error.message}; CUDA would ignore it in silence",
+                "remove it: unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; or give --threads",
+                code="bad_environment",
+            ) from None
 
 
 def open_mps_share(host: Host, device: Device, program: str, limits: Limits) -> MpsShare:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 from gpushare.errors import GpushareError
 from gpushare.mps.daemons import find_daemons
@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from gpushare.model import MpsClient
     from gpushare.mps.kill import Drain
     from gpushare.mps.limits import Limits
-    from gpushare.run.farm import Copy
     from gpushare.selection import Device
 
 _LINE_SECONDS: Final = 0.5
+
+
+class Copy(Protocol):
+    """What is shown of a copy while a farm runs."""
+
+    number: int
+    state: str
+    failure: str | None
 
 
 class RunReport:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpushare.connect import connect
 from gpushare.measure.bench_data import best_caps
 from gpushare.model import MigInstance
-from gpushare.run.farm import BenchedCap, find_benched, keep_benched
+from gpushare.run.results import BenchedCap, find_benched, keep_benched
 from gpushare.selection import select_one
 
 

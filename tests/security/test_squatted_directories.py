@@ -17,10 +17,9 @@ from gpushare.mig.journal import Journal
 from gpushare.mig.names import NamedInstance, names_changed, names_of
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
-from gpushare.run.farm import BenchedCap, find_benched, keep_benched
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.production import Production, productions, write_production
-from gpushare.run.roles import Tuned, find_tuned, keep_tuned
+from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.selection import Device
 from gpushare.timeslice.policy import _record, _recorded_mode
 from tests.cli.drive import World

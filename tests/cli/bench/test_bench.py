@@ -18,7 +18,7 @@ from gpushare.connect import connect
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.measure.bench_data import read_bench
 from gpushare.measure.copies import Copies
-from gpushare.run.farm import BenchedCap, keep_benched
+from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.selection import select_one
 from gpushare.sim import admin
 from tests.cli.conftest import Cli

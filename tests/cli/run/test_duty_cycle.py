@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.run.production import find_production, write_production
-from gpushare.run.roles import find_tuned, keep_tuned
+from gpushare.run.results import find_tuned, keep_tuned
 from tests.cli.drive import Answer, Started, World, alive, until
 from tests.cli.run.test_roles import LOOP, TUNED, peak, program_of, recorded
 from tests.measure.told_jobs import tell_memory_bound

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpushare.measure.bench_data import KIND
-from gpushare.run.farm import BenchedCap, keep_benched
+from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.selection import select_one
 from tests.cli.drive import Answer, World
 

@@ -17,7 +17,7 @@ import pytest
 from gpushare.host import records
 from gpushare.run import production
 from gpushare.run.production import Production, find_production, lives, write_production
-from gpushare.run.roles import Tuned, keep_tuned
+from gpushare.run.results import Tuned, keep_tuned
 from gpushare.units import GIB
 from tests.cli.drive import Answer, Started, World, alive, until
 

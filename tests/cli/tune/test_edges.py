@@ -16,7 +16,7 @@ from gpushare.errors import OperationFailed
 from gpushare.measure.pair import Pair
 from gpushare.measure.search import FINE, GRID, Goal, Search, Setting, Trial, outcome
 from gpushare.measure.tune import Tuning
-from gpushare.run.roles import find_tuned
+from gpushare.run.results import find_tuned
 from gpushare.sim import admin
 from tests.cli.drive import H200, Answer, World
 from tests.measure.told_jobs import tell, tell_memory_bound

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.run.roles import find_tuned
+from gpushare.run.results import find_tuned
 from tests.cli.drive import Answer, World
 from tests.measure.told_jobs import tell
 
