@@ -47,14 +47,14 @@ class Share:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what an MPS client needs; the limits are per process, and can only be lowered by it."""
+        """Return what an MPS client needs. The limits are per process; a client can only lower them."""
         if self.mps is None:
             return {}
         found = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
         if self.mps.limits.threads_percent is not None:
             found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.limits.threads_percent:g}"
         if self.mps.limits.memory_limit_bytes is not None:
-            # The container sees this one device. An entry for another would drop all limits.
+            # The container sees this one device. CUDA drops all limits if one names another device.
             found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.limits.memory_limit_bytes // MIB}M"
         if self.mps.limits.priority is Priority.LOW:
             found["CUDA_MPS_CLIENT_PRIORITY"] = "1"
@@ -64,7 +64,7 @@ class Share:
     def pipe_directory(self) -> str:
         """Return the pipe directory of its MPS daemon on the host.
 
-        The container has it at the same place: then every message of the daemon means the same on both sides.
+        The container has it at the same path, so that messages of the daemon mean the same on both sides.
 
         Raises:
             NotFound: it has none.
@@ -79,8 +79,8 @@ class Share:
         path = self.mps.pipe_directory
         if any(one in path for one in " \t\n:,\"'\\$"):
             raise NotSupported(
-                f"the pipe directory '{path}' cannot stand in a flag of Docker",
-                "set GPUSHARE_RUN_DIR to a plain path, and start the daemon again",
+                f"the pipe directory '{path}' cannot be used in a flag of Docker",
+                "set GPUSHARE_RUN_DIR to a plain path, then restart the daemon",
                 code="bad_path",
             )
         return path
@@ -109,7 +109,7 @@ def share_of(host: HostDescription, uuid: str) -> Share:
             )
         if len(gpu.mig) > 1:
             raise BadUsage(
-                f"GPU {gpu.index} has {len(gpu.mig)} MIG devices; a container takes one",
+                f"GPU {gpu.index} has {len(gpu.mig)} MIG devices; a container gets one",
                 f"name it by its UUID: -g {gpu.mig[0].uuid} ({gpu.mig[0].profile})",
                 code="one_device",
             )
@@ -118,7 +118,7 @@ def share_of(host: HostDescription, uuid: str) -> Share:
 
 
 def docker(share: Share) -> Export:
-    """Return the flags of `docker run`, in one line that a shell takes without quotes."""
+    """Return the flags of `docker run` on one line; no quotes are needed."""
     flags = ["--gpus", f"device={share.uuid}", *_mps_flags(share)]
     return Export(
         documents=(Document(name="docker-flags", text=" ".join(flags) + "\n", kind="flags"),),
@@ -134,7 +134,7 @@ def docker(share: Share) -> Export:
 def cdi(share: Share) -> Export:
     """Return the flags by the Container Device Interface; for an MPS share also the file of the CDI device.
 
-    The file of the GPU or the MIG device itself is nvidia-ctk's: the driver's libraries and hooks stand in it.
+    nvidia-ctk writes the file of the GPU or MIG device itself, with the driver's libraries and hooks.
     """
     flags = ["--device", f"nvidia.com/gpu={share.uuid}"]
     documents = []
@@ -150,7 +150,7 @@ def cdi(share: Share) -> Export:
         commands=tuple(commands),
         needs=(
             "Docker 28.2 or later (25 to 28.1 with its feature cdi on), or Podman 4.1 or later",
-            "nvidia-ctk cdi generate again after every change of MIG (nvidia-cdi-refresh does not see it, gpushare mig does)",
+            "nvidia-ctk cdi generate after every MIG change (nvidia-cdi-refresh does not notice; gpushare mig does it)",
             *_needs(share),
         ),
         lost=tuple(_lost(share)),
@@ -166,7 +166,7 @@ def compose(share: Share, *, image: str | None = None, service: str = "gpu", by_
     }
     body: dict[str, Any] = {"image": image or IMAGE}
     if share.mps is not None:
-        # A $ in a value would be a variable of compose.
+        # Compose would expand a $ in a value.
         body["environment"] = {key: value.replace("$", "$$") for key, value in share.environment.items()}
         body["ipc"] = "host"
         body["volumes"] = [{"type": "bind", "source": share.pipe_directory, "target": share.pipe_directory}]
@@ -208,21 +208,23 @@ def _needs(share: Share) -> list[str]:
     if share.mps is None:
         return []
     return [
-        "the container runs as the user of the other clients (--user): an MPS server serves one user at a time",
-        "the daemon runs before the container starts; its directory is mounted, not made",
+        "the container run as the same user as the other clients (--user): an MPS server serves one user at a time",
+        "the daemon running before the container starts: its directory is mounted, not created",
     ]
 
 
 def _lost(share: Share) -> list[str]:
     lost = []
     if share.mps is not None:
-        lost.append("the limits are per process: two processes of one container have twice as much")
+        lost.append("limits per container: they are per process, so two processes get twice as much")
     elif share.gpu.sharing is Sharing.TIMESLICE:
         lost.append("not enforced: under time-slicing the container may use the whole GPU and its memory")
     if share.gpu.time_slice not in {None, TimeSlice.DEFAULT} and share.mig is None:
-        lost.append("the slice length is the host's, for all containers alike")
+        lost.append("slice length per container: the host has one for all of them")
     if share.mig is not None:
-        lost.append("a MIG UUID can come back with another size after a new MIG layout: compare with gpushare status")
+        lost.append(
+            "stable MIG UUIDs: after a new MIG layout a UUID can name a device of another size; check with gpushare status"
+        )
     return lost
 
 
@@ -231,9 +233,9 @@ _MAX_LABEL = 63
 
 
 def config_of(host: HostDescription, name: str) -> dict[str, Any]:
-    """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` where it is true.
+    """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` if it covers every GPU.
 
-    GPUs without MIG are left out: mig-parted skips them under ``all``, and refuses them by number.
+    GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number.
 
     Raises:
         NotSupported: no GPU has MIG.
@@ -259,9 +261,9 @@ def config_of(host: HostDescription, name: str) -> dict[str, Any]:
 
 
 def layout_name(host: HostDescription) -> str:
-    """Return a name for the layout that no other layout has, and that a label of Kubernetes may hold.
+    """Return a unique name for the layout that is a valid Kubernetes label.
 
-    ``gpushare-7x1g.10gb`` where all GPUs are cut alike, else ``gpushare-`` and a digest.
+    ``gpushare-7x1g.10gb`` if all GPUs have the same layout, else ``gpushare-`` and a digest.
     """
     config = config_of(host, "gpushare")
     entries = config["mig-configs"]["gpushare"]
@@ -276,7 +278,7 @@ def layout_name(host: HostDescription) -> str:
 
 def export(host: HostDescription, *, name: str) -> Export:
     """Return the file and how `nvidia-mig-parted` applies it."""
-    lost = ["places of the instances: gpushare mig export --placement keeps them, for gpushare mig apply -f"]
+    lost = ["placements: gpushare mig export --placement keeps them for gpushare mig apply -f"]
     lost += lost_of(host)
     return Export(
         documents=(Document(name=FILE, text=yaml_text(config_of(host, name))),),
@@ -286,8 +288,8 @@ def export(host: HostDescription, *, name: str) -> Export:
             f"nvidia-mig-parted assert -f {FILE} -c {name}",
         ),
         needs=(
-            "nobody on the GPUs while it is applied; gpushare mig apply -f does it safely with this file",
-            "at boot: nvidia-mig-manager.service with MIG_PARTED_CONFIG_FILE; its own config.yaml is rewritten each time",
+            "idle GPUs while it is applied; gpushare mig apply -f applies this file safely",
+            "at boot: nvidia-mig-manager.service with MIG_PARTED_CONFIG_FILE, as its own config.yaml is overwritten each time",
         ),
         lost=tuple(lost),
     )
@@ -297,10 +299,10 @@ def lost_of(host: HostDescription) -> list[str]:
     """Return what a mig-parted file cannot say of a host."""
     lost = []
     if any(mig.mps is not None or (mig.replicas or 1) > 1 for _, mig in host.instances()):
-        lost.append("sharing inside MIG devices: mig-parted has no word for MPS or replicas")
+        lost.append("sharing inside MIG devices: mig-parted has neither MPS nor replicas")
     if any(mig.name for _, mig in host.instances()):
-        lost.append("names of instances: mig-parted has none")
+        lost.append("instance names: mig-parted has none")
     other = sorted({gpu.sharing.value for gpu in host.gpus} - {Sharing.MIG.value})
     if other:
-        lost.append(f"{', '.join(other)} of GPUs without MIG: mig-parted only cuts")
+        lost.append(f"{', '.join(other)} on GPUs without MIG: mig-parted only creates MIG devices")
     return lost

@@ -1,4 +1,4 @@
-"""What an export needs to know of a host: a description, from the live host or from a file. Frozen, pure."""
+"""What an export needs to know about a host: a description of the live host, or of what a file wants. Frozen."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class MpsDescription:
-    """An MPS daemon: its limits per client process. None is no limit."""
+    """An MPS daemon: its limits per client process."""
 
     limits: Limits = field(default_factory=Limits)
-    # Who may be its client; empty: everybody.
+    # The users that may connect; empty: all.
     users: tuple[str, ...] = ()
-    # None: it has none yet.
+    # None: not created yet.
     pipe_directory: str | None = None
 
 
@@ -58,13 +58,13 @@ class MigDescription:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether its compute instance is all of its GPU instance: the driver then prints no ``1c.``."""
+        """Return whether its compute instance fills its GPU instance: the driver then prints no ``1c.``."""
         return _PARTIAL.match(self.profile) is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDescription:
-    """One GPU and how it is shared. ``replicas`` is how many programs shall share it; None: nobody said."""
+    """One GPU and how it is shared. ``replicas`` is the number of programs that share it; None: not given."""
 
     index: int
     uuid: str
@@ -88,7 +88,7 @@ class GpuDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class HostDescription:
-    """One host. ``node`` is its name in a cluster; ``whole`` is False when GPUs were left out by ``-g``."""
+    """One host. ``node`` is its name in a cluster; ``whole`` is False if ``-g`` left GPUs out."""
 
     gpus: tuple[GpuDescription, ...]
     driver: str | None = None
@@ -108,7 +108,7 @@ def short_model(name: str | None) -> str | None:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Return numbers as people list them: ``0, 1``."""
+    """Return numbers as a list in a sentence: ``0, 1``."""
     return ", ".join(map(str, numbers))
 
 
@@ -123,7 +123,7 @@ _SHARING = {
 def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = None) -> HostDescription:
     """Return these GPUs of a host as they are now. ``node`` is the host's name in a cluster.
 
-    How many programs share a GPU by time-slicing is nowhere on a host: ``replicas`` stays None.
+    A host does not know how many programs share a time-sliced GPU: ``replicas`` stays None.
 
     Raises:
         NotFound: no GPU.
@@ -149,22 +149,22 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
 
 
 def _stays(daemon: MpsDaemon) -> bool:
-    """Return whether a daemon is part of what the host is set to: it lives, and not only for a `gpushare run`."""
+    """Return whether a daemon is part of the host's setup: it is alive, and not only for a `gpushare run`."""
     return daemon.pid is not None and not daemon.transient
 
 
 def _check_answers(daemon: MpsDaemon) -> None:
-    """Raise for a daemon that cannot be asked: without it the host would be described wrongly."""
+    """Raise for a daemon that does not answer: without it the description would be wrong."""
     if daemon.error is None:
         return
     if daemon.pipe_directory is None:
         raise NoPermission(
-            f"which GPU the MPS daemon {daemon.pid} serves is unknown: {daemon.error}",
-            "look as root: sudo gpushare export ...",
+            f"cannot tell which GPU the MPS daemon {daemon.pid} serves: {daemon.error}",
+            "run it as root: sudo gpushare export ...",
             code="daemon_unknown",
         )
     raise OperationFailed(
-        f"the MPS daemon {daemon.pid} ({daemon.pipe_directory}) cannot be asked: {daemon.error}",
+        f"the MPS daemon {daemon.pid} ({daemon.pipe_directory}) does not answer: {daemon.error}",
         "see: gpushare mps status; gpushare doctor",
         code="daemon_silent",
     )
@@ -172,14 +172,14 @@ def _check_answers(daemon: MpsDaemon) -> None:
 
 def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
     host = state.host
-    # Daemons of its MIG instances are the instances' own.
+    # Daemons of its MIG instances belong to those.
     own = tuple(one for one in daemons if one.device_uuid in {None, gpu.uuid})
     way = mechanism(gpu, own)
     sharing = None if way is None else _SHARING.get(way)
     if sharing is None:
         what = "its compute mode is prohibited" if way is Mechanism.PROHIBITED else "its compute mode is unknown"
         raise NotSupported(
-            f"GPU {gpu.index} is for no program: {what}",
+            f"no program can use GPU {gpu.index}: {what}",
             f"set one first: gpushare timeslice set default -g {gpu.index}",
             gpu=str(gpu.index),
             code="no_sharing",
@@ -243,7 +243,7 @@ def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tupl
 
 
 def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
-    """Return the whole name of a MIG device: 1c.2g.20gb, 1g.10gb+me; a device's own name can lack the +me."""
+    """Return the full name of a MIG device: 1c.2g.20gb, 1g.10gb+me; the device's own name can lack the +me."""
     if instance is None:
         return mig.profile or ""
     part, dot, _ = (mig.profile or "").partition("c.")
@@ -251,7 +251,7 @@ def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
 
 
 def _capabilities(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:
-    """Return the minors of both capability nodes (/proc/driver/nvidia/capabilities), or None where they are not told."""
+    """Return the minors of both capability nodes (/proc/driver/nvidia/capabilities), or None when unknown."""
     minor = host.nvml.minor_number(index)
     if minor is None or mig.gpu_instance_id is None or mig.compute_instance_id is None:
         return None
@@ -263,14 +263,14 @@ def _capabilities(host: Host, index: int, mig: MigInstance) -> tuple[int, int] |
 def wished(
     host: HostDescription, entries: Mapping[int, Entry], profiles: Mapping[int, Sequence[Profile]]
 ) -> HostDescription:
-    """Return the host with each GPU as its entry says, by index; one that no entry is for stays as it is.
+    """Return the host with each GPU as its entry wants it; a GPU without an entry stays as it is.
 
-    ``profiles`` are the driver's, of each GPU that shall have MIG. MIG devices that are only wished for have no UUID,
-    no ids and no capability nodes yet.
+    ``profiles`` are the driver's, for each GPU that is to have MIG. MIG devices that do not exist yet have no UUID, no
+    ids and no capability nodes.
 
     Raises:
-        BadUsage: a profile that fits several, or a place that it never has.
-        NotSupported: a profile that the GPU never has.
+        BadUsage: an ambiguous profile, or an impossible placement.
+        NotSupported: the GPU does not have the profile.
     """
     gpus = (
         _wished_gpu(gpu, entries[gpu.index], profiles.get(gpu.index, ())) if gpu.index in entries else gpu
@@ -325,12 +325,12 @@ def in_place(
 ) -> HostDescription:
     """Return a wished host for engines that name devices by UUID and daemons by their pipes.
 
-    Both hold the same GPUs. A MIG device has its UUID only once it is there: each that is wished for is found among
-    the live ones. ``pipe_of`` says where the daemon of a device listens that is not up yet; ``apply`` is the command
-    that makes the host so. ``daemons_only``: the engine names only those devices in which a daemon runs.
+    Both have the same GPUs. Each MIG device that is wanted is looked up among the live ones, because only those have
+    UUIDs. ``pipe_of`` returns the pipe directory of a daemon that does not run yet; ``apply`` is the command that makes
+    the host so. ``daemons_only``: the engine names only devices that have a daemon.
 
     Raises:
-        NotFound: a MIG device is not there yet (code ``not_applied``).
+        NotFound: a MIG device does not exist yet (code ``not_applied``).
     """
     gpus = []
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
@@ -340,8 +340,8 @@ def in_place(
                 continue
             if found is None:
                 raise NotFound(
-                    f"GPU {gpu.index} has no {one.profile} yet as the file wants it; only what is there has a UUID",
-                    f"make it first: {apply}",
+                    f"GPU {gpu.index} has no {one.profile} yet, which the file wants; only existing devices have a UUID",
+                    f"create it first: {apply}",
                     gpu=str(gpu.index),
                     code="not_applied",
                 )
@@ -353,8 +353,8 @@ def in_place(
 
 
 def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> list[MigDescription | None]:
-    """Return the live device that each wish means, as `gpushare apply` finds it; None: it is not there yet."""
-    # A profile is named here with the size of its part (1c.3g.40gb), so that no slices need be told apart.
+    """Return the live device for each wish, chosen as by `gpushare apply`; None: it does not exist yet."""
+    # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
     seats = (
         Seat(
             wish=InstanceWish(wish="", name=one.name, mps=_held(one.mps)),

@@ -1,4 +1,4 @@
-"""What every export gives: documents, how to apply them, what they need, and what gets lost; and how it is written."""
+"""What every export returns: documents, how to apply them, what they need and what is lost; and writing them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Document:
 class Export:
     """Documents of one engine.
 
-    ``commands`` apply them, in this order. ``needs`` are versions, feature gates, labels that must be there.
-    ``lost`` is what the host has (or leaves open) and the engine cannot say.
+    ``commands`` apply them, in this order. ``needs`` are required versions, feature gates and labels. ``lost`` is what
+    the host has (or leaves open) and the engine cannot express.
     """
 
     documents: tuple[Document, ...]
@@ -37,7 +37,7 @@ class Export:
 
 
 def yaml_document(name: str, value: Mapping[str, Any]) -> Document:
-    """Return a mapping as a YAML file, its keys in their order, text of several lines as a block."""
+    """Return a mapping as a YAML file; keys keep their order, multi-line text becomes a block."""
     return Document(name=name, text=yaml_text(value))
 
 
@@ -46,12 +46,12 @@ def json_text(value: Any) -> str:
     return json.dumps(value, separators=(", ", ": "))
 
 
-# Runs a kernel and ends: what only lists GPUs would prove nothing.
+# Runs a kernel and ends: listing GPUs would prove nothing.
 IMAGE: Final = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
 
 
 def printed(documents: Sequence[Document]) -> str:
-    """Return documents as one text; each of several has a line with its name."""
+    """Return documents as one text, with a line for the name of each if there are several."""
     if len(documents) == 1:
         return documents[0].text
     parts = []
@@ -62,10 +62,10 @@ def printed(documents: Sequence[Document]) -> str:
 
 
 def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
-    """Write documents as files that are not there yet, and return their paths.
+    """Write documents as new files, and return their paths.
 
     Raises:
-        InUse: a file is there already.
+        InUse: a file exists already.
         NoPermission: the directory cannot be written.
     """
     from gpushare.host.written_file import create_file, directory_of
@@ -77,7 +77,7 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
             if there:
                 raise _there(directory / there[0])
             for one in documents:
-                # Nobody else's link or file is written through, whatever happened since.
+                # Never write through a link or file of another user that appeared since.
                 mode = 0o755 if one.kind == "sh" else 0o644
                 try:
                     create_file(one.name, one.text.encode(), directory=descriptor, mode=mode)
@@ -90,9 +90,9 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
 
 
 def _there(path: Path) -> InUse:
-    return InUse(f"{path} is there already", "give another directory, or remove it", code="file_exists")
+    return InUse(f"{path} exists already", "give another directory, or remove it", code="file_exists")
 
 
 def unwritten(path: Path, error: OSError, hint: str) -> NoPermission:
-    """Return the error for files that a user wanted somewhere and that cannot be written there."""
+    """Return the error for a file that cannot be written where the user wants it."""
     return NoPermission(f"cannot write {path}: {error.strerror or error}", hint, code="not_written")

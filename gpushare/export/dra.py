@@ -1,4 +1,4 @@
-"""NVIDIA's DRA driver: ResourceClaims and templates, which say sharing per GPU. Pure.
+"""NVIDIA's DRA driver: ResourceClaims and templates, which set sharing per GPU. Pure.
 
 A claim is shared by all pods that name it; a ResourceClaimTemplate makes one claim, hence one GPU, per pod. So a shared
 GPU becomes a ResourceClaim, and one that is not shared a template. Facts: kubernetes-sigs/dra-driver-nvidia-gpu (its
@@ -35,25 +35,25 @@ def api_version(kubernetes: str) -> str:
     match = _VERSION.fullmatch(kubernetes.removeprefix("v"))
     if match is None:
         raise BadUsage(
-            f"'{kubernetes[:40]}' is no Kubernetes version", "give it like this: --kubernetes 1.34", code="bad_version"
+            f"'{kubernetes[:40]}' is not a Kubernetes version", "for example: --kubernetes 1.34", code="bad_version"
         )
     if int(match[1]) < 32:
         raise NotSupported(
-            f"Kubernetes {kubernetes} has no DRA that NVIDIA's driver works with (1.32 and later)",
-            "take gpushare export k8s, the device plugin",
+            f"Kubernetes {kubernetes} is too old for NVIDIA's DRA driver: 1.32 or later is needed",
+            "use the device plugin: gpushare export k8s",
             code="no_dra",
         )
     return _VERSIONS.get(f"1.{match[1]}", "v1")
 
 
 def export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: bool = False) -> Export:
-    """Return claims for every GPU and MIG device, and a Deployment that proves each shared one.
+    """Return claims for every GPU and MIG device, and a Deployment that verifies each shared one.
 
     ``any_gpu`` takes any GPU of the same model; otherwise exactly this one, by its UUID.
 
     Raises:
-        NotSupported: the driver cannot say it.
-        BadUsage: no Kubernetes version.
+        NotSupported: the driver cannot express it.
+        BadUsage: not a Kubernetes version.
     """
     version = api_version(kubernetes)
     documents: list[Document] = []
@@ -66,7 +66,7 @@ def export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: bool = F
             documents += _whole(gpu, version, any_gpu=any_gpu)
     if not documents:
         raise NotSupported(
-            "the GPUs are in MIG mode and have no MIG device",
+            "the GPUs are in MIG mode without any MIG device",
             "make some: gpushare mig apply -g 0 1g*7",
             code="no_device",
         )
@@ -81,12 +81,12 @@ def export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: bool = F
 
 
 def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
-    """Return the MIG devices that need a claim of their own: not shared ones of a profile share a template."""
+    """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
     found: dict[object, MigDescription] = {}
     for mig in gpu.mig:
         if not mig.is_whole:
             raise NotSupported(
-                f"the DRA driver offers no MIG device of a part of a GPU instance; GPU {gpu.index} has {mig.profile}",
+                f"the DRA driver does not offer a MIG device that is part of a GPU instance; GPU {gpu.index} has {mig.profile}",
                 "gpushare export slurm can, and gpushare export docker, compose and cdi",
                 code="partial_compute_instance",
             )
@@ -126,7 +126,7 @@ def _mig(gpu: GpuDescription, mig: MigDescription, version: str, *, any_gpu: boo
         prefix += f"-{mig.index}"
     request = _request("mig", "mig.nvidia.com", expression, version)
     if mig.mps is None:
-        # The driver takes strategy TimeSlicing for a MIG device, and it has no effect there: a claim shared is enough.
+        # Strategy TimeSlicing has no effect on a MIG device: sharing the claim is enough.
         return _shared(f"{prefix}-timeslice", request, None, version)
     parameters = _parameters("MigDeviceConfig", _mps(mig.mps, f"{mig.profile} of GPU {gpu.index}"))
     return _shared(f"{prefix}-mps", request, parameters, version)
@@ -138,7 +138,7 @@ def _mps(mps: MpsDescription, where: str) -> dict[str, Any]:
         if mps.limits.threads_percent != int(mps.limits.threads_percent):
             raise NotSupported(
                 f"the DRA driver takes a whole percentage; {where} has {format_percent(mps.limits.threads_percent)}",
-                "round it: gpushare mps set --threads; or: gpushare export systemd, which keeps it",
+                "round it: gpushare mps set --threads; or use gpushare export systemd, which keeps it",
                 code="fractional_threads",
             )
         config["defaultActiveThreadPercentage"] = int(mps.limits.threads_percent)
@@ -202,10 +202,10 @@ def _needs(host: HostDescription, kubernetes: str) -> list[str]:
     gates += ["MPSSupport=true"] if mps else []
     needs = [
         f"Kubernetes {kubernetes}" + ("" if kubernetes == NEWEST else f" ({api_version(kubernetes)} of the API)"),
-        "NVIDIA's DRA driver with its GPU part on (helm: gpuResourcesEnabledOverride=true), and no device plugin on the node",
+        "NVIDIA's DRA driver with GPU support on (helm: gpuResourcesEnabledOverride=true), and no device plugin on the node",
     ]
     if any(gpu.mig for gpu in host.gpus):
-        needs.append("the MIG devices there before its pod starts: it offers what it finds, and makes none by itself")
+        needs.append("the MIG devices created before the driver's pod starts: it does not create any")
     if gates:
         needs.append("its feature gates " + ", ".join(gates) + " (alpha, off by default)")
     if mps:
@@ -217,13 +217,13 @@ def _lost(host: HostDescription) -> list[str]:
     lost = []
     daemons = [gpu.mps for gpu in host.gpus] + [mig.mps for _, mig in host.instances()]
     if any(mps is not None and mps.limits.priority is Priority.LOW for mps in daemons):
-        lost.append("MPS priority low: the DRA driver sets none")
+        lost.append("low MPS priority: the DRA driver sets no priority")
     if any(gpu.replicas for gpu in host.gpus) or any(gpu.sharing is Sharing.TIMESLICE for gpu in host.gpus):
-        lost.append("a number of programs: any number of pods may name a claim (256 at most)")
+        lost.append("the number of programs: up to 256 pods may name a claim")
     if any(mig.replicas for _, mig in host.instances()):
-        lost.append("time-slicing inside MIG devices: pods that name one claim share it, without a number")
+        lost.append("the number of programs per MIG device: any pods that name a claim share it")
     if any(mig.name for _, mig in host.instances()):
-        lost.append("names of instances: claims have the profile")
+        lost.append("instance names: claims use the profile")
     return lost
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's device plugin under the GPU operator: ConfigMap, ClusterPolicy patch, labels, taint, a proof. Pure.
+"""NVIDIA's device plugin under the GPU operator: ConfigMap, ClusterPolicy patch, labels, taint, verification. Pure.
 
 Facts: NVIDIA/gpu-operator v26.7 (ClusterPolicy nvidia.com/v1; assets/state-device-plugin, where config-manager runs
 with FALLBACK_STRATEGIES=empty: without a default or a label no sharing configuration is taken), NVIDIA's "Time-Slicing
@@ -25,7 +25,7 @@ from gpushare.units import MIB, format_bytes, format_percent
 VERSION: Final = "v1"
 PREFIX: Final = "nvidia.com/"
 STRATEGIES: Final = ("none", "single", "mixed")
-# Clients of an MPS server by the plugin: from compute capability 7.5 on, and below (it tests 7.5, so a V100 has 16).
+# MPS clients that the plugin allows: from compute capability 7.5 on, and below it (so a V100 gets 16).
 MPS_REPLICAS: Final = 48
 MPS_REPLICAS_OLD: Final = 16
 _HINT: Final = "see: https://github.com/NVIDIA/k8s-device-plugin#configuration-option-details"
@@ -69,43 +69,43 @@ def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None
     Raises:
         BadUsage: more than the GPU takes.
     """
-    # Unknown is taken for a GPU of today: the plugin asks the GPU itself.
+    # Unknown counts as a current GPU: the plugin asks the GPU itself.
     most = MPS_REPLICAS if compute_capability is None or compute_capability >= (7, 5) else MPS_REPLICAS_OLD
     if replicas > most:
-        raise _refused(f"invalid device maximum allowed replicas exceeded: {replicas} > {most} (MPS clients of a GPU)")
+        raise _refused(f"a GPU takes {most} MPS clients at most: {replicas} > {most}")
 
 
 def _refused(message: str) -> BadUsage:
     return BadUsage(f"device-plugin config: {message}", _HINT, code="bad_plugin_config")
 
 
-# What a host cannot say itself; said with the export, and chosen with --replicas.
+# A host does not know how many programs share its GPUs: --replicas says so.
 DEFAULT_REPLICAS: Final = 4
 _GPU: Final = f"{PREFIX}gpu"
-_DRA: Final = "gpushare export dra says it per GPU"
+_DRA: Final = "gpushare export dra sets it per GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSharing:
-    """The sharing of a node, its name as a key of the ConfigMap, and what gets lost by it."""
+    """The sharing of a node, its key in the ConfigMap, and what is lost."""
 
     key: str
     plugin: PluginSharing
     lost: tuple[str, ...]
 
     def capacity(self, host: HostDescription) -> dict[str, int]:
-        """Return how many of each resource the node then offers (``kubectl describe node``, Capacity)."""
+        """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
         found = physical(host, self.plugin.mig_strategy)
         replicas = dict(self.plugin.replicas)
         return {self.published(name): number * replicas.get(name, 1) for name, number in found.items()}
 
     def published(self, name: str) -> str:
-        """Return the name under which a resource is offered: shared ones may be renamed."""
+        """Return the name under which a resource is offered."""
         return f"{name}.shared" if self.plugin.rename and name in dict(self.plugin.replicas) else name
 
 
 def physical(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
-    """Return how many GPUs and MIG devices a node has, by their resource names."""
+    """Return the number of GPUs and MIG devices of a node by resource name."""
     names = [_GPU for gpu in host.gpus if gpu.sharing is not Sharing.MIG]
     names += [_GPU if mig_strategy == "single" else resource_of(mig.profile) for _, mig in host.instances()]
     return dict(Counter(names))
@@ -115,15 +115,15 @@ def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = 
     """Return how the plugin shares the GPUs of a host.
 
     Raises:
-        NotSupported: the plugin cannot say it: GPUs shared in different ways, a slice length, MPS on MIG.
-        BadUsage: a number that the plugin refuses.
+        NotSupported: the plugin cannot express it: GPUs shared in different ways, a slice length, MPS on MIG.
+        BadUsage: the plugin refuses the number.
     """
     if mig_strategy not in {"single", "mixed"}:
-        raise BadUsage(f"'{mig_strategy[:40]}' is no MIG strategy here", "give single or mixed", code="bad_strategy")
+        raise BadUsage(f"'{mig_strategy[:40]}' is not a MIG strategy", "give single or mixed", code="bad_strategy")
     if not host.whole:
         raise _cannot(
             "the device plugin offers every GPU of a node, not some of them",
-            "leave -g out; or: gpushare export dra -g ..., which says it per GPU",
+            "drop -g; or: gpushare export dra -g ..., which sets it per GPU",
             "per_node",
         )
     _check_slices(host)
@@ -162,7 +162,7 @@ def _check_slices(host: HostDescription) -> None:
     if odd:
         level = odd[0].time_slice
         raise _cannot(
-            f"the device plugin has no slice length; GPU {odd[0].index} has time-slice {level.title if level else ''}",
+            f"the device plugin cannot set a slice length; GPU {odd[0].index} has time-slice {level.title if level else ''}",
             f"{_DRA} (TimeSlicingSettings); or: gpushare timeslice reset -g {odd[0].index}",
             "no_slice_length",
         )
@@ -173,13 +173,13 @@ def _is_sliced(gpu: GpuDescription) -> bool:
 
 
 def _check_alike(gpus: Sequence[GpuDescription]) -> None:
-    """One setting holds for all GPUs of a node: sharing.timeSlicing and sharing.mps name resources, not GPUs."""
+    """The plugin has one setting for all GPUs of a node: timeSlicing and mps name resources, not GPUs."""
     ways: dict[str, list[int]] = {}
     for gpu in gpus:
         ways.setdefault(_way(gpu), []).append(gpu.index)
     if len(ways) > 1:
         said = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
-        raise _cannot(f"the device plugin shares per node, not per GPU, and here is {said}", _DRA, "per_gpu")
+        raise _cannot(f"the device plugin shares all GPUs of a node alike, and these differ: {said}", _DRA, "per_gpu")
 
 
 def _way(gpu: GpuDescription) -> str:
@@ -197,7 +197,7 @@ def _way(gpu: GpuDescription) -> str:
 
 
 def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
-    """Return the strategy and the replicas of the GPUs without MIG, which are all alike."""
+    """Return the strategy and the replicas of the GPUs without MIG, which are shared alike."""
     if not gpus or gpus[0].sharing is Sharing.EXCLUSIVE:
         return None, 0
     first = gpus[0]
@@ -212,16 +212,16 @@ def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | No
         return "mps", numbers[0]
     if first.replicas is None:
         lost.append(_chosen())
-    lost.append("memory and faults: time-slicing keeps neither apart; one program can take all memory of a GPU")
+    lost.append("isolation of memory and faults: under time-slicing one program can take all the memory of a GPU")
     return "timeSlicing", first.replicas or DEFAULT_REPLICAS
 
 
 def _chosen() -> str:
-    return f"the host does not say how many programs share a GPU: {DEFAULT_REPLICAS} is taken; choose with --replicas N"
+    return f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
 
 
 def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> int:
-    """Return the replicas whose equal part is what the daemon's limits say; the plugin knows no other limits."""
+    """Return the replicas whose equal share matches the daemon's limits; the plugin has no other limits."""
     threads = mps.limits.threads_percent
     number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
     check_mps(number, gpu.compute_capability)
@@ -242,31 +242,31 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsDescription, lost: list[str]) -> 
         )
     if threads is None:
         lost += [_chosen()] if gpu.replicas is None else []
-        lost.append(f"no limit of threads: the plugin caps each client at {100 // number} %")
+        lost.append(f"no thread limit: the plugin caps each client at {100 // number} %")
     if wanted is None and part is not None:
-        lost.append(f"no limit of memory: the plugin caps each client process at {part} MiB")
+        lost.append(f"no memory limit: the plugin caps each client process at {part} MiB")
     if mps.limits.priority is Priority.LOW:
-        lost.append("priority low: the plugin sets none")
+        lost.append("low priority: the plugin sets no priority")
     return number
 
 
 def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
     if any(gpu.sharing is Sharing.MPS for gpu in plain) and strategy == "mixed":
         raise _cannot(
-            "using --mig-strategy=mixed is not supported with MPS: here some GPUs have MIG and others MPS",
+            "the device plugin does not support MPS with --mig-strategy=mixed: some GPUs here use MIG and others MPS",
             _DRA,
             "mps_beside_mig",
         )
     for gpu, mig in host.instances():
         if mig.mps is not None:
             raise _cannot(
-                f"sharing using MPS is not supported for MIG devices by the device plugin; {mig.profile} of GPU {gpu.index} has it",
+                f"the device plugin does not support MPS on MIG devices; {mig.profile} of GPU {gpu.index} uses it",
                 "gpushare export dra can, and gpushare export docker, compose and cdi",
                 "mps_on_mig",
             )
         if not mig.is_whole:
             raise _cannot(
-                f"the device plugin publishes no MIG device of a part of a GPU instance; "
+                f"the device plugin does not offer a MIG device that is part of a GPU instance; "
                 f"GPU {gpu.index} has {mig.profile}",
                 "gpushare export slurm can, and gpushare export docker, compose and cdi",
                 "partial_compute_instance",
@@ -276,7 +276,7 @@ def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy:
 
 
 def _check_single(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
-    hint = "take --mig-strategy mixed"
+    hint = "use --mig-strategy mixed"
     if plain:
         raise _cannot(
             "strategy single: all devices on the node must be configured with the same migEnabled value",
@@ -291,7 +291,7 @@ def _check_single(host: HostDescription, plain: Sequence[GpuDescription]) -> Non
 
 
 def _inside(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:
-    """Return the replicas of MIG devices by resource; one number holds for all devices of a profile."""
+    """Return the replicas of MIG devices by resource; all devices of a profile have the same."""
     found: dict[str, set[int]] = {}
     for _, mig in host.instances():
         name = _GPU if strategy == "single" else resource_of(mig.profile)
@@ -299,7 +299,9 @@ def _inside(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]
     for name, numbers in found.items():
         if len(numbers) > 1:
             said = " and ".join(map(str, sorted(numbers)))
-            raise _cannot(f"the device plugin shares all {name} of a node alike, and here is {said}", _DRA, "per_gpu")
+            raise _cannot(
+                f"the device plugin shares all {name} of a node alike, and these differ: {said}", _DRA, "per_gpu"
+            )
     return tuple((name, number) for name, (number,) in found.items() if number > 1)
 
 
@@ -324,17 +326,17 @@ def export(
     mig_strategy: str = "mixed",
     every_node: bool = False,
 ) -> Export:
-    """Return what makes a cluster share the GPUs of this node as the host does now.
+    """Return the documents that make a cluster share the GPUs of this node as the host does now.
 
-    ``every_node`` makes it the default of the cluster; otherwise only the labelled node shares.
+    ``every_node`` makes it the default of the cluster; otherwise only the labelled node uses it.
 
     Raises:
-        NotSupported: the device plugin cannot say it; the hint names the engine that can.
-        BadUsage: a namespace or a number that is refused upstream.
+        NotSupported: the device plugin cannot express it; the hint names the engine that can.
+        BadUsage: the plugin would refuse the namespace or a number.
     """
     if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
         raise BadUsage(
-            f"'{namespace[:70]}' is no namespace for the device plugin",
+            f"'{namespace[:70]}' is not a namespace for the device plugin",
             "give the namespace of the GPU operator: --namespace gpu-operator (never default)",
             code="bad_namespace",
         )
@@ -357,7 +359,7 @@ def export(
 def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> Export:
     """Return values for the device plugin's own Helm chart, for a cluster without the GPU operator.
 
-    The chart makes the ConfigMap of ``config.map`` and refuses namespace default; MIG is not its business.
+    The chart makes the ConfigMap from ``config.map`` and refuses namespace default; it does not set up MIG.
 
     Raises:
         NotSupported, BadUsage: as `export`.
@@ -365,7 +367,7 @@ def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str
     sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
     node, values = host.node or "NODE", "values.yaml"
     checks = verification(host, sharing, selector={CONFIG_LABEL: sharing.key})
-    # GPU feature discovery gives the node the label that the MPS daemonset selects.
+    # GPU feature discovery sets the label that the MPS DaemonSet selects.
     chart = {"config": {"default": "none", "map": _configs(sharing)}, "gfd": {"enabled": True}}
     lines = [
         "helm repo add nvdp https://nvidia.github.io/k8s-device-plugin",
@@ -374,12 +376,12 @@ def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str
         _taint(node),
     ]
     needs = [
-        "no GPU operator: it has a device plugin of its own",
-        "the keys of nodes that share in another way in the same values.yaml: a release has one map",
+        "no GPU operator: it brings its own device plugin",
+        "the keys of nodes that share in another way, in the same values.yaml: a release has one map",
         *_needs(sharing, has_mig=False)[1:],
     ]
     if sharing.plugin.mig_strategy is not None:
-        needs.append("MIG cut on the host first: gpushare apply, or gpushare export mig-parted")
+        needs.append("MIG devices created on the host first: gpushare apply, or gpushare export mig-parted")
     return Export(
         documents=(yaml_document(values, chart), *checks),
         commands=(*lines, *verified(checks)),
@@ -389,7 +391,7 @@ def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str
 
 
 def _configs(sharing: NodeSharing) -> dict[str, str]:
-    """Return the configurations by key: one that shares nothing, for every node without the label, and this node's."""
+    """Return the configurations by key: this node's, and one without sharing for nodes that have no label."""
     none: dict[str, Any] = {"version": "v1"}
     if sharing.plugin.mig_strategy is not None:
         none["flags"] = {"migStrategy": sharing.plugin.mig_strategy}
@@ -409,9 +411,9 @@ def _config_map(sharing: NodeSharing, namespace: str) -> Document:
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
-    # Nodes of another layout read the same map: a name that two layouts shared would change theirs.
+    # Nodes with another layout read the same map, so each layout needs a name of its own.
     config = containers.config_of(host, containers.layout_name(host))
-    # The mig-manager falls back to it, and a node is taken out of MIG by it.
+    # The mig-manager falls back to all-disabled, and takes a node out of MIG with it.
     config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}
     return yaml_document(
         "mig-parted-config.yaml",
@@ -425,7 +427,7 @@ def _mig_map(host: HostDescription, namespace: str) -> Document:
 
 
 def _policy(sharing: NodeSharing, *, has_mig: bool, every_node: bool) -> Document:
-    """Return a merge patch: a whole ClusterPolicy has nine required members that are not ours to say."""
+    """Return a merge patch: a whole ClusterPolicy has nine required members that are not ours to set."""
     spec: dict[str, Any] = {}
     if has_mig:
         spec["mig"] = {"strategy": sharing.plugin.mig_strategy}
@@ -437,7 +439,7 @@ def _policy(sharing: NodeSharing, *, has_mig: bool, every_node: bool) -> Documen
 
 
 def verification(host: HostDescription, sharing: NodeSharing, *, selector: dict[str, str]) -> list[Document]:
-    """Return one Deployment per resource; one pod more than there are devices, where they are shared: all must run."""
+    """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
     shared = dict(sharing.plugin.replicas)
     found = []
     for name, devices in physical(host, sharing.plugin.mig_strategy).items():
@@ -470,7 +472,7 @@ def _commands(
     host: HostDescription, sharing: NodeSharing, documents: list[Document], namespace: str, *, every_node: bool
 ) -> list[str]:
     node = host.node or "NODE"
-    # By field and manager: the keys of nodes that share in another way stay.
+    # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
     lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
     lines += [f"kubectl apply -f {one.name}" for one in documents if one.name == "mig-parted-config.yaml"]
@@ -480,7 +482,7 @@ def _commands(
     if not every_node:
         lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
     if sharing.plugin.mig_strategy is not None:
-        # A state that an earlier layout left would end the wait at once.
+        # The state of an earlier layout would end the wait at once.
         lines.append(f"kubectl label node {node} nvidia.com/mig.config.state-")
         lines.append(f"kubectl label node {node} nvidia.com/mig.config={containers.layout_name(host)} --overwrite")
         lines.append(
@@ -516,16 +518,16 @@ def _taint(node: str) -> str:
 def _needs(sharing: NodeSharing, *, has_mig: bool) -> list[str]:
     needs = [
         "the NVIDIA GPU operator, with its ClusterPolicy named cluster-policy",
-        "pods for the tainted node tolerate nvidia.com/gpu, as the one that verifies does (the operator's own do)",
+        "a toleration for nvidia.com/gpu in pods for the tainted node, as in the verifying ones (the operator's own have it)",
     ]
     if sharing.plugin.strategy == "mps":
         needs += [
             "the label nvidia.com/mps.capable=true on the node: GPU feature discovery must be enabled",
-            "one user id for all pods of a GPU: an MPS server serves one user at a time",
+            "the same user id for all pods on a GPU: an MPS server serves one user at a time",
         ]
     if has_mig:
         needs.append(
-            f"the layouts of all nodes in the one ConfigMap {MIG_MAP}: where it is there already, add its mig-configs to the file"
+            f"the layouts of all nodes in one ConfigMap {MIG_MAP}: if it exists already, add its mig-configs to the file"
         )
         needs.append(
             "an idle node: the mig-manager stops the GPU pods, then sets nvidia.com/mig.config.state=success or failed"
@@ -537,5 +539,5 @@ def _lost(host: HostDescription) -> list[str]:
     lost = containers.lost_of(host) if any(gpu.sharing is Sharing.MIG for gpu in host.gpus) else []
     lost = [one for one in lost if "GPUs without MIG" not in one and "replicas" not in one]
     if any(gpu.mig for gpu in host.gpus):
-        lost.append("places of MIG instances: the mig-manager finds its own")
+        lost.append("placements of MIG instances: the mig-manager chooses its own")
     return lost

@@ -1,4 +1,4 @@
-"""Karpenter on EKS: a NodePool with the taint, and the NodeOverlay that tells it of the shares. Pure.
+"""Karpenter on EKS: a NodePool with the taint, and a NodeOverlay with the number of shares. Pure.
 
 Karpenter does not know replicas (kubernetes-sigs/karpenter#729): it would start a node per pod. The NodeOverlay
 (karpenter.sh/v1alpha1, feature gate NodeOverlay, from 1.7 on) gives it the number that the device plugin will offer:
@@ -17,7 +17,7 @@ from gpushare.export.description import HostDescription, short_model
 from gpushare.export.document import Export, yaml_document
 from gpushare.export.k8s import NodeSharing, of_node
 
-_ONE_SHARE: Final = "requests of more than one GPU: a share is not a whole GPU, and two are refused"
+_ONE_SHARE: Final = "requests for more than one GPU: a share is not a whole GPU, and a request for two is refused"
 _NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _TYPE: Final = re.compile(r"[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", re.ASCII)
 
@@ -39,18 +39,18 @@ def export(
     """
     for word in (name, node_class):
         if _NAME.fullmatch(word) is None:
-            raise BadUsage(f"'{word[:70]}' is no name of an object", "give one like: gpu-shared", code="bad_name")
+            raise BadUsage(f"'{word[:70]}' is not a valid object name", "for example: gpu-shared", code="bad_name")
     if instance_type is not None and _TYPE.fullmatch(instance_type) is None:
         raise BadUsage(
-            f"'{instance_type[:40]}' is no instance type", "give one like: g4dn.12xlarge", code="bad_instance_type"
+            f"'{instance_type[:40]}' is not an instance type", "for example: g4dn.12xlarge", code="bad_instance_type"
         )
     if max_nodes is not None and max_nodes < 1:
-        raise BadUsage("--max-nodes is below 1", "give how many nodes at most: --max-nodes 4", code="bad_number")
-    # The overlay and the pods must mean one name, so shares keep the name of the GPU.
+        raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
+    # Overlay and pods must use the same name, so shares keep the name of the GPU.
     sharing = of_node(host, rename=False, mig_strategy=mig_strategy)
     requirements = _requirements(host, instance_type)
     capacity = sharing.capacity(host)
-    # A node of whole GPUs offers what Karpenter counts by itself: no alpha feature is needed for it.
+    # Karpenter itself counts whole GPUs: those need no alpha feature.
     overlaid = bool(sharing.plugin.replicas) or any(gpu.mig for gpu in host.gpus)
     labels = {k8s.CONFIG_LABEL: sharing.key}
     if sharing.plugin.mig_strategy is not None:
@@ -80,8 +80,8 @@ def _requirements(host: HostDescription, instance_type: str | None) -> list[dict
     models = sorted({gpu.name or "" for gpu in host.gpus})
     if len(models) > 1:
         raise NotSupported(
-            f"no instance type has several models of GPU; this host has {', '.join(models)}",
-            "gpushare export k8s does not need one",
+            f"no instance type has GPUs of several models; this host has {', '.join(models)}",
+            "use gpushare export k8s, which needs no instance type",
             code="several_models",
         )
     if instance_type is not None:
@@ -123,7 +123,7 @@ def _pool(name: str, node_class: str, labels: dict[str, str], requirements: list
 
 def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> dict[str, Any]:
     numbers = {resource: str(number) for resource, number in capacity.items()}
-    # With MIG on every GPU the node offers none of the GPUs that Karpenter would count.
+    # With MIG on every GPU the node offers no whole GPU for Karpenter to count.
     numbers.setdefault("nvidia.com/gpu", "0")
     return {
         "apiVersion": "karpenter.sh/v1alpha1",
@@ -137,19 +137,19 @@ def _needs(
     sharing: NodeSharing, node_class: str, instance_type: str | None, max_nodes: int | None, *, overlaid: bool
 ) -> list[str]:
     needs = [
-        "the device plugin's side of it first: gpushare export k8s, with the same options",
+        "the device plugin configured first: gpushare export k8s, with the same options",
         *(
             ["Karpenter 1.7 or later with its feature gate NodeOverlay=true (alpha, off by default)"]
             if overlaid
             else []
         ),
         f"an EC2NodeClass {node_class} with an NVIDIA AMI (Bottlerocket shares by its userData: rename-by-default = false)",
-        "pods tolerate nvidia.com/gpu, as the ones that verify do",
+        "a toleration for nvidia.com/gpu in the pods, as in the verifying ones",
     ]
     if sharing.plugin.replicas:
-        needs.append("the capacity in node-overlay.yaml is physical GPUs times replicas: change both together")
+        needs.append("node-overlay.yaml in step with the replicas: its capacity is physical GPUs times replicas")
     if instance_type is None:
-        needs.append("the instance types are chosen by model and number of GPUs; --instance-type names one")
+        needs.append("any instance type with this model and number of GPUs is fine, or name one: --instance-type")
     if max_nodes is None:
-        needs.append("no limit of nodes is set: --max-nodes N bounds the cost")
+        needs.append("no node limit is set: --max-nodes N bounds the cost")
     return needs

@@ -1,7 +1,7 @@
-"""Slurm: gres.conf, the lines of slurm.conf, and the scripts that gres/mps needs. Pure.
+"""Slurm: gres.conf, lines for slurm.conf, and the scripts that gres/mps needs. Pure.
 
 Facts: SchedMD/slurm 26.05 (src/interfaces/gres.c, src/plugins/gres/common/gres_c_s.c, gpu_nvml.c), gres.conf(5). Slurm
-says sharing per GPU: shard only counts programs, mps also caps their threads.
+shares per GPU: shard only counts programs, mps also caps their threads.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def task_prolog() -> str:
 
 
 DETECTIONS: Final = ("nvml", "off")
-# A percentage per GPU: Slurm gives a job max(1, asked * 100 / Count) percent of the threads.
+# 100 per GPU: Slurm gives a job max(1, asked * 100 / Count) percent of the threads.
 MPS_COUNT: Final = 100
 _SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
 
@@ -282,7 +282,7 @@ _SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
 def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
     """Return the files.
 
-    ``autodetect`` nvml lets slurmd find GPUs and MIG devices (default where there is MIG), off writes every device.
+    ``autodetect`` nvml lets slurmd find GPUs and MIG devices (the default with MIG); off lists every device.
 
     Raises:
         NotSupported: MPS on a MIG device; a GPU in MIG mode without devices; device numbers that are unknown.
@@ -290,7 +290,7 @@ def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
     """
     if autodetect not in {None, *DETECTIONS}:
         raise BadUsage(
-            f"'{str(autodetect)[:40]}' is no way to detect GPUs here", "give nvml or off", code="bad_autodetect"
+            f"'{str(autodetect)[:40]}' is not a way to detect GPUs", "give nvml or off", code="bad_autodetect"
         )
     _check(host)
     has_mig = any(gpu.sharing is Sharing.MIG for gpu in host.gpus)
@@ -323,7 +323,7 @@ def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
 def type_of(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: bool = False) -> str:
     """Return the Type of a device: ``t4``; of a MIG device the driver's whole name with the profile.
 
-    Where slurmd looks itself (``by_nvml``) it does not take the profile's name, but makes one of the slices of the GPU
+    Where slurmd detects devices (``by_nvml``) it does not use the profile's name, but makes one from the slices of the GPU
     instance and its memory in whole GiB, rounded: 1g.18gb of an H200 is nvidia_h200_1g.16gb, and 3g.40gb of an A100
     ..._3g.39gb (gpu_nvml.c, _handle_mig). What slurm.conf says must be a part of that.
     """
@@ -333,7 +333,7 @@ def type_of(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: 
     slices = _SLICES.match(mig.profile)
     if not by_nvml or slices is None or mig.memory_total_bytes is None:
         return f"{name}_{mig.profile}"
-    # Half a GiB goes up, as roundl does.
+    # Half a GiB is rounded up, as roundl does.
     return f"{name}_{slices[1]}g.{(mig.memory_total_bytes + GIB // 2) // GIB}gb"
 
 
@@ -342,13 +342,13 @@ def _check(host: HostDescription) -> None:
         if gpu.minor is None:
             raise NotSupported(
                 f"the device number of GPU {gpu.index} is unknown",
-                "look where the driver tells it: gpushare doctor",
+                "see why: gpushare doctor",
                 gpu=str(gpu.index),
                 code="no_minor",
             )
         if gpu.sharing is Sharing.MIG and not gpu.mig:
             raise NotSupported(
-                f"GPU {gpu.index} is in MIG mode and has no MIG device; Slurm could hand out nothing of it",
+                f"GPU {gpu.index} is in MIG mode without any MIG device, so Slurm could not hand it out",
                 f"make some: gpushare mig apply -g {gpu.index} 1g*7; or: gpushare mig disable -g {gpu.index}",
                 gpu=str(gpu.index),
                 code="no_device",
@@ -357,14 +357,14 @@ def _check(host: HostDescription) -> None:
         if mig.mps is not None or mig.replicas:
             what = "MPS" if mig.mps is not None else "shards"
             raise NotSupported(
-                f"Slurm has no {what} on a MIG device ({mig.profile} of GPU {gpu.index}): a File of mps or shard must be a GPU's",
+                f"Slurm has no {what} on a MIG device ({mig.profile} of GPU {gpu.index}): the File of mps and shard must be a GPU",
                 "gpushare export dra can, and gpushare export docker, compose and cdi",
                 code="sharing_on_mig",
             )
 
 
 def _gres(host: HostDescription, *, by_nvml: bool) -> str:
-    """Return gres.conf; records of shared resources name a File that a gpu record has."""
+    """Return gres.conf. Records of shared resources name the File of a gpu record."""
     lines = ["# Written by gpushare: gres.conf of this node.", f"AutoDetect={'nvml' if by_nvml else 'off'}"]
     gpus = sorted(host.gpus, key=lambda gpu: gpu.minor or 0)
     if not by_nvml:
@@ -470,16 +470,16 @@ def _lost(host: HostDescription) -> list[str]:
     if Sharing.TIMESLICE in ways:
         if any(gpu.sharing is Sharing.TIMESLICE and gpu.replicas is None for gpu in host.gpus):
             lost.append(
-                f"the host does not say how many programs share a GPU: {DEFAULT_REPLICAS} is taken; choose with --replicas N"
+                f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
             )
-        lost.append("shard only counts jobs: it limits neither memory nor threads")
+        lost.append("isolation: shard only counts jobs; it limits neither memory nor threads")
     if any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
-        lost.append("the slice length: it stays the host's; gpushare export systemd sets it at boot")
+        lost.append("the slice length: Slurm does not set it; gpushare export systemd does, at boot")
     if Sharing.MPS in ways:
-        lost.append("the thread limit of the daemon: Slurm gives each job its own, --gres=mps:25 is 25 %")
-        lost.append("users side by side: an MPS server serves one user, another user's job waits for it")
+        lost.append("the thread limit of the daemon: Slurm sets one per job; --gres=mps:25 is 25 %")
+        lost.append("several users at once: an MPS server serves one user; jobs of others wait for it")
     if any(gpu.mps is not None and gpu.mps.limits.priority for gpu in host.gpus):
-        lost.append("priority low: Slurm sets none")
+        lost.append("low priority: Slurm sets no priority")
     if any(mig.name for _, mig in host.instances()):
-        lost.append("names of instances: Slurm has types")
+        lost.append("instance names: Slurm uses types")
     return lost

@@ -96,8 +96,8 @@ def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: s
 def _check_path(option: str, path: str) -> None:
     if not path.startswith("/") or any(one in path for one in " \t\n\"'\\%$;|&"):
         raise BadUsage(
-            f"'{path[:80]}' is no path that a unit can hold",
-            f"give an absolute one without blanks and signs: {option} /opt/gpushare",
+            f"'{path[:80]}' cannot be used in a unit",
+            f"give an absolute path without spaces or special characters: {option} /opt/gpushare",
             code="bad_path",
         )
 
@@ -112,9 +112,9 @@ def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription
 
 
 def _mig_first(host: HostDescription) -> list[str]:
-    """Return the GPUs whose MIG is to be on before the file is applied.
+    """Return the GPUs whose MIG mode must be on before the file is applied.
 
-    A driver before 580 tells which profiles a GPU has only while MIG is on, and on Hopper it is off after a reboot.
+    A driver before 580 lists profiles only while MIG is on, and on Hopper it is off after a reboot.
     """
     major = (host.driver or "").partition(".")[0]
     if not major.isdecimal() or int(major) >= 580:
@@ -131,18 +131,18 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
         "Documentation=man:gpushare(1)",
         "Wants=nvidia-persistenced.service",
         "After=nvidia-persistenced.service nvidia-fabricmanager.service",
-        # Whoever hands GPUs out shall find them cut; containers need the new CDI specification.
+        # Services that hand out GPUs must find them set up; containers need the new CDI specification.
         "Before=" + " ".join([*after, "docker.service", "containerd.service", "kubelet.service", "slurmd.service"]),
         f"ConditionPathExists={file}",
         "",
         "[Service]",
         "Type=oneshot",
         "RemainAfterExit=yes",
-        # Without it this driver does not tell what a GPU can be cut into; the file says the rest.
+        # Without MIG on, this driver does not list the profiles.
         *([f"ExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes"] if with_mig else []),
         f"ExecStart={program} apply -f {file}",
         f"TimeoutStartSec={APPLY_SECONDS}",
-        # A restart applies again; MPS daemons that it started live on, and so do their clients.
+        # A restart applies the file again; MPS daemons that it started keep running, and so do their clients.
         "KillMode=process",
         "",
         "[Install]",
@@ -170,28 +170,28 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
         f"Environment=CUDA_VISIBLE_DEVICES={uuid}",
         f"Environment=CUDA_MPS_PIPE_DIRECTORY={pipe}",
         f"Environment=CUDA_MPS_LOG_DIRECTORY=/var/log/{_RUN}/{key}",
-        # Made before: the daemon itself would make it writable for everybody.
-        # For some users only it is closed, and an access control list lets them in. The mode stands here, because systemd
-        # sets it again for every command; the directory above stays open, as it makes it so itself.
+        # Created here, because the daemon would make it writable for everybody. If only some users may connect, it is
+        # closed and an access control list lets them in. systemd sets the mode again for every command, so it is set
+        # here; systemd itself keeps the directory above open.
         f"RuntimeDirectory={_RUN}/{key}/pipe" if mps.users else f"RuntimeDirectory={_RUN}/{key} {_RUN}/{key}/pipe",
         f"RuntimeDirectoryMode={'0750' if mps.users else '0755'}",
         f"LogsDirectory={_RUN}/{key}",
-        # The daemon that `gpushare apply` started gives way, when its clients have left. 6: there is none.
+        # A daemon that `gpushare apply` started is stopped once its clients have left. 6: there is none.
         f"ExecStartPre=/bin/sh -c '{program} mps stop -g {uuid} || [ $$? -eq 6 ]'",
         *([f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS"] if exclusive else []),
         *([f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}"] if mps.users else []),
         "ExecStart=/usr/bin/nvidia-cuda-mps-control -f",
         f"ExecStartPost={READY_PATH} {_ready_arguments(mps)}",
         f"ExecStop={program} mps stop --pipe-directory {pipe} --drain {DRAIN_SECONDS} --yes",
-        # Every GPU comes up in mode default, so that is what was there before.
+        # A GPU starts in compute mode default, so that is what to restore.
         *([f"ExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT"] if exclusive else []),
         "TimeoutStartSec=90",
         f"TimeoutStopSec={DRAIN_SECONDS + 30}",
-        # SIGTERM to the daemon alone: its servers are asked by it, and would break their clients by a signal.
+        # SIGTERM only to the daemon, which ends its servers: a signal to those would break their clients.
         "KillMode=mixed",
         "Restart=on-failure",
         "RestartSec=5",
-        # A server of many clients needs as many files (MPS guide).
+        # A server needs many open files for many clients (MPS guide).
         "LimitNOFILE=16384",
         "",
         "[Install]",
@@ -201,7 +201,7 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
 
 
 def _entries(users: tuple[str, ...]) -> str:
-    # A $ would be a variable of systemd.
+    # systemd would expand a $.
     return ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in users), "m::rx"])
 
 
@@ -228,17 +228,17 @@ def _commands(names: list[str]) -> list[str]:
 
 def _needs(file: str, daemons: list[MpsDescription]) -> list[str]:
     needs = [
-        f"{file}: without it {HOST_UNIT} does nothing; gpushare apply -f FILE keeps the last file that held",
+        f"{file}: without it {HOST_UNIT} does nothing; gpushare apply -f FILE writes it",
         "nvidia-persistenced.service, which loads the driver at boot",
     ]
     if daemons:
         needs += [
             "systemd 240 or later (Type=exec)",
-            "limits changed in the unit: gpushare apply counts its daemon as in force, and leaves it alone",
-            f"programs use the daemon of a unit by its directory: CUDA_MPS_PIPE_DIRECTORY=/run/{_RUN}/.../pipe",
+            "limits to be changed in the unit: gpushare apply leaves its daemon alone",
+            f"programs to be started with the directory of the unit's daemon: CUDA_MPS_PIPE_DIRECTORY=/run/{_RUN}/.../pipe",
         ]
     if any(one.users for one in daemons):
-        needs.append("setfacl (package acl): only those that 'users' names may join such a daemon")
+        needs.append("setfacl (package acl), which lets in only the users that 'users' names")
     return needs
 
 
@@ -246,6 +246,6 @@ def _lost(daemons: list[tuple[GpuDescription, MigDescription | None, MpsDescript
     lost = []
     if any(mig is not None for _, mig, _ in daemons):
         lost.append(
-            "a MIG UUID can mean another size after a new MIG layout: write the units again then (gpushare export systemd)"
+            "stable MIG UUIDs: after a new MIG layout a UUID can name a device of another size; then export the units again"
         )
     return lost

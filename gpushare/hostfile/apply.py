@@ -1,8 +1,8 @@
-"""``gpushare apply``: one plan per GPU from how it is to how the file has it, and each GPU a transaction of its own.
+"""``gpushare apply``: one plan per GPU from its state to what the file wants; each GPU is its own transaction.
 
-The order on a GPU: what is in the way is stopped, names are bound, compute mode and MIG are set, instances made; then
-grants, time-slice and daemons; and at last it is looked at whether it is as the file has it. Who uses the GPU, an
-instance or a daemon is never ended: then the GPU is refused.
+The order on a GPU: stop the daemons in the way, bind names, set compute mode and MIG mode, create instances; then
+grants, time-slice and daemons; last, check that the GPU is as the file wants it. Programs are never ended: a GPU in
+use is refused.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ _NOTHING = Seats(())
 
 @dataclass(frozen=True)
 class GpuApply:
-    """What is to be done on one GPU, and whether a user may: MPS daemons are anybody's, all else is root's."""
+    """The change of one GPU. Any user may start and stop MPS daemons; everything else needs root."""
 
     change: MigChange
     needs_root: bool = False
 
 
 def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
-    """Return the plan that makes a GPU what its entry says; without a step when it is so already.
+    """Return the plan that makes a GPU what its entry wants; without a step if it is so already.
 
-    ``others`` are the UUIDs of the GPUs that the file is about too: they give up names that this one gets.
+    ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets.
 
     Raises:
-        InUse: somebody is on the GPU, in an instance that goes, or a client of a daemon that goes.
-        NotSupported: the GPU, driver or host can never be so.
-        BadUsage: a profile, placement, limit or name that cannot be.
+        InUse: programs use the GPU, or an instance or daemon that has to go.
+        NotSupported: this GPU, driver or host cannot do it.
+        BadUsage: an impossible profile, placement, limit or name.
         GpuLost: the GPU does not answer.
     """
     live = _look(host, index)
@@ -102,7 +102,7 @@ def _look(host: Host, index: int) -> LiveGpu:
 
 
 def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
-    """Return what happens to MIG on a GPU; None where it has none."""
+    """Return the MIG change of a GPU; None for a GPU without MIG."""
     layout, gpu, wanted = live.layout, live.gpu, entry.sharing is Sharing.MIG
     if layout is None:
         return None
@@ -118,7 +118,7 @@ def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
 
 @dataclass
 class _GpuWork:
-    """What is to be done on one GPU."""
+    """The work on one GPU."""
 
     host: Host
     live: LiveGpu
@@ -142,7 +142,7 @@ class _GpuWork:
         return seats_of(self.entry, layout.profiles, to_be), to_be
 
     def check_names(self, others: Collection[str]) -> None:
-        """Raise BadUsage when a name means an instance of a GPU that the file is not about."""
+        """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
         known, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
         for one in self.names:
             taken = known.get(one.name)
@@ -151,14 +151,14 @@ class _GpuWork:
             raise name_taken(taken, here)
 
     def _wishes(self) -> dict[str, MpsWish]:
-        """Return the daemons that are wanted on devices that are there and stay, by UUID."""
+        """Return the daemons that are wanted on existing devices that stay, by UUID."""
         found = {seat.device.uuid: seat.wish.mps for seat in self.seats.seats if seat.device and seat.device.uuid}
         if self.entry.mps is not None:
             found[self.live.gpu.uuid or ""] = self.entry.mps
         return {uuid: wish for uuid, wish in found.items() if wish is not None}
 
     def _unwanted(self) -> set[str]:
-        """Return the devices whose daemon goes, or must restart: it is exclusive or not from its start on."""
+        """Return the devices whose daemon must stop or restart: only a start makes it exclusive."""
         wishes, gone = self._wishes(), set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
@@ -177,20 +177,19 @@ class _GpuWork:
 
     @property
     def new_names(self) -> tuple[str, ...]:
-        """Return the names that this GPU gets."""
         there = {(one.name, one.profile, one.start) for one in self.live.names}
         return tuple(one.name for one in self.names if (one.name, one.profile, one.start) not in there)
 
     def stops(self) -> list[Step]:
-        """Return the steps that stop the daemons that go, but for those that the change of MIG stops itself."""
+        """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
         handled = set(self.going)
         if self.change is not None and self.change.enable:
-            # MIG takes the GPU from its daemon.
+            # Enabling MIG stops the daemon of the whole GPU.
             handled.add(self.live.gpu.uuid or "")
         return host_mps.stop_steps(self.host, self.live, self.restarted - handled)
 
     def before(self) -> list[Step]:
-        """Return the other steps before MIG changes."""
+        """Return the other steps before the MIG change."""
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         steps: list[Step] = []
@@ -202,18 +201,18 @@ class _GpuWork:
         return steps
 
     def _mode_now(self) -> ComputeMode:
-        """Return the compute mode that is there when the daemon that goes has given it back."""
+        """Return the compute mode once the stopped daemon has restored it."""
         daemon = self.live.daemons.get(self.live.gpu.uuid or "")
         gone = (self.live.gpu.uuid or "") in self.restarted
         if daemon is not None and daemon.wish is not None and daemon.wish.exclusive and gone:
             return ComputeMode.DEFAULT
-        # A GPU that tells none has no other.
+        # A GPU without a compute mode only has the default.
         return ComputeMode.DEFAULT if self.live.gpu.mig_enabled else self.live.gpu.compute_mode or ComputeMode.DEFAULT
 
     def _refuse_programs(self) -> None:
-        """Raise InUse when programs on the GPU would run on beside what the file wants."""
+        """Raise InUse if programs on the GPU would keep running next to what the file wants."""
         gpu, mps = self.live.gpu, self.entry.mps
-        # The server of a daemon that nobody uses is none of them: it goes with its daemon.
+        # The server of an unused daemon does not count: it ends with its daemon.
         idle = idle_daemon_pids(self.host, gpu)
         there = [one for one in gpu.processes or () if one.compute and not one.mps and one.pid not in idle]
         outside = [self._called(one.pid) for one in there]
@@ -224,7 +223,7 @@ class _GpuWork:
             host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, may=1)
 
     def after(self) -> list[Step]:
-        """Return the steps after MIG changed, but for the daemons."""
+        """Return the steps after the MIG change, except for daemons."""
         if self.wants_mig:
             made = {new.instance.place for new in (self.plan.created if self.plan else ())}
             return grant_steps(self.host, self.live, self.names, made)
@@ -235,14 +234,14 @@ class _GpuWork:
         return self._instance_daemons() if self.wants_mig else self._gpu_daemon()
 
     def _mode_step(self, mode: ComputeMode) -> Step:
-        # No note of the mode before, as `timeslice set` makes one: the file is what counts.
+        # Unlike `timeslice set`, do not note the earlier mode: the file decides.
         gpu = self.live.gpu
         return compute_mode_step(self.host, Device(gpu=gpu), mode, before=gpu.compute_mode)
 
     def _mode_steps(self) -> list[Step]:
         exclusive, mps = self.entry.sharing is Sharing.EXCLUSIVE, self.entry.mps
         running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
-        # A daemon that starts sets its mode itself, and remembers the one to come back to.
+        # A daemon sets the mode at its start, and restores the earlier one at its end.
         wanted = exclusive or (mps is not None and mps.exclusive and running)
         mode = ComputeMode.EXCLUSIVE_PROCESS if wanted else ComputeMode.DEFAULT
         return [] if self._mode_now() is mode else [self._mode_step(mode)]
@@ -292,7 +291,7 @@ class _GpuWork:
         return steps
 
     def _programs_in(self, one: Seated) -> list[str]:
-        """Return the programs in a device that is there, by name and process id."""
+        """Return the programs in an existing device, by name and PID."""
         parts = [part for there in self.live.instances for part in there.compute if part.uuid and part.uuid == one.uuid]
         return [self._called(who.pid) for part in parts for who in part.holders or ()]
 
@@ -303,7 +302,7 @@ class _GpuWork:
 
 @dataclass(frozen=True)
 class _Finder:
-    """Finds a MIG device when its turn comes: by UUID, or as one of those that were made in its place."""
+    """Finds a MIG device when its step runs: by UUID, or among those created at its placement."""
 
     host: Host
     gpu: int
@@ -323,14 +322,14 @@ class _Finder:
                 if mig is not None:
                     return Device(gpu=live.gpu, mig=mig)
         raise NotFound(
-            f"the MIG device {self.seat} of GPU {self.gpu} is not there",
+            f"GPU {self.gpu} has no MIG device {self.seat}",
             "see what is there: gpushare mig status",
             gpu=str(self.gpu),
             code="device_gone",
         )
 
     def _is(self, live: LiveGpu, one: Seated) -> bool:
-        """Several of one size may have been made in one GPU instance: the number tells which of them it is."""
+        """Tell devices of one size in one GPU instance apart by their number."""
         new = [
             other
             for other in devices_of_layout(live)

@@ -21,7 +21,7 @@ from gpushare.units import size_option
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One thing that is not as the file has it; None: it is not there."""
+    """One difference between host and file; None: it does not exist there."""
 
     what: str
     found: str | None
@@ -32,9 +32,9 @@ class Point:
 
 
 def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = None) -> tuple[Point, ...]:
-    """Return how a GPU differs from its entry; none: it is as the file has it.
+    """Return how a GPU differs from its entry; empty: it does not.
 
-    ``entries`` are those of all GPUs by index: a name that is wanted on another one is not said to be wanted nowhere.
+    ``entries`` are those of all GPUs by index, to tell where a name is wanted instead.
 
     Raises:
         BadUsage, NotSupported: the GPU has no such MIG layout, or no MIG.
@@ -65,7 +65,7 @@ def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
 
 
 def _another_mode(now: ComputeMode | None, wanted: ComputeMode) -> bool:
-    """A GPU that tells no compute mode (some virtual ones) has none but the default."""
+    """A GPU without a compute mode (some virtual ones) counts as default."""
     return (now or ComputeMode.DEFAULT) is not wanted
 
 
@@ -79,7 +79,7 @@ def _mode(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
 
 
 def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
-    """Yield how a daemon differs from what is wanted of it."""
+    """Yield how a daemon differs from the wanted one."""
     if live is None or wanted is None:
         if live is not None or wanted is not None:
             found = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
@@ -102,7 +102,7 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
 
 def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     if live.layout is None or not live.layout.profiles:
-        # A driver that lists no profiles while MIG is off: the mode says enough.
+        # Some drivers list no profiles while MIG is off: the mode is difference enough.
         return
     found = difference(live.layout, entry.wish)
     for one, number in found.missing:
@@ -121,7 +121,7 @@ def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
 
 
 def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, str]:
-    """Return in words where the file has names that it does not have on this GPU."""
+    """Return where the file has names that are not wanted on this GPU."""
     return {
         one.name: f"on GPU {index}"
         for index, entry in entries.items()
@@ -132,9 +132,9 @@ def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, s
 
 
 def name_points(live: LiveGpu, seats: Seats, elsewhere: Mapping[str, str]) -> Iterator[Point]:
-    """Yield the names and grants that are missing, wrong or too many."""
+    """Yield missing, wrong and surplus names and grants."""
     wanted = {one.name: one for one in seats.names}
-    # Their devices are not there yet: the names have no place, and are in the file all the same.
+    # Names in the file whose devices do not exist yet.
     waiting = {one.wish.name: one for one in seats.seats if one.wish.name and one.wish.name not in wanted}
     there = {one.name: one for one in live.names}
     for name in sorted(wanted.keys() | there.keys() | waiting.keys()):
@@ -192,19 +192,19 @@ def _mps_text(wish: MpsWish) -> str:
 
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:
-    """Raise NotSupported when an entry wants MIG of a GPU that has none (code ``no_mig``)."""
+    """Raise NotSupported if an entry wants MIG on a GPU without it (code ``no_mig``)."""
     if entry.sharing is Sharing.MIG and not gpu.mig_capable:
         raise no_mig([gpu])
 
 
 def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
-    """Raise unless the layout fits on the empty GPU, and each memory limit in its device.
+    """Raise unless the layout fits on the empty GPU, and each memory limit fits its device.
 
-    ``profiles`` are the driver's, where the entry wants MIG.
+    ``profiles`` are the driver's, if the entry wants MIG.
 
     Raises:
         NotSupported: no MIG, no such profile, or it never fits (code ``never_fits``).
-        BadUsage: a profile that fits several, a place that it never has, a limit above the memory.
+        BadUsage: an ambiguous profile, an impossible placement, a limit above the memory.
     """
     check_has_mig(gpu, entry)
     if entry.mps is not None:

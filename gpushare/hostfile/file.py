@@ -15,8 +15,8 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
     - match: all
       exclusive: true
 
-Of several entries for one GPU the most exact holds: uuid, index, model, all. `schema.json` says the same as
-`hostfile_parse`, and a test holds them together.
+Of several entries for one GPU the most specific wins: uuid, index, model, all. `schema.json` accepts the same files as
+`parse.py`; a test keeps them in step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERSION: Final = 1
 
 
 class Exactness(IntEnum):
-    """How an entry names its GPUs; of several for one GPU the greatest holds."""
+    """How an entry names its GPUs; of several for one GPU the greatest wins."""
 
     ALL = 0
     MODEL = 1
@@ -65,8 +65,8 @@ class Match:
 class MpsWish:
     """An MPS daemon as a file wants it.
 
-    ``users`` may be its clients, empty: everybody. ``exclusive``: nothing else runs on the GPU (compute mode
-    exclusive-process). ``replicas`` is how many programs shall share it, for other engines.
+    ``users`` may connect; empty: all. ``exclusive``: nothing else runs on the GPU (compute mode exclusive-process).
+    ``replicas`` is the number of programs that share it, for other engines.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -77,10 +77,10 @@ class MpsWish:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceWish:
-    """MIG devices as a file wants them: one word of a wish, and what is special about each of them.
+    """MIG devices as a file wants them: one word of a wish, with options.
 
-    A ``name`` means the GPU instance, and so do its ``users``; ``mps`` is a daemon on each device, and without one
-    they are time-sliced.
+    ``name`` and ``users`` apply to the GPU instance. ``mps`` is a daemon on each device; without it they are
+    time-sliced.
     """
 
     wish: str
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def alike(self) -> Entry:
-        """Return it without its GPUs: entries that are alike may be one."""
+        """Return it without its GPUs, to merge equal entries."""
         return replace(self, match=Match(by=Exactness.ALL))
 
 
@@ -125,10 +125,10 @@ class HostFile:
 
 
 def text_of(file: HostFile) -> str:
-    """Return the text of a file, which `parse` reads back as the same."""
+    """Return the text of a file; `parse` reads back the same."""
     lines = [f"version: {VERSION}", "gpus:" if file.entries else "gpus: []"]
     for one in file.entries:
-        # The match on one line: people look for it.
+        # Keep the match on one line: people search for it.
         lines.append(f"  - match: {_flow(_match(one.match))}")
         lines += [f"    {line}" for line in yaml_text({one.sharing.value: _sharing(one)}).splitlines()]
     return "\n".join(lines) + "\n"
@@ -196,7 +196,7 @@ _MAKERS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx"
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The entries by GPU index, what is named and is not there, and notes about entries that are for no GPU."""
+    """The entries by GPU index, errors for GPUs that do not exist, and notes on entries without a GPU."""
 
     entries: dict[int, Entry]
     missing: tuple[GpushareError, ...] = ()
@@ -204,13 +204,13 @@ class Matched:
 
 
 def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
-    """Return the entry of each GPU; a GPU that none is for is left out, and left alone.
+    """Return the entry of each GPU; a GPU without one is left out.
 
-    ``same_model`` says whether a model as written (product name or alias) is that of a product name. A part of the
-    name, ``a100``, is that of every such GPU which no entry names exactly.
+    ``same_model`` tells whether a model in the file (product name or alias) is that of a product name. A part of the
+    name, ``a100``, matches every such GPU that no entry names exactly.
 
     Raises:
-        BadUsage: two entries name a GPU in the same way, or one name is given to several instances.
+        BadUsage: two entries match a GPU in the same way, or several instances get one name.
     """
     found: dict[int, Entry] = {}
     missing: list[GpushareError] = []
@@ -236,7 +236,7 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
 
 
 def _is_part(written: str, name: str) -> bool:
-    """Return whether all words of a model as written are words of a product name, and not only the maker's or a size."""
+    """Return whether a product name has all the words of a model in the file, and not only a brand or a size."""
     words, there = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (written, name))
     return words <= there and any(word not in _MAKERS and not re.fullmatch(r"\d+gb?", word) for word in words)
 
@@ -272,8 +272,8 @@ def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[Gpushare
 def _check_twice(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -> None:
     if before is not None and before.match.by is entry.match.by:
         raise BadUsage(
-            f"{file.shown}:{entry.mark}: GPU {gpu.index} is named by the entry at {before.mark} in the same way",
-            "name it in one of them; uuid goes over index, index over model, model over all",
+            f"{file.shown}:{entry.mark}: GPU {gpu.index} is matched in the same way by the entry at {before.mark}",
+            "name it in one of them; uuid wins over index, index over model, model over all",
             gpu=str(gpu.index),
             code="bad_file",
         )
@@ -287,8 +287,8 @@ def _check_names(file: HostFile, entries: dict[int, Entry]) -> None:
                 continue
             if one.name in owners:
                 raise BadUsage(
-                    f"{file.shown}:{one.mark}: the name '{one.name}' is given twice, on GPU {owners[one.name]} and GPU {index}",
-                    "give each instance a name of its own, and an entry with names to one GPU",
+                    f"{file.shown}:{one.mark}: the name '{one.name}' is used twice, on GPU {owners[one.name]} and GPU {index}",
+                    "use each name once; an entry with names is for one GPU",
                     code="bad_file",
                 )
             owners[one.name] = index

@@ -1,4 +1,4 @@
-"""One GPU as it is shared now, and that as an entry of ``gpushare.yaml``. Frozen, pure."""
+"""How one GPU is shared now, and the same as an entry of ``gpushare.yaml``. Frozen, pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from gpushare.model import ComputeMode, Gpu, Sharing, TimeSlice
 
 @dataclass(frozen=True, kw_only=True)
 class LiveMps:
-    """A daemon of ours on a GPU or MIG device. ``wish`` is what it holds, None: it does not answer, or is dead."""
+    """A daemon of ours on a GPU or MIG device. ``wish`` is what is in force; None: it does not answer, or is dead."""
 
     pid: int | None
     wish: MpsWish | None
-    # Why there is no wish.
+    # Why ``wish`` is None.
     error: str | None = None
-    # Started by `gpushare run`, and gone with its last program: no part of what the host is set to.
+    # Started by `gpushare run` and stopped with its last program: not part of the host's setup.
     transient: bool = False
-    # The systemd unit that runs it (gpushare export systemd); None: gpushare itself started it.
+    # The systemd unit that runs it (gpushare export systemd); None: gpushare started it.
     unit: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveName:
-    """A name bound to a GPU instance: its place, its users, and whether its nodes are as these want them."""
+    """A name bound to a GPU instance: its placement, its users, and whether the grants are in force."""
 
     name: str
     profile: str
@@ -46,7 +46,7 @@ class LiveGpu:
 
     gpu: Gpu
     time_slice: TimeSlice | None = None
-    # Whether the driver lists a time-slice for it.
+    # Whether nvidia-smi lists a time-slice for it.
     has_time_slice: bool = True
     daemons: Mapping[str, LiveMps] = field(default_factory=dict)
     # Daemons that gpushare did not start: process and pipe directory.
@@ -64,7 +64,7 @@ class LiveGpu:
 
     @property
     def units(self) -> tuple[LiveMps, ...]:
-        """Return the daemons that systemd units run: they are in force, and the units' to change."""
+        """Return the daemons that systemd units run; only the unit may change them."""
         return tuple(one for one in self.daemons.values() if one.unit is not None)
 
     @property
@@ -74,7 +74,7 @@ class LiveGpu:
 
 
 def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
-    """Return the file that makes these GPUs again as they are, and what it cannot say. Alike GPUs share an entry."""
+    """Return the file for these GPUs as they are, and notes on what it cannot express. Equal GPUs share an entry."""
     entries: list[Entry] = []
     notes: list[str] = []
     for live in found:
@@ -98,21 +98,21 @@ def _has_names(entry: Entry) -> bool:
 def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     gpu, title = live.gpu, f"GPU {live.gpu.index}"
     if gpu.error is not None:
-        notes.append(f"{title} does not answer, and is left out: {gpu.error}")
+        notes.append(f"{title} does not answer and is left out: {gpu.error}")
         return None
     silent = [one for one in live.daemons.values() if not one.transient and one.pid is not None and one.wish is None]
     if silent:
-        # Without its daemon the file would say that the GPU is shared in another way.
-        notes.append(f"{title} is left out: its MPS daemon cannot be asked: {silent[0].error or 'it does not answer'}")
+        # Without its daemon, the file would describe another way of sharing.
+        notes.append(f"{title} is left out: its MPS daemon does not answer: {silent[0].error or 'no reason known'}")
         return None
-    notes += [f"{title}: {one}: a file has no word for it" for one in live.foreign]
+    notes += [f"{title}: {one}: a file cannot express it" for one in live.foreign]
     nobody = Match(by=Exactness.ALL)
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
-        notes.append(f"{title}: another MIG mode is pending; the file has the current one")
+        notes.append(f"{title}: a change of the MIG mode is pending; the file has the current mode")
     if gpu.mig_enabled:
         return Entry(match=nobody, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
     if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
-        notes.append(f"{title}: its time-slice level counts for nothing in this way of sharing, and is left out")
+        notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")
     if live.mps is not None:
         if live.mps.wish is not None:
             return Entry(match=nobody, sharing=Sharing.MPS, mps=live.mps.wish)
@@ -123,14 +123,14 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
 def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
     gpu, title, nobody = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
     if gpu.compute_mode is ComputeMode.PROHIBITED:
-        notes.append(f"{title} is left out: a file has no word for compute mode prohibited")
+        notes.append(f"{title} is left out: a file cannot express compute mode prohibited")
         return None
     if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
-        notes.append(f"{title}: compute mode exclusive-thread is no more; the file has exclusive-process")
+        notes.append(f"{title}: compute mode exclusive-thread is obsolete; the file has exclusive-process")
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
         return Entry(match=nobody, sharing=Sharing.EXCLUSIVE)
     if live.time_slice is None:
-        notes.append(f"{title}: its time-slice level is not known; the file has default")
+        notes.append(f"{title}: its time-slice level is unknown; the file has default")
     return Entry(match=nobody, sharing=Sharing.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
 
 
@@ -140,7 +140,7 @@ def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
         name = next((n for n in live.names if (n.profile, n.start) == (one.profile.name, one.start)), None)
         if not one.compute:
             notes.append(
-                f"GPU {live.gpu.index}: GPU instance {one.id} ({one.profile.name}:{one.start}) has no compute instance, "
+                f"GPU {live.gpu.index}: GPU instance {one.id} ({one.profile.name}:{one.start}) has no compute instance "
                 "and is left out"
             )
         for number, part in enumerate(sorted(one.compute, key=lambda part: -part.profile.slices)):
@@ -160,7 +160,7 @@ def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
 
 
 def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
-    """Return equal neighbours as one: a name is for one alone."""
+    """Merge equal neighbours into one with a count; an item with a name stays alone."""
     counted: list[InstanceWish] = []
     for one, same in groupby(found):
         number = len(list(same))
@@ -170,7 +170,7 @@ def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
 
 
 class Device(NamedTuple):
-    """One MIG device, there or to be made; ``number`` tells those of one size in one GPU instance apart."""
+    """One MIG device, existing or to be created; ``number`` distinguishes those of one size in one GPU instance."""
 
     profile: str
     start: int
@@ -191,7 +191,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One MIG device of the file, and the device that it is (None: there is none yet)."""
+    """One MIG device of the file, and the device assigned to it (None: there is none yet)."""
 
     wish: InstanceWish
     profile: str
@@ -201,7 +201,7 @@ class Seat:
 
 
 class WantedName(NamedTuple):
-    """A name of the file and the GPU instance that it means."""
+    """A name in the file and its GPU instance."""
 
     name: str
     profile: str
@@ -229,8 +229,8 @@ class Seats:
             other = found.get(seat.device.place)
             if other is not None:
                 raise BadUsage(
-                    f"the names '{other.name}' and '{seat.wish.name}' are for one GPU instance, {seat.device.profile}",
-                    "give one of them; it means the GPU instance with all its compute instances",
+                    f"the names '{other.name}' and '{seat.wish.name}' are for the same GPU instance, {seat.device.profile}",
+                    "keep one of them: a name is for the GPU instance with all its compute instances",
                     code="bad_file",
                 )
             found[seat.device.place] = WantedName(seat.wish.name, *seat.device.place, seat.wish.users)
@@ -238,7 +238,7 @@ class Seats:
 
 
 def seats_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[Device]) -> Seats:
-    """Return the items of an entry, each with the device that suits it best.
+    """Return the items of an entry, each with the device that fits best.
 
     Raises:
         BadUsage, NotSupported: the GPU has no such profile.
@@ -247,9 +247,9 @@ def seats_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[Device
 
 
 def seated(wanted: Iterable[Seat], devices: Iterable[Device]) -> Seats:
-    """Return the seats, in their order, each with the device that suits it best; some may find none."""
+    """Return the seats in their order, each with the device that fits best; some may get none."""
     free, seats = list(devices), list(wanted)
-    # What has a place can have no other. As it is wanted already; then by name; then those that nobody has a word for.
+    # Seats with a fixed placement first. Prefer a device that is already as wanted, then by name, then an unnamed one.
     for placed in (True, False):
         for suits in (_is_it, _is_named, _is_served, _is_bare, _fits):
             for number in _named_first(seats):
@@ -285,7 +285,7 @@ def devices_of_layout(live: LiveGpu) -> list[Device]:
 
 
 def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[Device]) -> list[Device]:
-    """Return the MIG devices of a shape that a change will leave; ``kept`` are those of now that it does not touch."""
+    """Return the MIG devices after a change; ``kept`` are the current ones that it does not touch."""
     whole = {profile.name: profile.slices for profile in profiles}
     left, found = list(kept), []
     for one in shape.instances:
@@ -349,10 +349,10 @@ def _same_mps(wanted: MpsWish | None, there: MpsWish | None) -> bool:
 
 
 def same_limits(one: MpsWish, other: MpsWish) -> bool:
-    """Return whether two daemons would hold the same; ``replicas`` are for other engines."""
+    """Return whether two daemons have the same limits; ``replicas`` are for other engines."""
     return limits_key(one) == limits_key(other)
 
 
 def limits_key(wish: MpsWish) -> tuple[object, ...]:
-    """Return what a daemon holds, defaults spelled out."""
+    """Return the limits of a daemon, with explicit defaults."""
     return wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive

@@ -1,4 +1,4 @@
-"""Read gpushare.yaml for a host: its entries by GPU; and keep the file that held for the next boot."""
+"""Read gpushare.yaml for a host: the entry of each GPU. Keep the file that was applied last for the next boot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(path: str) -> tuple[HostFile, str]:
     """Return a file and its text.
 
     Raises:
-        BadUsage: it is none; the message has line and column.
+        BadUsage: it is not valid; the message has line and column.
         NotFound, NoPermission: it cannot be read.
     """
     text = text_of(path, "gpushare.yaml", HINT)
@@ -36,7 +36,7 @@ def load(path: str) -> tuple[HostFile, str]:
 
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
-    """Return the entry of each GPU, its users by name.
+    """Return the entry of each GPU, with users by name.
 
     Raises:
         BadUsage: as `matched`.
@@ -47,15 +47,15 @@ def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
 
 
 def placed(error: GpushareError, file: HostFile, index: int, entry: Entry) -> GpushareError:
-    """Return the error of a GPU with the place of its entry in the file."""
+    """Return the error of a GPU with the line and column of its entry."""
     whose = "" if f"GPU {index}" in error.message else f"GPU {index}: "
     return error.restated(message=f"{file.shown}:{entry.mark}: {whose}{error.message}")
 
 
 def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], GpushareError | None]:
-    """Return what the kept gpushare.yaml says of these GPUs, and why it, or a part of it, is for this host no more.
+    """Return the entries of the kept gpushare.yaml, and why it, or a part of it, does not fit this host any more.
 
-    Nothing at all where none was kept, or where it is not this user's to read.
+    Both are empty if none was kept, or if this user may not read it.
     """
     if not is_trusted_directory(host.state_directory):
         return {}, None
@@ -68,7 +68,7 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
 
 
 def _same_model(written: str, name: str) -> bool:
-    """Return whether a model as written, a product name or an alias of our catalogue, is that of a GPU's name."""
+    """Return whether a model in a file (product name or catalogue alias) is that of a GPU with this name."""
 
     def key(text: str) -> str:
         try:
@@ -80,7 +80,7 @@ def _same_model(written: str, name: str) -> bool:
 
 
 def _with_known_users(entry: Entry, shown: str) -> Entry:
-    """Return an entry with its users by name, where the file may have ids.
+    """Return an entry with users by name; the file may have ids.
 
     Raises:
         NotFound: the host has no such user.
@@ -106,12 +106,12 @@ def applied_path(host: Host) -> Path:
 
 
 def keep_applied(host: Host, text: str) -> Path:
-    """Keep the text of a file that held, atomically and on the disk; return where.
+    """Keep the text of an applied file, atomically and durably; return the path.
 
-    One that is kept already is not written again: at boot the disk may be full, or not writable.
+    The same text is not written again: at boot the disk may be full or read-only.
 
     Raises:
-        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); what was kept before stands.
+        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); the earlier one stays.
     """
     path = applied_path(host)
     with contextlib.suppress(OSError, ValueError):

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def is_unit(daemon: MpsDaemon) -> bool:
-    """Return whether a daemon that `with_units` looked at is a unit's."""
+    """Return whether a systemd unit runs this daemon; `with_units` has set its device."""
     return not daemon.ours and daemon.device_uuid is not None
 
 
 def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
-    """Return the daemons; those of units with the device that they serve, and their exact memory limit."""
+    """Return the daemons, those of systemd units completed with their device and exact memory limit."""
     devices = [unit_device(host, one, gpus) for one in found]
     return [
         one if uuid is None else replace(one, daemon=_served(host, one.daemon, uuid))
@@ -44,9 +44,9 @@ def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) ->
 
 
 def unit_device(host: Host, found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
-    """Return the UUID of the device that a unit's daemon serves, or None when it is no unit's.
+    """Return the UUID of the device that a unit's daemon serves, or None when no unit runs it.
 
-    Any user can start a program that says it listens there: only root's and our own counts.
+    Any user can start a program that claims to listen there: only root's and our own processes count.
     """
     where = found.daemon.pipe_directory
     if found.daemon.ours or not found.trusted or where is None or not where.startswith(f"{UNIT_PIPES}/"):
@@ -55,7 +55,7 @@ def unit_device(host: Host, found: FoundDaemon, gpus: Sequence[Gpu]) -> str | No
     for uuid in uuids:
         if where == pipe_directory(uuid):
             return uuid
-    # Devices can share the directory of an older unit; the daemon names its own.
+    # Devices can share the directory of an older unit; the daemon's environment names its device.
     visible = (host.processes.environment(found.daemon.pid or 0) or {}).get("CUDA_VISIBLE_DEVICES")
     return next((uuid for uuid in uuids if uuid == visible and where == old_pipe_directory(uuid)), None)
 
@@ -73,13 +73,13 @@ def _served(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
         if held is not None and held in {parse_memory(mps_memory_readback(noted)), noted}:
             held = noted
     except (OSError, ValueError, GpushareError):
-        # An older unit: as the daemon prints it, whole GiB.
+        # An older unit has no such file: use what the daemon prints, whole GiB.
         pass
     return replace(daemon, device_uuid=uuid, memory_limit_bytes=held)
 
 
 def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
-    """Return who may be a client of a daemon; nobody named: everybody."""
+    """Return the users that may connect to a daemon; empty: all."""
     if daemon.pipe_directory is None:
         return ()
     path = Path(daemon.pipe_directory) if daemon.ours else local_path(host, daemon.pipe_directory)
@@ -87,7 +87,7 @@ def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
 
 
 def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
-    """Return the daemon of a unit as it is in force."""
+    """Return a unit's daemon with the limits in force."""
     unit = unit_at(daemon.pipe_directory or pipe_directory(daemon.device_uuid or ""))
     if daemon.error is not None:
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error, unit=unit)
@@ -101,12 +101,12 @@ def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
 
 
 def refuse_units(live: LiveGpu) -> None:
-    """Raise InUse where units run daemons on a GPU that is to change: systemd would start them again."""
+    """Raise InUse if systemd units run daemons on a GPU that must change: systemd would restart them."""
     units = [one.unit for one in live.units if one.unit is not None]
     if units:
         raise InUse(
-            f"GPU {live.gpu.index} is served by {', '.join(units)}, and is not as the file has it",
-            f"take it off first: sudo systemctl disable --now {' '.join(units)}; after apply: gpushare export systemd",
+            f"GPU {live.gpu.index} is served by {', '.join(units)} and differs from the file",
+            f"disable the unit first: sudo systemctl disable --now {' '.join(units)}; after apply: gpushare export systemd",
             gpu=str(live.gpu.index),
             code="unit_daemon",
         )
@@ -115,7 +115,7 @@ def refuse_units(live: LiveGpu) -> None:
 def live_gpus(state: HostState, gpus: Sequence[Gpu]) -> list[LiveGpu]:
     """Return how these GPUs are shared: modes, time-slice, daemons with their limits, MIG with names and grants.
 
-    A GPU that does not answer is there with its error only; a host without nvidia-smi has no time-slice.
+    A GPU that does not answer has only its error; without nvidia-smi the time-slice is unknown.
 
     Raises:
         GpushareError: NVML does not answer.
@@ -161,7 +161,7 @@ def _mps(found: FoundDaemon) -> LiveMps:
     daemon, record, home = found.daemon, found.record, found.home
     transient = daemon.transient or (record is not None and record.transient)
     if daemon.error is not None or record is None or home is None or record.interrupted:
-        # Whether all that an interrupted start wanted is set is not known.
+        # An interrupted start may not have set all limits.
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient)
     wish = MpsWish(
         limits=Limits.of(daemon),

@@ -1,4 +1,4 @@
-"""Reading ``gpushare.yaml``: strict, and each error with the line and column that it is about. Pure."""
+"""Parse ``gpushare.yaml`` strictly; each error has its line and column. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpushare.units import parse_memory_limit
 T = TypeVar("T")
 
 HINT: Final = "write one from what is there: gpushare capture > gpushare.yaml"
-# Each stands in schema.json too. `$(?!\n)`: Python's $ also fits before a last line break.
+# The same as in schema.json. `$(?!\n)`: Python's $ also matches before a final newline.
 _COMPUTE: Final = "|".join(f"{slices}c\\.[{slices}-9]" for slices in range(1, 9))
 WISH: Final = rf"^(?:(?:{_COMPUTE})|[1-9])g(?:\.[1-9][0-9]{{0,3}}gb)?(?:[+-][a-z]{{1,8}}(?:\.[a-z]{{1,8}})?){{0,3}}(?::[0-9]{{1,2}})?(?:\*[1-9][0-9]{{0,2}})?$(?!\n)"
 NAME: Final = (
@@ -39,10 +39,10 @@ _MAX_REPLICAS: Final = 1024
 
 
 def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
-    """Return the file that a text is.
+    """Return the file.
 
     Raises:
-        BadUsage: it is none; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).
+        BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).
     """
     found = documents(text, shown, HINT)
     if len(found) > 1:
@@ -51,24 +51,24 @@ def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
 
 
 def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
-    """Return the file that loaded YAML is; errors as `parse`. Where nobody noted places, all is at 1:1."""
+    """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
     top = _Value(raw, getattr(raw, "mark", Mark()), "the file", shown).fields(
         "version", "gpus", need=("version", "gpus")
     )
     version = top["version"]
     if isinstance(version.raw, bool) or version.raw != VERSION:
-        raise version.wrong(f"is not {VERSION}, the only version there is")
+        raise version.wrong(f"is not {VERSION}, the only version")
     return HostFile(entries=tuple(_entry(one) for one in top["gpus"].items()), shown=shown)
 
 
 def schema_text() -> str:
-    """Return the JSON Schema of the file, which accepts and refuses what `read` does."""
+    """Return the JSON Schema of the file; it accepts what `read` accepts."""
     return _SCHEMA.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class _Value:
-    """One value, where it stands and what it is called."""
+    """One value, its place in the file, and what messages call it."""
 
     raw: Any
     mark: Mark
@@ -94,14 +94,14 @@ class _Value:
         }
 
     def _as_mapping(self) -> str:
-        """Return how to write it, where that is plain."""
+        """Return a hint how to write it as a mapping."""
         key = self.what.strip("'")
         if self.raw is None and key == Sharing.MPS.value:
-            return "a daemon without limits is: mps: {}"
+            return "for a daemon without limits write: mps: {}"
         if key == "match" and not isinstance(self.raw, list | bool | None):
-            return f"for one GPU write: match: {{index: {self.raw}}}; for each: match: all"
+            return f"for one GPU write: match: {{index: {self.raw}}}; for all: match: all"
         if key == "match" and isinstance(self.raw, list):
-            return "for some GPUs write: match: {index: [0, 1]}; for each: match: all"
+            return "for some GPUs write: match: {index: [0, 1]}; for all: match: all"
         return HINT
 
     def _unknown(self, key: object, known: Sequence[str], at: Mark | None) -> BadUsage:
@@ -112,9 +112,9 @@ class _Value:
     def items(self) -> list[_Value]:
         if not isinstance(self.raw, list):
             one = isinstance(self.raw, str | int) and not isinstance(self.raw, bool) and self.what.startswith("'")
-            hint = f"write it as one: {self.what.strip(chr(39))}: [{self.raw}]" if one else HINT
+            hint = f"write it as a list: {self.what.strip(chr(39))}: [{self.raw}]" if one else HINT
             if isinstance(self.raw, dict) and self.what == "'mig'" and self.raw:
-                # As mig-parted has it.
+                # The form of mig-parted.
                 hint = (
                     f"write it as a list: mig: [{', '.join(f'{key}*{count}' for key, count in self.raw.items())[:80]}]"
                 )
@@ -151,7 +151,7 @@ class _Value:
         for one in self.items():
             value = read_one(one)
             if value in found:
-                raise one.wrong(f"stands twice: {_short(one.raw)}")
+                raise one.wrong(f"is given twice: {_short(one.raw)}")
             found.append(value)
         if len(found) < least:
             raise self.wrong("is empty")
@@ -172,12 +172,12 @@ def _entry(value: _Value) -> Entry:
     ways = [key for key in fields if key != "match"]
     if len(ways) != 1:
         said = " and ".join(ways) or "none"
-        raise value.wrong(f"has {said}: it takes exactly one of {', '.join(_WAYS)}")
+        raise value.wrong(f"has {said}: it needs exactly one of {', '.join(_WAYS)}")
     sharing, how = Sharing(ways[0]), fields[ways[0]]
     entry = Entry(match=_match(fields["match"]), sharing=sharing, mark=value.mark)
     if sharing is Sharing.EXCLUSIVE:
         if how.raw is not True:
-            raise how.wrong("is not true: leave the entry out, or give another way")
+            raise how.wrong("is not true: drop the entry, or give another way of sharing")
         return entry
     if sharing is Sharing.TIMESLICE:
         level, replicas = _time_slice(how)
@@ -193,7 +193,7 @@ def _match(value: _Value) -> Match:
         return Match(by=Exactness.ALL)
     fields = value.fields("index", "uuid", "model")
     if len(fields) != 1:
-        raise value.wrong("takes exactly one of index, uuid, model; or the word all")
+        raise value.wrong("needs exactly one of index, uuid, model; or the word all")
     ((key, named),) = fields.items()
     if key == "index":
         indexes = named.one_or_several(lambda one: one.whole(0, _MAX_INDEX))
@@ -226,7 +226,7 @@ def _mps(value: _Value, *, in_instance: bool) -> MpsWish:
         limits=Limits(
             threads_percent=_threads(fields["threads"]) if "threads" in fields else None,
             memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
-            # Normal is the default, and None as all defaults.
+            # Normal is the default; defaults are None.
             priority=(fields["priority"].one_of(PRIORITIES) or None) if "priority" in fields else None,
         ),
         users=_users(fields),
@@ -239,7 +239,7 @@ def _threads(value: _Value) -> float:
     number = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
     if not number or not _LEAST_THREADS <= value.raw <= 100:
         raise value.wrong(f"is {_short(value.raw)}, not a percentage above 0 and up to 100")
-    # One decimal is all that MPS keeps.
+    # MPS keeps one decimal.
     return round(float(value.raw), 1)
 
 
@@ -255,15 +255,15 @@ def _instance(value: _Value) -> InstanceWish:
     fields = value.fields("wish", "name", "users", "mps", "timeslice", need=("wish",))
     wish = _wish(fields["wish"])
     if "name" in fields and "*" in wish:
-        raise fields["name"].wrong("is for one instance: give each its own item", "leave the *COUNT out")
+        raise fields["name"].wrong("is for one instance: write one item per instance", "drop the *COUNT")
     if "users" in fields and "name" not in fields:
-        raise fields["users"].wrong("needs a name: a grant goes with the name of an instance", "add: name: NAME")
+        raise fields["users"].wrong("needs a name: access is granted to a named instance", "add: name: NAME")
     if "mps" in fields and "timeslice" in fields:
-        raise value.wrong("has mps and timeslice: it takes one of them")
+        raise value.wrong("has both mps and timeslice: it needs one of them")
     replicas = _replicas(fields["timeslice"].fields("replicas")) if "timeslice" in fields else None
     return InstanceWish(
         wish=wish,
-        name=fields["name"].text(NAME, "a name: a letter first, then letters, digits, - _ . (all and mig mean others)")
+        name=fields["name"].text(NAME, "a name: a letter, then letters, digits, - _ . (not all or mig)")
         if "name" in fields
         else None,
         users=_users(fields),

@@ -57,7 +57,7 @@ def test_each_gpu_is_said_by_itself() -> None:
     said = " ".join(found.needs)
     assert "TimeSlicingSettings=true, MPSSupport=true" in said
     assert "gpuResourcesEnabledOverride=true" in said
-    assert any("priority low" in one for one in found.lost)
+    assert any("low MPS priority" in one for one in found.lost)
 
 
 def test_names_are_names_of_kubernetes() -> None:

@@ -63,7 +63,7 @@ def test_what_is_lost() -> None:
         ),
         name="x",
     ).lost
-    for word in ("places", "sharing inside", "names", "exclusive, mps of GPUs without MIG"):
+    for word in ("placements", "sharing inside", "names", "exclusive, mps on GPUs without MIG"):
         assert any(word in one for one in lost)
 
 

@@ -158,7 +158,7 @@ def test_what_is_lost() -> None:
             gpu(2, Sharing.MIG, mig=(mig(name="train"),)),
         )
     ).lost
-    for word in ("slice length", "priority low", "names", "one user"):
+    for word in ("slice length", "low priority", "names", "one user"):
         assert any(word in one for one in lost)
 
 

@@ -145,7 +145,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         ("version: 1\ngpus: {}\n", "2:7", "not a list"),
         ("version: 1\ngpus: []\nnodes: []\n", "3:1", "unknown key 'nodes'"),
         ("version: 1\ngpus:\n- exclusive: true\n", "3:3", "lacks the key 'match'"),
-        ("version: 1\ngpus:\n- match: all\n", "3:3", "has none: it takes exactly one of"),
+        ("version: 1\ngpus:\n- match: all\n", "3:3", "has none: it needs exactly one of"),
         (ONE + "exclusive: true\n  mig: []\n", "3:3", "has exclusive and mig"),
         (ONE + "exclusive: false\n", "4:14", "is not true"),
         (ONE + "timslice: long\n", "4:3", "unknown key 'timslice'"),
@@ -163,7 +163,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "mps: {priority: high}\n", "4:19", "'high', not one of: normal, low"),
         (ONE + "mps: {users: []}\n", "4:16", "is empty"),
         (ONE + "mps: {users: [1000]}\n", "4:17", "1000, not the name or id"),
-        (ONE + "mps: {users: [bob, bob]}\n", "4:22", "stands twice: 'bob'"),
+        (ONE + "mps: {users: [bob, bob]}\n", "4:22", "is given twice: 'bob'"),
         (ONE + "mps: {exclusive: 1}\n", "4:20", "neither true nor false"),
         (ONE + "mps: {replicas: 2.5}\n", "4:19", "not a whole number"),
         (ONE + "mig: 3g.40gb\n", "4:8", "not a list"),
@@ -173,14 +173,14 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "mig:\n  - {wish: 1g*2, name: train}\n", "5:24", "is for one instance"),
         (ONE + "mig:\n  - {wish: 1g, name: 3g}\n", "5:22", "not a name"),
         (ONE + "mig:\n  - {wish: 1g, users: [bob]}\n", "5:23", "needs a name"),
-        (ONE + "mig:\n  - {wish: 1g, mps: {}, timeslice: {}}\n", "5:5", "has mps and timeslice"),
+        (ONE + "mig:\n  - {wish: 1g, mps: {}, timeslice: {}}\n", "5:5", "has both mps and timeslice"),
         (ONE + "mig:\n  - {wish: 1g, mps: {exclusive: true}}\n", "5:22", "unknown key 'exclusive'"),
         ("version: 1\ngpus:\n- match: some\n  mig: []\n", "3:10", "'some', not one of: all"),
         ("version: 1\ngpus:\n- match: {}\n  mig: []\n", "3:10", "exactly one of index, uuid, model"),
         ("version: 1\ngpus:\n- match: {index: 0, model: t4}\n  mig: []\n", "3:10", "exactly one of"),
         ("version: 1\ngpus:\n- match: {index: -1}\n  mig: []\n", "3:18", "-1, not a whole number from 0"),
         ("version: 1\ngpus:\n- match: {index: true}\n  mig: []\n", "3:18", "True, not a whole number"),
-        ("version: 1\ngpus:\n- match: {index: [0, 0]}\n  mig: []\n", "3:22", "stands twice: 0"),
+        ("version: 1\ngpus:\n- match: {index: [0, 0]}\n  mig: []\n", "3:22", "is given twice: 0"),
         ("version: 1\ngpus:\n- match: {uuid: GPU-1234}\n  mig: []\n", "3:17", "not the UUID of a GPU"),
         ("version: 1\ngpus:\n- match: {model: ''}\n  mig: []\n", "3:18", "not the model of a GPU"),
         ("version: 1\ngpus:\n- match: {gpu: 0}\n  mig: []\n", "3:11", "unknown key 'gpu'"),
@@ -199,7 +199,7 @@ def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("version: 1\ngpus:\n- match: 0\n  mig: []\n", "for one GPU write: match: {index: 0}; for each: match: all"),
+        ("version: 1\ngpus:\n- match: 0\n  mig: []\n", "for one GPU write: match: {index: 0}; for all: match: all"),
         ("version: 1\ngpus:\n- match: [0, 1]\n  mig: []\n", "match: {index: [0, 1]}"),
         (ONE + "mps:\n", "mps: {}"),
         (ONE + "mps: {users: root}\n", "users: [root]"),
@@ -390,14 +390,14 @@ def test_a_gpu_without_an_entry_is_left_out() -> None:
 
 def test_two_entries_of_one_kind_for_a_gpu_are_refused() -> None:
     text = "version: 1\ngpus:\n- {match: {index: 0}, exclusive: true}\n- {match: {index: [1, 0]}, exclusive: true}\n"
-    with pytest.raises(BadUsage, match=r"gpushare.yaml:4:3: GPU 0 is named by the entry at 3:3"):
+    with pytest.raises(BadUsage, match=r"gpushare.yaml:4:3: GPU 0 is matched in the same way by the entry at 3:3"):
         matched(parse(text), gpus("T4", "T4"), same)
 
 
 def test_a_name_is_given_once() -> None:
     text = "version: 1\ngpus:\n- match: all\n  mig: [{wish: 1g.10gb, name: train}]\n"
     assert list(matched(parse(text), gpus("H100"), same).entries) == [0]
-    with pytest.raises(BadUsage, match=r"gpushare.yaml:4:9: the name 'train' is given twice, on GPU 0 and GPU 1"):
+    with pytest.raises(BadUsage, match=r"gpushare.yaml:4:9: the name 'train' is used twice, on GPU 0 and GPU 1"):
         matched(parse(text), gpus("H100", "H100"), same)
 
 

@@ -313,7 +313,7 @@ def test_capture_guesses_nothing_of_a_daemon_that_hangs(
     World(TWO).fault("hang", "nvidia-cuda-mps-control")
     done = cli("capture", host=TWO).ok()
     assert yaml.safe_load(done.out)["gpus"] == [{"match": {"index": 1}, "timeslice": "default"}]
-    assert "GPU 0 is left out: its MPS daemon cannot be asked" in done.err
+    assert "GPU 0 is left out: its MPS daemon does not answer" in done.err
 
 
 def test_what_hides_the_time_slice_is_named(cli: Cli, write: Write) -> None:
@@ -336,7 +336,7 @@ def test_a_gpu_without_compute_modes_is_in_the_default_one(cli: Cli, write: Writ
 
 def test_an_unknown_level_is_noted(cli: Cli) -> None:
     World("sim:t4").fault("missing", "nvidia-smi")
-    assert "its time-slice level is not known" in cli("capture", host="sim:t4").err
+    assert "its time-slice level is unknown" in cli("capture", host="sim:t4").err
 
 
 def test_a_daemon_stays_stopped_where_another_size_takes_its_place(cli: Cli, write: Write) -> None:
