@@ -18,7 +18,6 @@ from gpushare.model import ComputeMode
 from gpushare.mps.control import parse_memory
 from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, old_pipe_directory, pipe_directory, pipe_users, unit_at
 from gpushare.mps.limits import Limits
-from gpushare.mps.start import is_there
 from gpushare.units import mps_memory_readback, parse_memory_limit
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _live(
     ours = [one for one in found if one.daemon.ours and one.daemon.device_uuid in mine]
     units = [one.daemon for one in found if is_unit(one.daemon) and one.daemon.device_uuid in mine]
     others = [one for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
-    there = (one for one in others if gpu.index in one.daemon.gpu_indexes and is_there(host, one, gpu.index))
+    there = (one for one in others if one.serves(host, gpu.index))
     foreign = [one.daemon for one in there]
     names = [one for one in state.names.values() if one.gpu_uuid == gpu.uuid]
     return LiveGpu(

@@ -17,9 +17,9 @@ from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command
-from gpushare.mps.daemons import FoundDaemon, find_daemons, is_running
+from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
-from gpushare.mps.start import is_there, naming, plan_start
+from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out
 from gpushare.selection import Device
@@ -132,9 +132,7 @@ def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
     """Raise InUse when a daemon that gpushare did not start serves one of these devices, or may serve it."""
     for one in find_daemons(host, [gpu], deep=False):
         daemon = one.daemon
-        if daemon.ours or gpu.index not in daemon.gpu_indexes or daemon.pid is None:
-            continue
-        if not is_there(host, one, gpu.index):
+        if daemon.ours or daemon.pid is None or not one.serves(host, gpu.index):
             continue
         # Only one that names other MIG devices holds none of these.
         visible = (host.processes.environment(daemon.pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
@@ -144,12 +142,7 @@ def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
         )
         if elsewhere and gpu.uuid not in going:
             continue
-        raise InUse(
-            f"an MPS daemon that gpushare did not start serves GPU {gpu.index} ({naming(one)})",
-            f"stop it: gpushare mps stop --pipe-directory {shlex.quote(daemon.pipe_directory or '')} --yes",
-            gpu=str(gpu.index),
-            code="foreign_daemon",
-        )
+        raise foreign_daemon(one, f"GPU {gpu.index}", gpu)
 
 
 def devices_of(gpu: Gpu | None) -> list[Device]:

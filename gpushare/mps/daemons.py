@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer, Priority
 from gpushare.mps import control
 from gpushare.mps import control as mps_control
-from gpushare.mps.control import ClientRow, MpsControl, Overview, parse_memory
+from gpushare.mps.control import ClientRow, MpsControl, Overview, is_server, parse_memory
 from gpushare.mps.home import ADOPTED, RUNNING, DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.selection import select
 from gpushare.units import mps_memory, mps_memory_readback, parse_pinned_limits
@@ -249,6 +250,34 @@ class FoundDaemon:
     trusted: bool = True
     uid: int | None = None
     started_at: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Return process, user and directory, for a message."""
+        daemon = self.daemon
+        return f"process {daemon.pid} of user {daemon.user or 'unknown'}, {daemon.pipe_directory}"
+
+    @property
+    def stop_command(self) -> str:
+        """Return the command that stops it."""
+        if self.daemon.ours:
+            return f"gpushare mps stop -g {self.daemon.device_uuid}"
+        return f"gpushare mps stop --pipe-directory {shlex.quote(self.daemon.pipe_directory or '')} --yes"
+
+    def serves(self, host: Host, gpu: int) -> bool:
+        """Return whether it serves a GPU that it names. Another user's must be proved by the driver.
+
+        Any user can start a process of that name. The driver shows its user's MPS clients, or its server, on the GPU.
+        """
+        if gpu not in self.daemon.gpu_indexes:
+            return False
+        if self.trusted or self.uid is None:
+            return self.trusted
+        for process in host.nvml.processes(gpu) or ():
+            info = host.processes.describe(process.pid)
+            if info is not None and info.uid == self.uid and (process.mps or is_server(info.name)):
+                return True
+        return False
 
     def control(self, host: Host) -> MpsControl:
         """Return the conversation with it.
@@ -493,6 +522,16 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
         except GpushareError:
             break
     return tuple(found)
+
+
+def foreign_daemon(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") -> InUse:
+    """Return the error for a daemon of others that serves a device; ``instead`` is a hint before the one to stop it."""
+    return InUse(
+        f"an MPS daemon that gpushare did not start serves {where} ({found.title})",
+        f"{instead}stop it: {found.stop_command}",
+        gpu=str(gpu.index),
+        code="foreign_daemon",
+    )
 
 
 def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[DaemonHome, DaemonRecord]:

@@ -110,6 +110,16 @@ class DaemonHome:
             BadUsage: the pipe directory would be longer than 87 bytes, where the daemon dies silently.
             NoPermission: a directory is not writable, or belongs to somebody else.
         """
+        self.check_path()
+        self._make_directory()
+        for path in (self.pipe, self.log, self.leases):
+            make_private_directory(path)
+        # Nobody else may hold what is in it open, and so locked.
+        with contextlib.suppress(OSError):
+            self.leases.chmod(0o700)
+
+    def check_path(self) -> None:
+        """Raise BadUsage if the pipe directory is too long for a daemon."""
         length = len(os.fsencode(str(self.pipe)))
         if length > MAX_PIPE_DIRECTORY_BYTES:
             raise BadUsage(
@@ -117,12 +127,6 @@ class DaemonHome:
                 "set GPUSHARE_RUN_DIR to a shorter directory, for example /run/gpushare",
                 code="path_too_long",
             )
-        self._make_directory()
-        for path in (self.pipe, self.log, self.leases):
-            make_private_directory(path)
-        # Nobody else may hold what is in it open, and so locked.
-        with contextlib.suppress(OSError):
-            self.leases.chmod(0o700)
 
     def _make_directory(self) -> None:
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):

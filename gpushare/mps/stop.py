@@ -224,7 +224,7 @@ def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
     if host.processes.namespace_is_host() is False or None in shown:
         raise InUse(
             f"whether the MPS daemon {found.daemon.pid} (user {found.daemon.user or 'unknown'}) has clients cannot be told",
-            f"end it with its clients: gpushare mps stop {_naming(found)} --force",
+            f"end it with its clients: {found.stop_command} --force",
             code="clients_unknown",
         )
     clients = {one.pid for processes in shown for one in processes or () if one.mps}
@@ -350,7 +350,7 @@ def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
         raise InUse(
             f"it cannot be told who listens at the pipe directory {directory}, which process {found.daemon.pid} "
             f"(user {found.daemon.user or 'unknown'}) names",
-            f"look at it: ps -fp {found.daemon.pid}; end that process: gpushare mps stop {_naming(found)} --force",
+            f"look at it: ps -fp {found.daemon.pid}; end that process: {found.stop_command} --force",
             code="other_daemon",
         )
     raise InUse(
@@ -377,7 +377,7 @@ def _may_stop(host: Host, found: FoundDaemon) -> None:
     if not found.trusted and host.uid != 0:
         raise NoPermission(
             f"the MPS daemon {found.daemon.pid} belongs to user {found.daemon.user or 'unknown'}",
-            f"ask its owner, or run as root: sudo gpushare mps stop {_naming(found)}",
+            f"ask its owner, or run as root: sudo {found.stop_command}",
             code="not_your_daemon",
         )
     if record is not None and os.geteuid() not in {0, record.uid}:
@@ -422,18 +422,11 @@ def _wait_for(
         time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
 
 
-def _naming(found: FoundDaemon) -> str:
-    """Return the words of `gpushare mps stop` that name a daemon."""
-    if found.daemon.ours:
-        return f"-g {found.daemon.device_uuid}"
-    return f"--pipe-directory {shlex.quote(found.daemon.pipe_directory or '')} --yes"
-
-
 def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
     pids = ", ".join(map(str, left[:8]))
     return InUse(
         f"the MPS daemon {found.daemon.pid} still has {counted(len(left), 'client')} after {waited:.1f} s: {pids}",
-        f"wait longer and then force: gpushare mps stop {_naming(found)} --drain 60; or force now: --force",
+        f"wait longer and then force: {found.stop_command} --drain 60; or force now: --force",
         gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
         code="clients_left",
     )
