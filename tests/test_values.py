@@ -111,3 +111,21 @@ def test_it_can_be_copied_and_pickled() -> None:
     one = Kept("a", 3)
     assert copy.deepcopy(one) == one
     assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301
+
+
+@values.dataclass(frozen=True)
+class _Often:
+    first: int
+    second: list[int] = dataclasses.field(default_factory=list)
+    third: str = dataclasses.field(default="x", kw_only=True)
+
+
+def test_a_class_of_which_there_are_many_behaves_as_before() -> None:
+    early = [_Often(1, third="y") for _ in range(8)]
+    late = [_Often(1, third="y") for _ in range(40)]
+    assert early[0] == late[-1]
+    assert list(vars(early[0])) == list(vars(late[-1])) == ["first", "second", "third"]
+    assert late[-1].second is not late[-2].second
+    for words, named in (((), {}), ((1, [], "y"), {}), ((1,), {"first": 1}), ((1,), {"fourth": 1})):
+        with pytest.raises(TypeError):
+            _Often(*words, **named)
