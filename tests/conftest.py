@@ -107,7 +107,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector away from the thousands of tests that were collected."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from gpushare.cli import VERBS
@@ -14,7 +15,6 @@ FILES = {
     ".".join(("gpushare", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 HEAVY = {"rich", "tabulate", "yaml", "psutil", "pynvml", "pydantic", "asyncio"}
 # Rooms whose name is not that of the verb that they serve.
 DOMAIN_OF = {
@@ -31,6 +31,11 @@ DOMAIN_OF = {
     "metrics": "show",
     "status": "snapshot",
 }
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def imports_of(importer: str) -> Iterator[Import]:
                     yield Import(importer, module, child.lineno, at_load)
             yield from visit(child, at_load=inner)
 
-    yield from visit(TREES[importer], at_load=True)
+    yield from visit(trees()[importer], at_load=True)
 
 
 def named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -71,7 +76,9 @@ def named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
         yield inner if inner in FILES else node.module or ""
 
 
-IMPORTS = [found for module in FILES for found in imports_of(module)]
+@cache
+def imports() -> list[Import]:
+    return [found for module in FILES for found in imports_of(module)]
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -109,7 +116,7 @@ def test_a_circle_is_found() -> None:
 def test_no_two_files_import_each_other() -> None:
     """Not for types and not in a function either: what needs each other is one file, or a third one."""
     edges: dict[str, set[str]] = {}
-    for found in IMPORTS:
+    for found in imports():
         if found.module in FILES and found.module != found.importer:
             edges.setdefault(found.importer, set()).add(found.module)
     assert len(edges) > 50
@@ -119,7 +126,7 @@ def test_no_two_files_import_each_other() -> None:
 def test_every_verb_has_its_file_and_names_its_domain() -> None:
     """The newcomer's rule: `gpushare VERB` is cli/VERB.py, whose first line names the room that does it."""
     for verb in VERBS:
-        first = (ast.get_docstring(TREES[f"gpushare.cli.{verb}"]) or "").splitlines()[0]
+        first = (ast.get_docstring(trees()[f"gpushare.cli.{verb}"]) or "").splitlines()[0]
         domain = DOMAIN_OF.get(verb, verb)
         assert f"`gpushare/{domain}" in first, (verb, first)
         assert f"gpushare.{domain}" in FILES
@@ -127,13 +134,13 @@ def test_every_verb_has_its_file_and_names_its_domain() -> None:
 
 def test_the_simulation_is_loaded_only_when_asked_for() -> None:
     """Neither a start of the program nor any look at the real machine pays for it."""
-    outside = [found for found in IMPORTS if found.module.startswith("gpushare.sim")]
+    outside = [found for found in imports() if found.module.startswith("gpushare.sim")]
     assert any(found.importer == "gpushare.connect" for found in outside)
     assert [str(found) for found in outside if found.at_load and not found.importer.startswith("gpushare.sim")] == []
 
 
 def test_a_heavy_module_is_never_imported_at_load() -> None:
-    loaded = [str(found) for found in IMPORTS if found.at_load and found.module.split(".")[0] in HEAVY]
+    loaded = [str(found) for found in imports() if found.at_load and found.module.split(".")[0] in HEAVY]
     assert loaded == []
 
 
@@ -142,7 +149,7 @@ def test_names_say_what_a_thing_is() -> None:
     endings = ("manager", "util", "utils", "helper", "helpers")
     named_so = [
         f"{module}: {name}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for name in (
             module,
             *(
@@ -157,4 +164,4 @@ def test_names_say_what_a_thing_is() -> None:
 
 
 def test_every_file_says_at_its_top_what_it_is() -> None:
-    assert [module for module, tree in TREES.items() if tree.body and not ast.get_docstring(tree)] == []
+    assert [module for module, tree in trees().items() if tree.body and not ast.get_docstring(tree)] == []
