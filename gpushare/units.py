@@ -191,6 +191,20 @@ def parse_pinned_limits(text: str, uuid: str) -> int | None:
     return limit or None
 
 
+def format_duration(seconds: float) -> str:
+    """Return a duration for people: ``45 s``, ``10 min``, ``1 h 5 min``, ``2 d 3 h``."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    parts: list[tuple[int, str]] = []
+    for size, name in units:
+        count, whole = divmod(whole, size)
+        if count or parts:
+            parts.append((count, name))
+    return " ".join(f"{count} {name}" for count, name in parts[:2] if count)
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 GPU``, ``2 GPUs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -469,7 +469,7 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     from gpushare.advice.case import Case, Pattern, Workload
     from gpushare.measure.recording import read_recording, workloads_of
 
-    found = [one for one in workloads_of(read_recording(path)) if one.gpu == index]
+    found = [one for one in workloads_of(read_recording(path)) if one.process.gpu == index]
     if not found:
         raise NotFound(
             f"{path} saw no program on GPU {index}",
@@ -478,8 +478,8 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
         )
     workloads = tuple(
         Workload(
-            name=one.name,
-            user=one.user,
+            name=one.process.name,
+            user=one.process.user,
             processes=1,
             memory=_without_context(one.memory_peak_bytes),
             pattern=None if one.pattern is None else Pattern(one.pattern),

@@ -366,7 +366,7 @@ def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     )
 
     def tell(now: Progress) -> None:
-        left = "" if now.seconds_left is None else f"about {duration(now.seconds_left)} left"
+        left = "" if now.seconds_left is None else f"about {_guess(now.seconds_left)} left"
         bar.update(task, completed=now.done, total=now.total, description=now.doing, left=left)
         bar.refresh()
 
@@ -375,9 +375,7 @@ def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
         yield tell
 
 
-def duration(seconds: float) -> str:
-    """Return a duration as a guess is told: ``40 s``, ``3 min``, ``1 h 10 min``."""
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+def _guess(seconds: float) -> str:
+    from gpushare.units import format_duration
+
+    return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))

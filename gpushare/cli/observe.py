@@ -102,10 +102,10 @@ def _default_name() -> Path:
 @contextlib.contextmanager
 def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
     """Yield what is told how far the recording is: a bar on a terminal, nothing off one."""
-    from gpushare.show.observe import duration
+    from gpushare.units import format_duration
 
     if settings.quiet or not sys.stderr.isatty():
-        note(f"recording for {duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
+        note(f"recording for {format_duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
         yield lambda _done: None
         return
     from rich.console import Console
@@ -162,31 +162,34 @@ def _result(recording: Recording, path: Path) -> Any:
     return observe_result(data, _notes(recording, path))
 
 
-def _gpu_row(use: GpuUse) -> dict[str, Any]:
+def _use_row(use: GpuUse | ProcessUse) -> dict[str, Any]:
     from gpushare.show.result import jsonable
 
     return {
-        "gpu": use.gpu.index,
-        "uuid": use.gpu.uuid,
-        "name": use.gpu.name,
         "source": use.source,
         "activity": jsonable(use.activity),
         "sm": jsonable(use.sm),
         "utilization": jsonable(use.utilization),
         "busy_share": use.busy_share,
         "memory_peak_bytes": use.memory_peak_bytes,
+        "samples": use.samples,
+    }
+
+
+def _gpu_row(use: GpuUse) -> dict[str, Any]:
+    return {
+        "gpu": use.gpu.index,
+        "uuid": use.gpu.uuid,
+        "name": use.gpu.name,
+        **_use_row(use),
         "memory_mean_bytes": use.memory_mean_bytes,
         "memory_total_bytes": use.gpu.memory_total_bytes,
-        "samples": use.samples,
         "unanswered": use.unanswered,
         "error": use.error,
     }
 
 
 def _process_row(use: ProcessUse) -> dict[str, Any]:
-    from gpushare.measure.recording import pattern_of
-    from gpushare.show.result import jsonable
-
     process = use.process
     return {
         "gpu": process.gpu,
@@ -198,15 +201,9 @@ def _process_row(use: ProcessUse) -> dict[str, Any]:
         "graphics": process.graphics,
         "mig": process.mig,
         "started_at": process.started_at,
-        "source": use.source,
-        "activity": jsonable(use.activity),
-        "sm": jsonable(use.sm),
-        "utilization": jsonable(use.utilization),
-        "busy_share": use.busy_share,
+        **_use_row(use),
         "contended_share": use.contended_share,
-        "pattern": pattern_of(use),
-        "memory_peak_bytes": use.memory_peak_bytes,
-        "samples": use.samples,
+        "pattern": use.pattern,
         "seen_from_seconds": use.seen_from,
         "seen_to_seconds": use.seen_to,
     }
@@ -233,8 +230,8 @@ def _notes(recording: Recording, path: Path) -> list[str]:
         notes.append("utilisation says only that a kernel ran: a GPU at 100 % may still have room")
 
     file = shlex.quote(str(path))
-    notes.append(f"which way of sharing fits: gpushare advise --from {shlex.quote(str(file))}")
-    notes.append(f"what it could save: gpushare savings --from {shlex.quote(str(file))} --price PRICE")
+    notes.append(f"which way of sharing fits: gpushare advise --from {file}")
+    notes.append(f"what it could save: gpushare savings --from {file} --price PRICE")
     notes.append(
         "low activity does not say that sharing is free: a small job can suffer beside a large one; measure it"
     )

@@ -179,10 +179,10 @@ def _capacity(uses: list[GpuUse]) -> int | None:
 
 
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
-    from gpushare.show.observe import duration
+    from gpushare.units import format_duration
 
     notes = [
-        f"loads are means of {recording.samples} samples in {duration(recording.seconds)}: record a typical period, long enough"
+        f"loads are means of {recording.samples} samples in {format_duration(recording.seconds)}: record a typical period, long enough"
     ]
     if any(use.source == "utilization" for use in uses):
         notes.append("utilization only says that a kernel ran: the real load of the SMs is lower, never higher")

@@ -392,7 +392,6 @@ class Request:
 class Prepared:
     """What can be measured, and what not; nothing is set up yet."""
 
-    request: Request
     settings: Settings
     left_out: Sequence[LeftOut]
     why: Reasons
@@ -436,7 +435,7 @@ def prepare(host: Host, device: Device, request: Request) -> Prepared:
     )
     uncapped = any(way.kind == MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit(host, device) if uncapped else ()
-    return Prepared(request=request, settings=settings, left_out=left, why=why, notes=notes)
+    return Prepared(settings=settings, left_out=left, why=why, notes=notes)
 
 
 def default_limit(host: Host, device: Device) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import time
@@ -16,7 +15,7 @@ from gpushare.errors import BadUsage, NoPermission, NotFound, OperationFailed
 from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
-from gpushare.measure.statistics import Ratio, Summary, differ, percentile, ratio, summarize
+from gpushare.measure.statistics import Ratio, Summary, differ, mean_known, percentile, ratio, summarize
 from gpushare.measure.ways import QUEUE, STREAMS, TIMESLICE, Way
 from gpushare.run.results import BenchedCap
 
@@ -110,14 +109,14 @@ def _verdict(
         runs=len(good),
         throughput=summarize([run.throughput for run in good if run.throughput is not None]),
         gain=ratio(values, speeds(alone, metric)),
-        slowdown=_mean(slowdowns),
+        slowdown=mean_known(slowdowns),
         slowdown_worst=max(slowdowns, default=None),
         fairness=_fairness(good, metric),
         memory_peak_bytes=max(
             (run.usage.memory_peak_bytes for run in good if run.usage.memory_peak_bytes), default=None
         ),
-        power_watts=_mean([run.usage.power_watts for run in good if run.usage.power_watts is not None]),
-        joules=_mean([value for value in (_joules(run, metric) for run in good) if value is not None]),
+        power_watts=mean_known(run.usage.power_watts for run in good),
+        joules=mean_known(_joules(run, metric) for run in good),
         p50=_latency(good, 50),
         p99=_latency(good, 99),
         failures=tuple(f"round {run.round}: {text}" for run in runs for text in run.failures),
@@ -145,7 +144,7 @@ def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Me
         return [1 / one.seconds for one in run.result.copies if one.seconds > 0] if finite else []
 
     # In time for each unit of work, so that one copy alone is 1 in the mean.
-    base = _mean([1 / value for run in alone if run.throughput is not None for value in speed(run) if value > 0])
+    base = mean_known([1 / value for run in alone if run.throughput is not None for value in speed(run) if value > 0])
     found = [value for run in runs for value in speed(run)]
     if base is None or (metric.higher_is_better and not all(found)):
         return []
@@ -162,7 +161,7 @@ def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
         numbers = [value for value in own if value or (starved and value == 0)]
         if len(numbers) > 1 and any(numbers):
             found.append(min(numbers) / max(numbers))
-    return _mean(found)
+    return mean_known(found)
 
 
 def _joules(run: RunResult, metric: Metric) -> float | None:
@@ -187,10 +186,6 @@ def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
     # Each summed its own up: their middle, and of the tail the worst.
     known = [value for value in own if value is not None]
     return (percentile(known, 50) if percent == 50 else max(known)) if known else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def picks(measurement: Measurement, verdicts: Sequence[CellVerdict]) -> list[Pick]:
@@ -264,7 +259,7 @@ def overall(measurement: Measurement, found: Sequence[Pick]) -> Pick | None:
     metric = measurement.settings.metric
 
     def speed(pick: Pick) -> float:
-        return _mean(speeds(measurement.of((pick.chosen, pick.copies)), metric)) or 0.0
+        return mean_known(speeds(measurement.of((pick.chosen, pick.copies)), metric)) or 0.0
 
     return max(found, key=speed, default=None)
 

@@ -1,7 +1,4 @@
-"""A recording of GPU and per-process use: written so that a crash leaves it readable, read, and told as workloads.
-
-`gpushare.measure.recording` says what stands in the file, `gpushare.measure.recording` how it is summed up.
-"""
+"""A recording of GPU and per-process use: written so that a crash leaves it readable, read, summed up and judged."""
 
 from __future__ import annotations
 
@@ -25,29 +22,32 @@ MARK: Final = "gpushare_recording"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuSample:
-    """One GPU at one moment. ``sm_percent`` (GPM) is over the time since the sample before."""
+class Figures:
+    """Use at one moment. ``sm_percent`` (GPM) is over the time since the sample before."""
 
-    index: int
     utilization_percent: float | None = None
     sm_percent: float | None = None
     memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSample(Figures):
+    """One GPU at one moment."""
+
+    index: int
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessSample:
+class ProcessSample(Figures):
     """One process on one GPU at one moment; ``id`` is that of its `RecordedProcess`."""
 
     id: int
-    utilization_percent: float | None = None
-    sm_percent: float | None = None
-    memory_used_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One look: seconds since the start, GPUs, and who was on them."""
+    """One look: seconds since the start, the GPUs, and the processes on them."""
 
     at: float
     gpus: tuple[GpuSample, ...]
@@ -93,16 +93,6 @@ class Header:
     warnings: tuple[str, ...] = ()
 
 
-def header_line(header: Header) -> str:
-    """Return the first line of the file."""
-    return _line({MARK: SCHEMA, **asdict(header)})
-
-
-def process_line(process: RecordedProcess) -> str:
-    """Return the line of a process."""
-    return _line({"process": asdict(process)})
-
-
 def sample_line(sample: Sample) -> str:
     """Return the line of a sample."""
     gpus = [
@@ -115,18 +105,12 @@ def sample_line(sample: Sample) -> str:
     return _line({"t": sample.at, "gpus": gpus, "processes": processes})
 
 
-def end_line(at: float, reason: str, missed: int) -> str:
-    """Return the last line of the file."""
-    return _line({"end": {"t": at, "reason": reason, "missed": missed}})
-
-
 def _line(value: Mapping[str, Any]) -> str:
     # ASCII: a name may hold half of a character.
     return json.dumps(value, separators=(",", ":")) + "\n"
 
 
-def header_of(raw: Mapping[str, Any]) -> Header:
-    """Return the header of a file's first line; KeyError, TypeError or ValueError where it is none."""
+def _header_of(raw: Mapping[str, Any]) -> Header:
     return Header(
         host=str(raw["host"]),
         driver=None if raw.get("driver") is None else str(raw["driver"]),
@@ -137,10 +121,10 @@ def header_of(raw: Mapping[str, Any]) -> Header:
     )
 
 
-def process_of(raw: Mapping[str, Any]) -> RecordedProcess:
-    """Return the process of a line; KeyError, TypeError or ValueError where it is none."""
-    known = _known(RecordedProcess, raw)
-    return RecordedProcess(**{**known, **{name: int(raw[name]) for name in ("id", "gpu", "pid")}})
+def _process_of(raw: Mapping[str, Any]) -> RecordedProcess:
+    return RecordedProcess(
+        **{**_known(RecordedProcess, raw), **{name: int(raw[name]) for name in ("id", "gpu", "pid")}}
+    )
 
 
 def _known(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,62 +176,73 @@ IDLE_SAMPLES: Final = 30
 MOST_PROCESSES: Final = 5000
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuUse:
-    """How one GPU was used. ``activity`` is SM activity (GPM) where there is one, else utilisation.
+# Busy in fewer samples than this is interactive; in more than that, and without peaks, steady; else bursty.
+INTERACTIVE_BELOW: Final = 0.2
+STEADY_FROM: Final = 0.8
+CONTENDED_FROM: Final = 0.1
 
-    ``samples`` are those in which it answered, ``unanswered`` the others. ``busy_share`` is of the samples that
-    tell: some kernel ran in them.
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a GPU, or a process on one, was used. ``busy_share`` is the share of the samples in which a kernel ran.
+
+    Samples that do not tell are not counted in it; None: too few do.
     """
 
-    gpu: RecordedGpu
     samples: int
-    unanswered: int
     utilization: Distribution | None
     sm: Distribution | None
     busy_share: float | None
     memory_peak_bytes: int | None
+
+    @property
+    def activity(self) -> Distribution | None:
+        """Return SM activity (GPM; of a process, while it was alone on its device), else utilisation."""
+        return self.sm or self.utilization
+
+    @property
+    def source(self) -> str | None:
+        """Return where `activity` is from: ``gpm`` or ``utilization``."""
+        return "gpm" if self.sm else "utilization" if self.utilization else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse(Use):
+    """How one GPU was used. ``samples`` are those in which it answered, ``unanswered`` the others."""
+
+    gpu: RecordedGpu
+    unanswered: int
     memory_mean_bytes: int | None
     error: str | None = None
 
-    @property
-    def activity(self) -> Distribution | None:
-        """Return SM activity, else utilisation, which says only that a kernel ran."""
-        return self.sm or self.utilization
-
-    @property
-    def source(self) -> str | None:
-        """Return where `activity` is from: ``gpm`` or ``utilization``."""
-        return "gpm" if self.sm else "utilization" if self.utilization else None
-
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessUse:
+class ProcessUse(Use):
     """How one process used one GPU; ``seen_from`` and ``seen_to`` are seconds after the start.
 
-    ``contended_share`` is of the samples in which another process worked on the same GPU: then utilisation is the
-    share that it got, and it may want more.
+    ``contended_share`` is the share of the samples in which another process worked on the same GPU. Utilisation is then
+    what the process got, and it may want more.
     """
 
     process: RecordedProcess
-    samples: int
     seen_from: float
     seen_to: float
-    utilization: Distribution | None
-    sm: Distribution | None
-    busy_share: float | None
-    memory_peak_bytes: int | None
     contended_share: float = 0.0
 
     @property
-    def activity(self) -> Distribution | None:
-        """Return SM activity, else utilisation. SM activity is known of a process that was alone on its device."""
-        return self.sm or self.utilization
+    def pattern(self) -> str | None:
+        """Return when the process works: ``interactive``, ``bursty`` or ``steady``; None when that is unknown.
 
-    @property
-    def source(self) -> str | None:
-        """Return where `activity` is from: ``gpm`` or ``utilization``."""
-        return "gpm" if self.sm else "utilization" if self.utilization else None
+        Interactive: busy in fewer than 20 % of the samples. Steady: busy in at least 80 % of them, and the 95th
+        percentile is at most twice the mean plus 5 points. Bursty: all between. Next to others that work (in more than
+        10 % of the samples) peaks are ignored: they come from how the driver books time.
+        """
+        if self.busy_share is None or self.activity is None:
+            return None
+        if self.busy_share < INTERACTIVE_BELOW:
+            return "interactive"
+        even = self.contended_share > CONTENDED_FROM or self.activity.p95 <= 2 * self.activity.mean + 5
+        return "steady" if self.busy_share >= STEADY_FROM and even else "bursty"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +261,7 @@ class Recording:
 
 
 @dataclass
-class _Use:
+class _Sums:
     utilization: Histogram = field(default_factory=Histogram)
     sm: Histogram = field(default_factory=Histogram)
     samples: int = 0
@@ -311,6 +306,16 @@ class _Use:
     def memory_mean(self) -> int | None:
         return self.memory_sum // self.memory_samples if self.memory_samples else None
 
+    def common(self) -> dict[str, Any]:
+        """Return the fields of `Use`."""
+        return {
+            "samples": self.samples,
+            "utilization": self.utilization.distribution(),
+            "sm": self.sm.distribution(),
+            "busy_share": self.busy_share,
+            "memory_peak_bytes": self.peak,
+        }
+
 
 class Tally:
     """Sums samples up as they come, in memory that does not grow with time."""
@@ -320,12 +325,12 @@ class Tally:
         self.samples = 0
         self.seconds = 0.0
         self.dropped = 0
-        self._gpus = {gpu.index: _Use() for gpu in header.gpus}
-        self._processes: dict[int, tuple[RecordedProcess, _Use]] = {}
+        self._gpus = {gpu.index: _Sums() for gpu in header.gpus}
+        self._processes: dict[int, tuple[RecordedProcess, _Sums]] = {}
 
     def meet(self, process: RecordedProcess) -> None:
         """Take note of a process, before its first sample."""
-        self._processes.setdefault(process.id, (process, _Use()))
+        self._processes.setdefault(process.id, (process, _Sums()))
 
     def add(self, sample: Sample) -> None:
         """Add one sample."""
@@ -360,8 +365,28 @@ class Tally:
             header=self.header,
             seconds=self.seconds,
             samples=self.samples,
-            gpus=tuple(_gpu_use(gpu, self._gpus[gpu.index]) for gpu in self.header.gpus),
-            processes=tuple(_process_use(process, use) for process, use in self._processes.values() if use.samples),
+            gpus=tuple(
+                GpuUse(
+                    gpu=gpu,
+                    unanswered=sums.unanswered,
+                    memory_mean_bytes=sums.memory_mean,
+                    error=sums.error,
+                    **sums.common(),
+                )
+                for gpu in self.header.gpus
+                for sums in (self._gpus[gpu.index],)
+            ),
+            processes=tuple(
+                ProcessUse(
+                    process=process,
+                    seen_from=sums.seen_from,
+                    seen_to=sums.seen_to,
+                    contended_share=round(sums.contended / sums.samples, 4),
+                    **sums.common(),
+                )
+                for process, sums in self._processes.values()
+                if sums.samples
+            ),
             missed=missed,
             reason=reason,
             damaged_lines=damaged_lines,
@@ -369,38 +394,6 @@ class Tally:
         )
 
 
-def _gpu_use(gpu: RecordedGpu, use: _Use) -> GpuUse:
-    return GpuUse(
-        gpu=gpu,
-        samples=use.samples,
-        unanswered=use.unanswered,
-        utilization=use.utilization.distribution(),
-        sm=use.sm.distribution(),
-        busy_share=use.busy_share,
-        memory_peak_bytes=use.peak,
-        memory_mean_bytes=use.memory_mean,
-        error=use.error,
-    )
-
-
-def _process_use(process: RecordedProcess, use: _Use) -> ProcessUse:
-    return ProcessUse(
-        process=process,
-        samples=use.samples,
-        seen_from=use.seen_from,
-        seen_to=use.seen_to,
-        utilization=use.utilization.distribution(),
-        sm=use.sm.distribution(),
-        busy_share=use.busy_share,
-        memory_peak_bytes=use.peak,
-        contended_share=round(use.contended / use.samples, 4) if use.samples else 0.0,
-    )
-
-
-# Busy in fewer samples than this is interactive; in more than that, and without peaks, steady; else bursty.
-INTERACTIVE_BELOW: Final = 0.2
-STEADY_FROM: Final = 0.8
-CONTENDED_FROM: Final = 0.1
 # Enough for thousands of GPUs, and as many processes.
 _LONGEST_LINE: Final = 4 * 1024**2
 _MAKE_ONE: Final = "make one: gpushare observe --for 10m"
@@ -426,7 +419,7 @@ class RecordingFile:
             ) from None
         except OSError as error:
             raise _unwritable(path, error) from None
-        self._write(header_line(header))
+        self._write(_line({MARK: SCHEMA, **asdict(header)}))
 
     def __enter__(self) -> RecordingFile:
         return self
@@ -436,7 +429,7 @@ class RecordingFile:
 
     def process(self, process: RecordedProcess) -> None:
         """Write a process; OperationFailed where it cannot be written."""
-        self._write(process_line(process))
+        self._write(_line({"process": asdict(process)}))
 
     def sample(self, sample: Sample) -> None:
         """Write a sample; OperationFailed where it cannot be written."""
@@ -444,7 +437,7 @@ class RecordingFile:
 
     def end(self, at: float, reason: str, missed: int) -> None:
         """Write the end; OperationFailed where it cannot be written."""
-        self._write(end_line(at, reason, missed))
+        self._write(_line({"end": {"t": at, "reason": reason, "missed": missed}}))
 
     def close(self) -> None:
         """Close the file."""
@@ -510,7 +503,7 @@ def _read(path: Path, file: Any) -> Recording:
             if "t" in raw:
                 tally.add(sample_of(raw))
             elif "process" in raw:
-                tally.meet(process_of(raw["process"]))
+                tally.meet(_process_of(raw["process"]))
             elif "end" in raw:
                 missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
@@ -535,74 +528,15 @@ def _header(path: Path, line: str) -> Header:
             )
         if schema != SCHEMA:
             raise ValueError(schema)
-        return header_of(raw)
+        return _header_of(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         raise OperationFailed(f"{path} is not a recording of gpushare", _MAKE_ONE, code="not_a_recording") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObservedWorkload:
-    """One process as the advisor asks for it: memory, activity and its pattern; unknown is None."""
-
-    name: str | None
-    user: str | None
-    pid: int
-    gpu: int
-    memory_peak_bytes: int | None
-    activity_mean_percent: float | None
-    activity_p95_percent: float | None
-    # "gpm" (SM activity), "utilization" (a kernel ran), or None.
-    source: str | None
-    pattern: str | None
-    busy_share: float | None
-    samples: int
-    mps: bool
-    # In how many of its samples another process worked beside it: then its activity is what it got, not what it wants.
-    contended_share: float
-    # Seconds after the start: workloads that did not meet ran one after another.
-    seen_from: float
-    seen_to: float
-
-
-def workloads_of(recording: Recording) -> tuple[ObservedWorkload, ...]:
-    """Return the compute processes of a recording as workloads, the MPS servers and desktop programs left out."""
-    return tuple(
-        ObservedWorkload(
-            name=use.process.name,
-            user=use.process.user,
-            pid=use.process.pid,
-            gpu=use.process.gpu,
-            memory_peak_bytes=use.memory_peak_bytes,
-            activity_mean_percent=use.activity.mean if use.activity else None,
-            activity_p95_percent=use.activity.p95 if use.activity else None,
-            source=use.source,
-            pattern=pattern_of(use),
-            busy_share=use.busy_share,
-            samples=use.samples,
-            mps=use.process.mps,
-            contended_share=use.contended_share,
-            seen_from=use.seen_from,
-            seen_to=use.seen_to,
-        )
-        for use in recording.processes
-        # The driver books the work of MPS clients on the server.
-        if use.process.name != SERVER_PROGRAM and not use.process.graphics
-    )
-
-
-def pattern_of(use: ProcessUse) -> str | None:
-    """Return when a process works: ``interactive``, ``bursty`` or ``steady``; None when that is unknown.
-
-    Interactive: busy in fewer than 20 % of the samples. Steady: busy in at least 80 % of them, and the 95th
-    percentile is at most twice the mean and 5 points more. Bursty: all between. Beside others that work (in more
-    than 10 % of the samples) peaks are not looked at: they are the driver's way to book time.
-    """
-    if use.busy_share is None or use.activity is None:
-        return None
-    if use.busy_share < INTERACTIVE_BELOW:
-        return "interactive"
-    even = use.contended_share > CONTENDED_FROM or use.activity.p95 <= 2 * use.activity.mean + 5
-    return "steady" if use.busy_share >= STEADY_FROM and even else "bursty"
+def workloads_of(recording: Recording) -> tuple[ProcessUse, ...]:
+    """Return how the compute processes of a recording used their GPU, without MPS servers and desktop programs."""
+    # The driver books the work of MPS clients on the server.
+    return tuple(use for use in recording.processes if _is_program(use) and not use.process.graphics)
 
 
 # Work in fewer samples than this is no work: a monitoring program opens a context now and then.
@@ -654,7 +588,7 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
             return Underuse(
                 gpu=index,
                 kind="held_idle",
-                why=f"memory is held with no work: {_many(len(holders), 'process', 'processes')}, {held}",
+                why=f"memory is held with no work: {_processes(len(holders))}, {held}",
                 pids=tuple(one.process.pid for one in holders),
             )
         why = "idle: nobody was on it" if not processes else "idle: no kernel ran"
@@ -697,5 +631,5 @@ def _is_program(one: ProcessUse) -> bool:
     return one.process.name != SERVER_PROGRAM
 
 
-def _many(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpushare.measure.statistics import deviation
+from gpushare.measure.statistics import deviation, mean, mean_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,9 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
     found = []
     for setting in dict.fromkeys(trial.setting for trial in trials):
         runs = [trial for trial in trials if trial.setting == setting]
-        kept = _mean([run.kept for run in runs])
+        kept = mean([run.kept for run in runs])
         tails = [(run.p99, run.p99_error) for run in runs if run.p99 is not None]
-        p99 = _mean_known([run.p99 for run in runs])
+        p99 = mean_known([run.p99 for run in runs])
         error = _scattered([run.kept for run in runs], _pooled([run.error for run in runs]))
         tail = safe_tail = math.inf
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
@@ -110,16 +110,12 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
                 kept=kept,
                 error=error,
                 p99=p99,
-                opportunistic=_mean_known([run.opportunistic for run in runs]),
+                opportunistic=mean_known([run.opportunistic for run in runs]),
                 margin=min(kept / goal.keep, tail),
                 safe_margin=min((kept - error) / goal.keep, safe_tail),
             )
         )
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _pooled(errors: Sequence[float]) -> float:
@@ -140,11 +136,6 @@ def _late(tails: Sequence[tuple[float, float | None]]) -> float | None:
     if len(known) < len(tails) < 2:
         return None
     return _scattered([one for one, _ in tails], _pooled(known) if len(known) == len(tails) else 0.0)
-
-
-def _mean_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return _mean(known) if known else None
 
 
 # Percent: below it a job is hardly worth the memory that it holds.

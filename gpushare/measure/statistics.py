@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,18 +60,18 @@ def summarize(values: Sequence[float]) -> Summary | None:
     """Return what the measurements say, or None when there is none. The interval is Student's t at 95 %."""
     if not values:
         return None
-    mean = math.fsum(values) / len(values)
+    middle = mean(values)
     half = None
     if len(values) > 1:
         half = t_quantile(len(values) - 1) * deviation(values) / math.sqrt(len(values))
     return Summary(
         count=len(values),
-        mean=mean,
+        mean=middle,
         median=percentile(values, 50),
         least=min(values),
         most=max(values),
-        low=None if half is None else mean - half,
-        high=None if half is None else mean + half,
+        low=None if half is None else middle - half,
+        high=None if half is None else middle + half,
     )
 
 
@@ -89,11 +89,10 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
     """
     if not above or not below or min(*above, *below) <= 0:
         return None
-    means = [math.fsum(values) / len(values) for values in (above, below)]
-    value = means[0] / means[1]
+    value = mean(above) / mean(below)
     if len(above) < 2 or len(below) < 2:
         return Ratio(value=value, low=None, high=None)
-    parts = [(deviation(values) / mean) ** 2 / len(values) for values, mean in zip((above, below), means, strict=True)]
+    parts = [(deviation(values) / mean(values)) ** 2 / len(values) for values in (above, below)]
     total = math.fsum(parts)
     if total == 0:
         return Ratio(value=value, low=value, high=value, error=0.0)
@@ -115,12 +114,11 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
     count = len(above)
     if not count or count != len(below) or min(below) < 0 or not any(below):
         return None
-    mean = math.fsum(below) / count
-    value = math.fsum(above) / count / mean
+    value = mean(above) / mean(below)
     if count < 2:
         return Ratio(value=value, low=None, high=None)
     apart = math.fsum((one - value * other) ** 2 for one, other in zip(above, below, strict=True))
-    error = math.sqrt(apart / (count - 1) / count) / mean
+    error = math.sqrt(apart / (count - 1) / count) / mean(below)
     half = t_quantile(count - 1) * error
     return Ratio(value=value, low=max(0.0, value - half), high=value + half, error=error)
 
@@ -156,10 +154,21 @@ def _apart(value: float, bound: float | None) -> float | None:
     return None if bound is None else abs(value - bound)
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of some values."""
+    return math.fsum(values) / len(values)
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None when none is."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
 def deviation(values: Sequence[float]) -> float:
     """Return the standard deviation of a sample (n - 1)."""
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    middle = mean(values)
+    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -27,7 +27,7 @@ from gpushare.measure.search import (
     next_setting,
     outcome,
 )
-from gpushare.measure.statistics import Ratio, deviation, paired_ratio, product, ratio, widened
+from gpushare.measure.statistics import Ratio, deviation, mean, paired_ratio, product, ratio, widened
 from gpushare.model import Priority
 from gpushare.mps.limits import Limits
 from gpushare.run.several import Several
@@ -229,8 +229,8 @@ class Tuning:
         return TuneResult(
             outcome=found,
             trials=tuple(reports),
-            production_alone=_mean(alone) if alone else None,
-            production_spread=deviation(alone) / _mean(alone) if len(alone) > 1 else None,
+            production_alone=mean(alone) if alone else None,
+            production_spread=deviation(alone) / mean(alone) if len(alone) > 1 else None,
             production_p99=p99(self._alone),
             opportunistic_alone=self._other_alone,
             production_memory_bytes=self._pair.memory,
@@ -263,7 +263,7 @@ class Tuning:
 
     def _dram(self) -> float | None:
         """Return what production alone draws of the DRAM's bandwidth in percent, as far as it is known."""
-        return _mean(self._pair.dram) if self._pair.dram else None
+        return mean(self._pair.dram) if self._pair.dram else None
 
     def _search(self) -> Search:
         """Return how to search: where the memory bounds production, also a cap on it; where either, a part of the time."""
@@ -333,9 +333,9 @@ class Tuning:
         factor = ratio(capped, before)
         if factor is None:
             raise _stands_still()
-        self._starts.append(_mean(capped))
-        starts = [_mean(before), *self._starts]
-        apart = deviation(starts) / _mean(starts)
+        self._starts.append(mean(capped))
+        starts = [mean(before), *self._starts]
+        apart = deviation(starts) / mean(starts)
         # No cap makes a job faster: what is above 1 is the luck of this process.
         factor = replace(factor, value=min(1.0, factor.value))
         return product(factor, Ratio(value=1.0, low=1 - 2 * apart, high=1 + 2 * apart, error=apart))
@@ -372,8 +372,8 @@ class Tuning:
             trial=trial,
             kept=kept,
             rounds=len(together),
-            alone_rate=_mean(rates(alone)),
-            together_rate=_mean([rate for rate, _ in pairs]),
+            alone_rate=mean(rates(alone)),
+            together_rate=mean([rate for rate, _ in pairs]),
             alone_p99=before,
             together_p99=now,
             opportunistic_share=None if speed is None or not self._other_alone else speed / self._other_alone,
@@ -435,8 +435,4 @@ def _speed(other: Sequence[tuple[float | None, float | None]]) -> float | None:
     """Return the other's rate; what may count its pauses only where there is nothing else."""
     clean = [rate for rate, _ in other if rate is not None]
     known = clean or [rate for _, rate in other if rate is not None]
-    return _mean(known) if known else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return mean(known) if known else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpushare.show.result import Column, Result, Table
-from gpushare.units import format_bytes
+from gpushare.units import format_bytes, format_duration
 
 
 def observe_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:
@@ -15,24 +15,10 @@ def observe_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result
     return Result(command="observe", data=data, text=_header(data), tables=_tables(data), notes=tuple(notes))
 
 
-def duration(seconds: float) -> str:
-    """Return a duration for people: ``45 s``, ``10 min``, ``1 h 5 min``, ``2 d 3 h``."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    parts: list[tuple[int, str]] = []
-    for size, name in units:
-        count, whole = divmod(whole, size)
-        if count or parts:
-            parts.append((count, name))
-    return " ".join(f"{count} {name}" for count, name in parts[:2] if count)
-
-
 def _header(data: Mapping[str, Any]) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(data["started_at"]))
     samples = f"{data['samples']} sample{'' if data['samples'] == 1 else 's'}"
-    seen = f"{samples} in {duration(data['seconds'])}"
+    seen = f"{samples} in {format_duration(data['seconds'])}"
     return f"{data['host']}   driver {data['driver'] or '-'}   {began}   {seen}\n{data['file']}"
 
 

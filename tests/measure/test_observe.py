@@ -96,7 +96,7 @@ def test_a_changing_load_is_summed_up(tmp_path: Path) -> None:
     assert use.sm is not None
     assert (use.sm.mean, use.source) == (36.0, "gpm")
     (workload,) = workloads_of(recording)
-    assert (workload.pattern, workload.activity_p95_percent) == ("bursty", 80.0)
+    assert (workload.pattern, workload.activity.p95) == ("bursty", 80.0)
 
 
 def test_without_gpm_utilisation_stands_in(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_processes_come_and_go(tmp_path: Path) -> None:
     assert first.sm is not None
     assert late.sm is not None
     assert (first.sm.samples, late.sm.samples) == (3, 4)
-    assert [(one.pid, one.seen_from, one.seen_to) for one in workloads_of(recording)] == [
+    assert [(one.process.pid, one.seen_from, one.seen_to) for one in workloads_of(recording)] == [
         (pids["first"], 1.0, 6.0),
         (pids["second"], 4.0, 10.0),
     ]
@@ -215,7 +215,7 @@ def test_under_mps_the_only_client_has_the_activity(cli_start: Callable[[], dict
     assert use.process.mps
     assert use.sm is not None
     assert use.sm.mean == 40.0
-    assert [one.name for one in workloads_of(recording)] == ["python3"]
+    assert [one.process.name for one in workloads_of(recording)] == ["python3"]
     assert SERVER_PROGRAM in {one.process.name for one in recording.processes}
 
 
@@ -373,7 +373,7 @@ def test_a_blind_process_list_is_said(tmp_path: Path) -> None:
     host = connect("sim:h200")
     admin.set_fault("sim:h200", "blind")
     recording = recorded(host, tmp_path)
-    assert "blind" in recording.header.warnings[0]
+    assert "incomplete" in recording.header.warnings[0]
 
 
 def test_who_left_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

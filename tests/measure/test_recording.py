@@ -27,7 +27,6 @@ from gpushare.measure.recording import (
     RecordingFile,
     Sample,
     Tally,
-    pattern_of,
     read_recording,
     sample_line,
     sample_of,
@@ -308,16 +307,16 @@ def summed(
 )
 def test_the_pattern_is_when_it_works(loads: list[float | None], pattern: str | None) -> None:
     recording = summed(loads)
-    assert pattern_of(recording.processes[0]) == pattern
+    assert recording.processes[0].pattern == pattern
     (workload,) = workloads_of(recording)
-    assert (workload.pattern, workload.memory_peak_bytes, workload.name, workload.user) == (
+    assert (workload.pattern, workload.memory_peak_bytes, workload.process.name, workload.process.user) == (
         pattern,
         GIB,
         "python3",
         "ada",
     )
     if pattern is None:
-        assert (workload.activity_mean_percent, workload.source) == (None, None)
+        assert (workload.activity and workload.activity.mean, workload.source) == (None, None)
 
 
 @pytest.mark.parametrize("named", [{"name": SERVER_PROGRAM}, {"graphics": True}])
@@ -391,12 +390,12 @@ def beside(own: Sequence[float], others: Sequence[float]) -> ProcessUse:
 def test_turns_that_the_driver_books_are_no_bursts() -> None:
     """As two busy processes look on an H200 with driver 580: each period is booked on one of them."""
     use = beside([20, 0, 99, 20, 50, 99], [80, 99, 0, 80, 50, 0])
-    assert (use.busy_share, use.contended_share, pattern_of(use)) == (1.0, 0.6667, "steady")
+    assert (use.busy_share, use.contended_share, use.pattern) == (1.0, 0.6667, "steady")
 
 
 def test_beside_a_neighbour_that_takes_all_little_work_is_unknown() -> None:
     use = beside([0, 0, 0, 0, 0, 99], [99, 99, 99, 99, 99, 0])
-    assert (use.busy_share, pattern_of(use)) == (None, None)
+    assert (use.busy_share, use.pattern) == (None, None)
 
 
 @pytest.mark.parametrize(("looks", "share"), [(29, None), (30, 0.0)])
@@ -406,4 +405,4 @@ def test_no_work_for_long_beside_a_neighbour_that_takes_all_is_none(looks: int, 
 
 def test_beside_a_neighbour_that_leaves_room_no_work_is_none() -> None:
     use = beside([0] * 9 + [50], [79] * 10)
-    assert (use.busy_share, pattern_of(use)) == (0.1, "interactive")
+    assert (use.busy_share, use.pattern) == (0.1, "interactive")
