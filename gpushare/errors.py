@@ -31,12 +31,12 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-# A sentence; what is longer repeats some input.
+# A sentence; anything longer repeats some input.
 _MOST_CHARACTERS: Final = 2000
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most so many characters: of a longer one its beginning and its end."""
+    """Return a text shortened to at most ``most`` characters: its beginning and its end."""
     if len(text) <= most:
         return text
     kept = most - 3
@@ -65,24 +65,24 @@ class GpushareError(Exception):
     def restated(
         self, *, message: str | None = None, hint: str | None = None, kind: type[GpushareError] | None = None
     ) -> GpushareError:
-        """Return this error with another message, hint or type: its GPU, its code and its exit code stay."""
+        """Return this error with another message, hint or type, but the same GPU, code and exit code."""
         said = (kind or type(self))(message or self.message, hint or self.hint, gpu=self.gpu, code=self.code)
         said.exit_code = self.exit_code
         return said
 
 
 class OperationFailed(GpushareError):
-    """The host refused, or did not do what it accepted."""
+    """The host refused, or accepted a change and did not make it."""
 
 
 class NotHeld(OperationFailed):
-    """A change was accepted, and read back the host has something else."""
+    """A change was accepted, but the host reads back something else."""
 
     code = "not_held"
 
 
 class TimedOut(OperationFailed):
-    """A program or a condition did not answer within its bound."""
+    """A program did not answer, or a condition did not come true, in time."""
 
     code = "timeout"
 
@@ -101,28 +101,28 @@ class BadCombination(BadUsage):
 
 
 class NotSupported(GpushareError):
-    """This GPU, driver or program cannot do it."""
+    """This GPU, driver or program cannot do this."""
 
     code = "not_supported"
     exit_code = ExitCode.NOT_SUPPORTED
 
 
 class NoPermission(GpushareError):
-    """The user may not do it."""
+    """The user is not allowed to do this."""
 
     code = "no_permission"
     exit_code = ExitCode.NO_PERMISSION
 
 
 class NotFound(GpushareError):
-    """The GPU, instance, daemon or process is not there."""
+    """The GPU, instance, daemon or process does not exist."""
 
     code = "not_found"
     exit_code = ExitCode.NOT_FOUND
 
 
 class NoGpu(NotFound):
-    """There is no GPU, or none that is meant."""
+    """There is no GPU, or not the one that is meant."""
 
     code = "no_gpu"
 
@@ -133,21 +133,21 @@ def no_gpu(hint: str = "see: gpushare doctor") -> NoGpu:
 
 
 class DriverNotLoaded(GpushareError):
-    """libnvidia-ml is there but the kernel driver does not answer."""
+    """libnvidia-ml is installed, but the kernel driver does not answer."""
 
     code = "driver_not_loaded"
     exit_code = ExitCode.DRIVER_NOT_LOADED
 
 
 class NvmlMissing(GpushareError):
-    """libnvidia-ml.so.1 is not on this machine."""
+    """libnvidia-ml.so.1 is not installed."""
 
     code = "nvml_missing"
     exit_code = ExitCode.NVML_MISSING
 
 
 class InUse(GpushareError):
-    """Somebody uses the GPU, the instance or the daemon."""
+    """The GPU, the instance or the daemon is in use."""
 
     code = "in_use"
     exit_code = ExitCode.IN_USE
@@ -167,7 +167,7 @@ class Interrupted(GpushareError):
 
 
 def or_none(read: Callable[[], T]) -> T | None:
-    """Return what is read, or None where that one thing does not answer."""
+    """Return what ``read`` returns, or None if it raises."""
     try:
         return read()
     except GpushareError:
@@ -178,28 +178,28 @@ _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _MEMORY: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
-# Nothing of ours brings these about, whatever it was that we did.
+# These are never caused by gpushare itself.
 _RESOURCES: Final = frozenset({errno.EIO}) | _FULL | _FILES | _MEMORY
 
 
 def system_error(error: OSError) -> GpushareError | None:
-    """Return the error to tell, or None where the system says that we did something wrong."""
+    """Return the error to show, or None where the cause is a bug in gpushare."""
     if error.errno not in _RESOURCES and (error.errno is None or error.filename is None):
         return None
     where = "" if error.filename is None else f"{error.filename}: "
     message = f"the system refused: {where}{error.strerror}"
     there = "" if error.filename is None else f" {shlex.quote(str(error.filename))}"
     if error.errno in _FORBIDDEN:
-        hint = f"run as its owner, or as root: sudo gpushare ...; see whose it is: ls -ld{there}"
+        hint = f"run as its owner, or as root: sudo gpushare ...; see its owner: ls -ld{there}"
         return NoPermission(message, hint, code="system_error")
     if error.errno in _FULL:
-        hint = "make room, and run it again: df -h"
+        hint = "free some space, then run it again; see: df -h"
     elif error.errno in _FILES:
         hint = "too many files are open; raise the limit: ulimit -n 4096"
     elif error.errno in _MEMORY:
-        hint = "memory or processes have run out; see: free -h; ulimit -u"
+        hint = "out of memory or processes; see: free -h; ulimit -u"
     elif error.errno == errno.EIO:
-        hint = "the disk may be broken; see: sudo dmesg | tail"
+        hint = "the disk may be faulty; see: sudo dmesg | tail"
     else:
-        hint = f"see what is there: ls -ld{there}"
+        hint = f"see: ls -ld{there}"
     return OperationFailed(message, hint, code="system_error")

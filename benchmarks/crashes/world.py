@@ -64,7 +64,7 @@ class Done:
         for text in (self.err, self.out):
             for line in text.splitlines():
                 if re.search(
-                    r"Traceback \(most|bug of gpushare|unexpected \w+(Error|Exception)|Exception ignored", line
+                    r"Traceback \(most|bug in gpushare|unexpected \w+(Error|Exception)|Exception ignored", line
                 ):
                     return line.strip()[:300]
         if any(error.get("code") == "bug" for error in self.errors):

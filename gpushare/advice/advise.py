@@ -1,4 +1,4 @@
-"""Advice as a whole: the winner with its recipe, how sure it is, and what would change it. Pure."""
+"""The advice: the winner with its recipe, the confidence, and what would change it. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Confidence(str, Enum):
-    """How sure the advice is."""
+    """How certain the advice is."""
 
     HIGH = "high"
     MEDIUM = "medium"
@@ -30,7 +30,7 @@ class Confidence(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another answer to one question: ``field`` and ``value`` of the workloads, and how people say it."""
+    """Another answer to one question: ``field`` and ``value`` of the workloads, and a text for people."""
 
     field: str
     value: Any
@@ -39,7 +39,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What another answer would lead to. ``open``: the question was not answered."""
+    """The way that another answer would lead to. ``open``: the question is unanswered."""
 
     field: str
     text: str
@@ -49,19 +49,19 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What is said of one case on one GPU. ``best`` is None when nothing fits."""
+    """The advice for one case on one GPU. ``best`` is None if nothing fits."""
 
     situation: Situation
     best: Verdict | None
     verdicts: tuple[Verdict, ...]
     recipe: Recipe | None
     budget: Budget
-    # What the memory limits of the recipe come to.
+    # The sum of the memory limits of the recipe.
     limits_bytes: int | None
     confidence: Confidence
     confidence_why: str
     changes: tuple[Change, ...]
-    # What the winner does not protect from.
+    # What the winner leaves unprotected.
     gaps: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -70,7 +70,7 @@ class Advice:
         return next(one for one in self.verdicts if one.way is way)
 
 
-# Another answer to each question, in the order in which they decide.
+# The other answers to each question, the most decisive first.
 ALTERNATIVES: Final = (
     Alternative(field="same_user", value=True, text="all belong to the same user"),
     Alternative(field="same_user", value=False, text="they belong to different users"),
@@ -96,10 +96,10 @@ ALTERNATIVES: Final = (
     Alternative(field="root", value=True, text="you can become root"),
     Alternative(field="root", value=False, text="you cannot become root"),
 )
-# Questions whose missing answer makes the advice less sure; the others are taken as "no" until said otherwise.
+# Questions that lower the confidence while unanswered; the others count as "no" until answered.
 DECIDING: Final = ("same_user", "isolation", "saturating", "latency", "pattern")
 
-# Those of them that decide most often.
+# The ones that decide most often.
 _FIRST: Final = frozenset({"same_user", "saturating"})
 
 
@@ -130,7 +130,7 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
     if field == "root":
         return situation.variant(case=replace(case, root=value))
     if field == "same_user":
-        # Names that were given would say otherwise.
+        # User names that were given would contradict it.
         ones = tuple(replace(one, same_user=value, user=None) for one in case.workloads)
         return situation.variant(case=replace(case, workloads=ones))
     if field == "bandwidth_bound" and not situation.pair:
@@ -140,7 +140,7 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
 
 
 def answer_of(situation: Situation, field: str) -> Any:
-    """Return what was said to a question; None when nobody said."""
+    """Return the answer to a question; None if unanswered."""
     case = situation.case
     if field == "root":
         return situation.may_be_root
@@ -154,7 +154,7 @@ def answer_of(situation: Situation, field: str) -> Any:
 
 
 def other_answers(situation: Situation) -> Iterator[tuple[Alternative, bool, tuple[Verdict, ...]]]:
-    """Yield every other answer that there could be, whether nobody answered yet, and the verdicts with it."""
+    """Yield every other possible answer, whether the question is unanswered, and the verdicts with that answer."""
     for other in ALTERNATIVES:
         now = answer_of(situation, other.field)
         if now == other.value or (now is None and other.value is False and other.field == "running"):
@@ -175,7 +175,7 @@ def _changes(situation: Situation, way: Way | None) -> list[Change]:
 
 
 def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Change, ...]) -> Advice:
-    """Return the advice with another winner, and the thread cap of its MPS clients if it was measured (percent)."""
+    """Return the advice with another winner and, if measured, the thread cap of its MPS clients in percent."""
     situation = advice.situation.variant(cap=cap)
     return replace(
         advice,
@@ -220,7 +220,7 @@ QUESTION_TITLES: Final = {
 
 
 def open_text(fields: list[str]) -> str:
-    """Return the sentence on questions that nobody answered and that would change the answer."""
+    """Return the sentence on unanswered questions that could change the answer."""
     return f"unanswered questions could change it: {', '.join(QUESTION_TITLES.get(field, field) for field in fields)}"
 
 
@@ -233,7 +233,7 @@ _GAPS: Final = {
 
 
 def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
-    """Return what the winner leaves shared, from the table."""
+    """Return what the winner leaves unprotected, from the table."""
     if way.outer in {None, Mechanism.STREAMS} or not situation.several:
         return ()
     table, driver = situation.table, situation.host.driver
@@ -261,7 +261,7 @@ def _notes(situation: Situation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question; ``answers`` are the words that a user may type, and what each means."""
+    """One question; ``answers`` are the words that users may type, with their values."""
 
     field: str
     text: str
@@ -269,7 +269,7 @@ class Question:
 
 
 _YES_NO: Final = (("yes", True), ("no", False))
-# In the order of how often they decide.
+# The most decisive first.
 QUESTIONS: Final = (
     Question(field="same_user", text="Do all processes belong to the same user?", answers=_YES_NO),
     Question(
@@ -300,10 +300,10 @@ QUESTIONS: Final = (
 
 
 def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Question | None:
-    """Return the first open question whose answers still lead to different ways; None when none does.
+    """Return the first open question whose answers lead to different ways, or None.
 
-    Either by itself, or together with the answer to one other open question: that all belong to one user decides
-    once it is known that they are small.
+    The answers may differ only together with an answer to one other open question: whether all belong to one user
+    decides once it is known that they are small.
     """
     open_ones = [one for one in QUESTIONS if one.field not in skip and _is_open(situation, one)]
     for question in open_ones:
@@ -323,7 +323,7 @@ def _is_open(situation: Situation, question: Question) -> bool:
 
 
 def ways_of(situation: Situation, question: Question) -> set[Way | None]:
-    """Return the winners of all answers to a question."""
+    """Return the winners for all answers to a question."""
     found = (winner(verdicts(with_answer(situation, question.field, value))) for _, value in question.answers)
     return {None if one is None else one.way for one in found}
 
@@ -332,7 +332,7 @@ def ways_of(situation: Situation, question: Question) -> set[Way | None]:
 
 
 def advice_data(advice: Advice) -> dict[str, Any]:
-    """Return all of an advice: winner, verdicts with reasons and sources, commands, undo, what would change it."""
+    """Return the JSON document: winner, verdicts with reasons and sources, commands, undo, what would change it."""
     gpu, best, recipe = advice.situation.gpu, advice.best, advice.recipe
     inside = None if best is None else instances_sentence(advice.situation, best.way)
     why = [] if best is None else [one.text for one in best.of(Kind.FOR)]
@@ -379,7 +379,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def _why_left(advice: Advice, best: Verdict) -> str:
-    """Return why a way wins for which no rule speaks."""
+    """Return why a way wins that no rule prefers."""
     ways = [one for one in CONCURRENT if one is not Way.VGPU]
     if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
         return (
@@ -393,7 +393,7 @@ def _why_nothing(advice: Advice) -> list[str]:
 
 
 def _workload_data(workload: Any) -> dict[str, Any]:
-    """Return what was said of a workload; what nobody said is null."""
+    """Return the properties of a workload; null where unknown."""
     return {
         name: sorted(one.value for one in value) if isinstance(value, frozenset) else value
         for name, value in vars(workload).items()
@@ -405,7 +405,7 @@ def _line_data(line: Line) -> dict[str, Any]:
 
 
 def _memory_data(found: Budget, limits: int | None) -> dict[str, Any]:
-    """Return the sum of the memory, and of the limits that are set."""
+    """Return the memory budget, and the sum of the limits."""
     sentence = found.sentence()
     if limits is not None:
         said = f"the limits add up to {format_bytes(limits)}"
@@ -426,7 +426,7 @@ def _memory_data(found: Budget, limits: int | None) -> dict[str, Any]:
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
-    """Return one way with its outcome and all reasons."""
+    """Return one verdict with all reasons."""
     return {
         "way": verdict.way.value,
         "title": verdict.way.label,

@@ -1,4 +1,4 @@
-"""What a user wants to run: workloads, and the case that they make together. Frozen, pure; unknown is None."""
+"""What a user wants to run: workloads, and the case of all of them. Pure; None means unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpushare.units import check_depth, parse_memory_limit, parse_seconds, quote
 
 
 def any_of(values: Iterable[bool | None]) -> bool | None:
-    """Return True when one is, False when all are not, else None."""
+    """Return True if one is True, False if all are False, else None."""
     found = list(values)
     if any(value is True for value in found):
         return True
@@ -20,17 +20,17 @@ def any_of(values: Iterable[bool | None]) -> bool | None:
 
 
 def all_of(values: Iterable[bool | None]) -> bool | None:
-    """Return False when one is not, True when all are, else None."""
+    """Return False if one is False, True if all are True, else None."""
     return negated(any_of(negated(value) for value in values))
 
 
 def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the value itself
-    """Return the opposite; of the unknown the unknown."""
+    """Return the opposite; None stays None."""
     return None if value is None else not value
 
 
 class Isolation(str, Enum):
-    """What must hold between the parties; several may be wanted."""
+    """The isolation between parties; several kinds may be requested."""
 
     QUOTA = "quota"
     FAULT = "fault"
@@ -38,7 +38,7 @@ class Isolation(str, Enum):
 
 
 class Pattern(str, Enum):
-    """How the work comes."""
+    """The load pattern."""
 
     INTERACTIVE = "interactive"
     BURSTY = "bursty"
@@ -46,7 +46,7 @@ class Pattern(str, Enum):
 
 
 class Role(str, Enum):
-    """Which of two jobs gives way."""
+    """Which of two jobs yields to the other."""
 
     PRODUCTION = "production"
     OPPORTUNISTIC = "opportunistic"
@@ -54,7 +54,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Equal processes of one kind. None: nobody said."""
+    """Identical processes. None means unknown."""
 
     name: str | None = None
     command: str | None = None
@@ -70,9 +70,9 @@ class Workload:
     trusted: bool | None = None
     isolation: frozenset[Isolation] | None = None
     bandwidth_qos: bool | None = None
-    # Unequal shares of time are wanted.
+    # Unequal shares of time are required.
     weights: bool | None = None
-    # There is a target for the latency of single requests; ``latency_seconds`` is it, where it is known.
+    # There is a latency target per request; ``latency_seconds`` is its value, where known.
     latency: bool | None = None
     latency_seconds: float | None = None
     pattern: Pattern | None = None
@@ -91,9 +91,9 @@ class Workload:
     cuda_graphs: bool | None = None
     bandwidth_bound: bool | None = None
     io_bound: bool | None = None
-    # The needs are known, and keeping each in its share matters more than lending idle SMs.
+    # Keeping each process within its share matters more than lending idle SMs.
     containment: bool | None = None
-    # Parties among the processes that must be kept from each other.
+    # The number of parties that must be separated from each other.
     groups: int | None = None
     containers: bool | None = None
     kubernetes: bool | None = None
@@ -101,54 +101,54 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Workloads that shall share. ``root``: whether the user may become root; None: nobody said."""
+    """Workloads that are to share a GPU. ``root``: whether the user can become root; None if unknown."""
 
     workloads: tuple[Workload, ...]
     root: bool | None = None
 
     def any(self, field: str) -> bool | None:
-        """Return whether one of the workloads has a property; None when nobody said for some and none has it."""
+        """Return whether a workload has a property; None if none has it and it is unknown for some."""
         return any_of(getattr(one, field) for one in self.workloads)
 
     @property
     def counts(self) -> tuple[int | None, ...]:
-        """Return the processes of each workload; one in a list of several is one unless it says more."""
+        """Return the number of processes of each workload; in a list of several, 1 unless given."""
         several = len(self.workloads) > 1
         return tuple(one.processes or (1 if several else None) for one in self.workloads)
 
     @property
     def processes(self) -> int | None:
-        """Return how many processes there are; None when nobody said."""
+        """Return the number of processes; None if unknown."""
         known = [count for count in self.counts if count is not None]
         return sum(known) if known else None
 
     @property
     def wanted_isolation(self) -> frozenset[Isolation] | None:
-        """Return what must hold between the parties; None when nobody said."""
+        """Return the requested isolation between the parties; None if unknown."""
         said = [one.isolation for one in self.workloads if one.isolation is not None]
         return frozenset().union(*said) if said else None
 
     @property
     def pattern(self) -> Pattern | None:
-        """Return how the work comes when it is the same for all that said it."""
+        """Return the load pattern, if all workloads that have one have the same."""
         said = {one.pattern for one in self.workloads if one.pattern is not None}
         return said.pop() if len(said) == 1 else None
 
     @property
     def groups(self) -> int | None:
-        """Return how many parties are to be kept apart: as said, or one per workload of a list."""
+        """Return the number of parties to separate: as given, or one per workload of a list."""
         if len(self.workloads) > 1 or self.workloads[0].groups is not None:
             return sum(one.groups or 1 for one in self.workloads)
         return None
 
     @property
     def parties(self) -> int | None:
-        """Return how many shares are needed when each party has its own: groups, else processes."""
+        """Return the number of shares if each party has its own: groups, else processes."""
         return self.groups if self.groups is not None else self.processes
 
     @property
     def roles(self) -> frozenset[Role]:
-        """Return the roles that the workloads have."""
+        """Return the roles of the workloads."""
         return frozenset(one.role for one in self.workloads if one.role is not None)
 
     @property
@@ -170,7 +170,7 @@ class Case:
         """Return whether the processes of each party belong to one user."""
         if self.same_user or self.groups is None:
             return self.same_user
-        # Several parties: it is between them that the users differ, unless one of a list says otherwise.
+        # Of several parties, the users differ between them, unless a workload of the list says otherwise.
         if len(self.workloads) == 1:
             return None
         if any(one.same_user is False for one in self.workloads):
@@ -202,12 +202,12 @@ _CHOICES: Final[Mapping[str, type[Enum]]] = {"pattern": Pattern, "role": Role}
 _COUNTS: Final = ("processes", "sms", "groups")
 _TEXTS: Final = ("name", "command", "user")
 _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
-# Properties that are said as a list: needs: [nccl, no-p2p]; each may be a property of its own as well.
+# Properties given as a list: needs: [nccl, no-p2p]; each may also be a property of its own.
 NEEDS: Final = (
     *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
     *("bandwidth_qos", "weights", "containment", "vms", "containers", "kubernetes"),
 )
-# What a file and the command line call a workload's properties.
+# The names of a workload's properties in a file and on the command line.
 KEYS: Final = (
     *(
         "users" if field.name == "same_user" else field.name
@@ -220,7 +220,7 @@ _MOST_PROCESSES: Final = 100_000
 
 
 def workload_of(words: Mapping[str, Any]) -> Workload:
-    """Return the workload of plain values, as a file or the command line gives them; None means: not said.
+    """Return the workload of plain values from a file or the command line; None means unknown.
 
     Raises:
         BadUsage: an unknown key (`unknown_key`) or an invalid value.
@@ -279,7 +279,7 @@ def _memory(text: str) -> int:
     try:
         return parse_memory_limit(text)
     except BadUsage as error:
-        # A file has no option to name.
+        # In a file there is no option to name.
         raise error.restated(hint="give a size with its unit: 6G, 1500M") from None
 
 
@@ -304,11 +304,6 @@ def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
 
 
 def _yes_or_no(key: str, value: Any) -> bool:
-    """Return what yes or no means.
-
-    Raises:
-        BadUsage: it is neither.
-    """
     if isinstance(value, bool):
         return value
     known = _YES.get(str(value).strip().lower())
@@ -318,7 +313,7 @@ def _yes_or_no(key: str, value: Any) -> bool:
 
 
 def _listed(value: Any) -> list[str]:
-    """Return the words of a list, or of text with commas."""
+    """Return the words of a list, or of comma-separated text."""
     words = value if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
     return [str(word).strip().lower() for word in words]
 
@@ -417,7 +412,7 @@ def _workload(node: Any, path: str) -> Workload:
         raise BadUsage(f"{path}: line {node.start_mark.line + 1}: a workload is a mapping", _HINT, code="bad_file")
     words: dict[str, Any] = {}
     for name, (key, value) in _entries(node, path).items():
-        # One by one, so that an error knows its line.
+        # One by one, so that an error can name its line.
         found = _plain(value)
         _at(key, path, lambda name=name, found=found: workload_of({name: found}))
         words[name] = found
@@ -441,11 +436,11 @@ def _key(node: Any) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Return a value as text, a list of texts, or None: what they mean is the workload's matter, as on a command line."""
+    """Return a value as text, a list of texts, or None; `workload_of` interprets them, as on a command line."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode):
-        # No deeper: no property has a list of lists, and an alias may lead back to the list itself.
+        # Not deeper: no property has a list of lists, and an alias may lead back to the list itself.
         return [one.value if isinstance(one, yaml.ScalarNode) else "..." for one in node.value]
     if isinstance(node, yaml.MappingNode):
         return {_key(key): "..." for key, _ in node.value}

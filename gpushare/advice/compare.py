@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpushare.mig.profile import Profile
 
 
-# The first MPS program that takes 60 clients and makes static partitions (CUDA 13.1), and their drivers.
+# The first MPS program with 60 clients and static partitions (CUDA 13.1), and the last driver branch before it.
 _MPS_60: Final = 13010
 _BEFORE_590: Final = 589
 _VOLTA: Final = (7, 0)
@@ -28,7 +28,7 @@ _HOPPER: Final = (9, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether a mechanism is available on a GPU; ``usable`` None: unknown from here."""
+    """Whether a mechanism is available on a GPU; ``usable`` is None if unknown."""
 
     usable: bool | None
     why: str
@@ -42,14 +42,14 @@ class _Place:
 
 
 def availability(mechanism: Mechanism, host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether a mechanism is available on this GPU of this host, and why not."""
+    """Return whether a mechanism is available on this GPU, and why not."""
     if gpu.error is not None:
         return Availability(usable=None, why=f"unknown: {gpu.error}")
     return _AVAILABLE[mechanism](host, gpu)
 
 
 def cell_here(table: Table, mechanism: Mechanism, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
-    """Return what a cell comes to on this GPU of this host; None where the mechanism is not available."""
+    """Return the text of a cell for this GPU; None if the mechanism is not available."""
     if availability(mechanism, host, gpu).usable is False or gpu.error is not None:
         return None
     computed = _COMPUTED.get((mechanism, row))
@@ -58,15 +58,15 @@ def cell_here(table: Table, mechanism: Mechanism, row: str, host: HostFacts, gpu
 
 
 def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
-    """Return how many MPS clients one server accepts on the whole GPU; None when the table has no number.
+    """Return how many MPS clients one server accepts on the whole GPU; None if the table has no number.
 
-    16 before Volta; else the table's number for the driver, and 60 only where the program itself is of
-    CUDA 13.1 or newer (NVIDIA's MPS guide; the program prints its version with ``-v``).
+    16 before Volta, else the table's number for the driver; 60 only if the program itself is from CUDA 13.1 or newer
+    (NVIDIA MPS guide; the program prints its version with ``-v``).
     """
     if gpu.compute_capability is not None and gpu.compute_capability < _VOLTA:
         return 16
     driver = host.driver or "0"
-    # The program counts, not the driver: a container may bring an older one.
+    # The version of the program counts, not the driver's: a container may contain an older one.
     if host.mps_version is not None and host.mps_version < _MPS_60:
         driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
     elif host.mps_version is not None and (host.driver_major or 0) <= _BEFORE_590:
@@ -159,14 +159,14 @@ def _static_partitions(place: _Place) -> bool:
 
 
 def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
-    """Return what of the host is too old for static partitions of MPS: an Ampere, driver 590 and MPS of CUDA 13.1."""
+    """Return what is too old for static MPS partitions, which need Ampere, driver 590 and MPS from CUDA 13.1."""
     lacks = []
     if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
         lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
     if host.driver_major is not None and host.driver_major <= _BEFORE_590:
         lacks.append(f"driver {host.driver or host.driver_major}")
     elif host.mps_version is not None and host.mps_version < _MPS_60:
-        # A container may bring an older program than the driver is.
+        # A container may contain an older program than the driver.
         lacks.append(f"MPS {host.mps_version}")
     return tuple(lacks)
 
@@ -200,7 +200,7 @@ def _timeslice_change(place: _Place) -> str | None:
 
 
 def _plain_profiles(place: _Place) -> tuple[Profile, ...]:
-    """Return the ordinary profiles, small ones first."""
+    """Return the ordinary profiles, the smallest first."""
     layout = place.gpu.layout
     found = [] if layout is None else [one for one in layout.profiles if one.plain]
     return tuple(sorted(found, key=lambda one: (one.slices, one.memory_bytes or 0)))
@@ -260,7 +260,7 @@ NOT_HERE: Final = "not here"
 def record(
     table: Table, mechanism: Mechanism, row_key: str, driver: str | None, here: HostFacts | None
 ) -> dict[str, Any]:
-    """Return one cell with its views; ``host`` is None without a host, and where the mechanism is not available."""
+    """Return one cell with its views; ``host`` is None without a host, or if the mechanism is not available."""
     cell = table.cell(mechanism, row_key, driver)
     return {
         "row": row_key,
@@ -287,7 +287,7 @@ def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
 def text_here(
     table: Table, mechanism: Mechanism, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]
 ) -> str | None:
-    """Return what a cell comes to on these GPUs: once where they agree, else by GPU; None: on none of them."""
+    """Return the text of a cell for these GPUs: once if they agree, else by GPU; None if available on none."""
     return _joined([(gpu.index, cell_here(table, mechanism, row_key, host, gpu)) for gpu in gpus])
 
 
@@ -306,7 +306,7 @@ def _joined(texts: Iterable[tuple[int, str | None]]) -> str | None:
 
 
 def today_text(cell: Cell, driver: str | None) -> str:
-    """Return today's words; with the driver branch that they need, where no driver is named."""
+    """Return today's text; without a named driver, with the driver branch that it needs."""
     return cell.today if cell.since is None or driver is not None else f"{cell.today} [driver {cell.since} on]"
 
 
@@ -318,7 +318,7 @@ def explanation(
     host: HostFacts | None,
     why_no_host: str | None,
 ) -> list[tuple[str, str]]:
-    """Return all that is known of a cell, in the order of reading: views, level, options, disagreement, sources."""
+    """Return all that is known about a cell: views, level, options, contradiction, sources."""
     entry, cell, row = table.entries[mechanism, row_key], table.cell(mechanism, row_key, driver), table.row(row_key)
     lines = [("question", row.question), ("published 2022", cell.published)]
     for dated in entry.today:

@@ -1,6 +1,6 @@
-"""Error codes and log lines explained: CUDA, NVML, Xids, and the lines of the MPS daemon and server. Pure, but for its data.
+"""Explanations of error codes and log lines: CUDA, NVML, Xid, and the logs of the MPS daemon and server.
 
-The facts are data (``data/explanations.yaml``), read at the first question.
+The facts are in ``data/explanations.yaml``, which is read on first use.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _CUDA: Final = re.compile(
     r"\b(?:CUDA(?:_| )error|CUDA result|cudaError_t|CUresult|error code)\D{0,12}(\d{1,4})\b", re.IGNORECASE
 )
 _NAME: Final = re.compile(r"\b(?:CUDA_ERROR_\w+|NVML_\w+|cudaError\w+)\b", re.IGNORECASE)
-# Shorter ones ("Not Found", "Timeout") say too little inside a longer line.
+# Shorter texts ("Not Found", "Timeout") are not significant inside a longer line.
 _TELLING: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One error or log line: its meaning, its usual cause on a shared GPU, what to do, and the source."""
+    """One error or log line: its meaning, its usual cause on a shared GPU, the next commands, and the source."""
 
     # cuda, nvml, xid or mps.
     kind: str
@@ -45,13 +45,13 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """Return what it is called: ``CUDA error 805``."""
+        """Return its name: ``CUDA error 805``."""
         return TITLES[self.kind] if self.code is None else f"{TITLES[self.kind]} {self.code}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """An explanation, with the first line of the text that it explains, and how many lines it does."""
+    """An explanation, with the first line of the text that it explains, and the number of such lines."""
 
     explanation: Explanation
     line: str
@@ -60,7 +60,7 @@ class Match:
 
 @lru_cache(maxsize=1)
 def explanations() -> tuple[Explanation, ...]:
-    """Return everything that can be explained."""
+    """Return all explanations."""
     from importlib.resources import files
 
     import yaml
@@ -80,10 +80,10 @@ def explanations() -> tuple[Explanation, ...]:
 def explain(text: str) -> tuple[Match, ...]:
     """Return what explains a code (``805``, ``Xid 31``), a name, or each line of a pasted text.
 
-    A number alone may be several things: all of them are returned.
+    A bare number may be several codes: all of them are returned.
 
     Raises:
-        NotFound: nothing is known of it; the hint names what is close.
+        NotFound: there is no explanation; the hint names close ones.
     """
     asked = text.strip()
     whole = _CODE.fullmatch(asked)
@@ -121,7 +121,7 @@ def _of_line(line: str) -> Iterator[Explanation]:
 
 
 def _plain(name: str) -> str:
-    """Return a name without what its spellings differ in: CUDA_ERROR_X of the driver API is cudaErrorX of the runtime."""
+    """Return a name normalized: CUDA_ERROR_X of the driver API is cudaErrorX of the runtime."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 

@@ -1,4 +1,4 @@
-"""What advice knows of a host. Unknown is None; a GPU that does not answer stays, with its error."""
+"""What the advisor knows about a host. Unknown is None; a GPU that does not answer keeps its place, with its error."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class GpuFacts:
     mps_daemons: int = 0
     # The limits of gpushare's daemon for the whole GPU; None: there is none, or it does not answer.
     mps: Limits | None = None
-    # How many processes are on it.
+    # The number of processes on it.
     processes: int | None = None
     # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.
     time_slice_settable: bool | None = None
-    # The level that is set now; the undo goes back to it.
+    # The current level, which the undo restores.
     time_slice: TimeSlice | None = None
     vgpu_capable: bool | None = None
     error: str | None = None
 
     @property
     def largest_instance_count(self) -> int | None:
-        """Return how many of its smallest GPU instances fit: seven on most, four on an A30; None when unknown."""
+        """Return how many of the smallest GPU instances fit: seven on most GPUs, four on an A30; None if unknown."""
         if self.layout is None:
             return None
         return max((one.instances for one in self.layout.profiles if one.instances is not None), default=None)
@@ -75,14 +75,14 @@ class HostFacts:
     gpus: tuple[GpuFacts, ...] = ()
     # nvidia-cuda-mps-control is installed.
     mps_program: bool = False
-    # Its "Binary version": 13000 is CUDA 13.0; None before R580, and when it does not say.
+    # Its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
     mps_version: int | None = None
     # Whether it speaks MPS v3 (named servers, R615 and later).
     mps_version_3: bool | None = None
 
 
 def host_facts(state: HostState) -> HostFacts:
-    """Return the facts of a host. A GPU, or a program, that does not answer costs only what it alone could tell.
+    """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing.
 
     Raises:
         NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
@@ -126,7 +126,7 @@ def _gpu(
     }
     if gpu.error is not None:
         return GpuFacts(**known, error=gpu.error)
-    # The GPU may be lost since the sweep.
+    # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
     capability = or_none(lambda: nvml.compute_capability(gpu.index))
     virtualization = or_none(lambda: nvml.virtualization_mode(gpu.index))
@@ -134,7 +134,7 @@ def _gpu(
         **known,
         compute_capability=capability,
         multiprocessors=or_none(lambda: nvml.multiprocessors(gpu.index, capability)),
-        # On bare metal, and passed through to a VM, it depends on a driver that is not here.
+        # On bare metal and in a VM with GPU passthrough, this depends on a driver that is not installed here.
         vgpu_capable=True if virtualization in _VGPU_HOST else False if virtualization == _GUEST else None,
         memory_total_bytes=gpu.memory_total_bytes,
         memory_used_bytes=gpu.memory_used_bytes,
@@ -157,7 +157,7 @@ def _layout(state: HostState, gpu: Gpu) -> Layout | None:
     try:
         layout = state.layout(gpu)
     except NoPermission as error:
-        # No advice on what cannot be seen: it might be to turn off what others use.
+        # No advice on what cannot be seen: it might turn off what others use.
         raise error.restated(hint=error.hint.partition("; or name it")[0]) from error
     except GpushareError:
         return None

@@ -1,4 +1,4 @@
-"""What a measurement does to the rules' answer. Pure: a benchmark comes as its document (``gpushare bench -o json``)."""
+"""How a measurement changes the rules' answer. Pure; the measurement is a document of ``gpushare bench -o json``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpushare.advice.situation import Situation
 
 
-# What `gpushare bench` calls each way that it can measure.
+# The names of `gpushare bench` for the ways that it can measure.
 BENCH_WAYS: Final[Mapping[Way, tuple[str, ...]]] = {
     Way.WHOLE: ("queue",),
     Way.TIMESLICE: ("timeslice",),
@@ -27,19 +27,19 @@ BENCH_WAYS: Final[Mapping[Way, tuple[str, ...]]] = {
     Way.STREAMS: ("streams",),
 }
 _WAY_OF: Final = {name: way for way, names in BENCH_WAYS.items() for name in names}
-# So near to the fastest, with intervals that overlap, a way is as good: the rules' order decides.
+# A way this close to the fastest, with overlapping intervals, counts as equal: the rules' order decides.
 NEAR: Final = 0.03
-# Less is no difference, however narrow the intervals: other processes of the same program differ by more.
+# Less than this is no difference, however narrow the intervals: repeated runs of one program differ by more.
 _NOTHING: Final = 0.01
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way as it was measured; a larger speed is faster, and ``low`` and ``high`` are its interval, if there is one."""
+    """The measurement of one way. A larger speed is faster; ``low`` and ``high`` are its interval, if there is one."""
 
     name: str
     way: Way
-    # Percent of the threads of each copy; None: no cap.
+    # Active thread percentage of each copy; None means no cap.
     cap: float | None
     speed: float
     low: float | None
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Return the name for a sentence: ``MPS with 25 % each``."""
+        """Return its name in a sentence: ``MPS with 25 % each``."""
         return _title_of(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
 
 
@@ -60,7 +60,7 @@ def _measured_cells(bench: Mapping[str, Any], copies: int) -> list[Cell]:
             continue
         mean, low, high = figures["mean"], figures["low"], figures["high"]
         if not higher:
-            # A time per unit: the upper bound of the time is the lower one of the speed.
+            # A time per unit: its upper bound is the lower bound of the speed.
             mean, low, high = _speed(mean), _speed(high), _speed(low)
         if mean > 0 and math.isfinite(mean):
             found.append(Cell(cell["way"], _WAY_OF[cell["way"]], cell["threads_percent"], mean, low, high))
@@ -74,7 +74,7 @@ def _speed(seconds: float | None) -> Any:
 
 
 def differ(one: Cell, other: Cell) -> bool | None:
-    """Return whether two ways differ: their intervals do not overlap. None: single runs cannot tell."""
+    """Return whether two ways differ: their intervals do not overlap. None if single runs cannot tell."""
     if abs(one.speed / other.speed - 1) < _NOTHING:
         return False
     if one.low is None or one.high is None or other.low is None or other.high is None:
@@ -83,14 +83,14 @@ def differ(one: Cell, other: Cell) -> bool | None:
 
 
 def alike(one: Cell, other: Cell) -> bool:
-    """Return whether nothing shows that two ways differ; single runs must be near each other."""
+    """Return whether two ways do not differ; of single runs, whether they are close."""
     different = differ(one, other)
     slower, faster = sorted((one.speed, other.speed))
     return slower >= (1 - NEAR) * faster if different is None else not different
 
 
 def _certain_of(cells: Sequence[Cell]) -> bool:
-    """Return whether the runs tell of every way if it differs from the fastest."""
+    """Return whether the runs can tell for every way if it differs from the fastest."""
     fastest = max(cells, key=lambda cell: cell.speed)
     return all(differ(cell, fastest) is not None for cell in cells)
 
@@ -101,7 +101,7 @@ def _failure_of(bench: Mapping[str, Any], way: Way, copies: int) -> str | None:
 
 
 def because(bench: Mapping[str, Any], copies: int, way: Way | None = None) -> str:
-    """Return why a way, or all of them, was not measured, as the end of a sentence; nothing when nobody knows."""
+    """Return why a way, or any way, was not measured, as the end of a sentence; empty if unknown."""
     for one in bench["left_out"]:
         if (way is None or _WAY_OF.get(one["way"]) is way) and one["copies"] in {None, copies}:
             return f" ({one['reason']})"
@@ -115,12 +115,12 @@ def _title_of(way: Way) -> str:
 
 
 def times(one: Cell, other: Cell) -> str:
-    """Return by what factor one is faster than the other: ``1.30 x``."""
+    """Return how many times faster one is: ``1.30 x``."""
     return f"{one.speed / other.speed:.2f} x"
 
 
-# Rules about which way is fastest: a measurement answers that better. Throughput says nothing about latency, bursts,
-# isolation or priority: it does not overrule what such a rule chose.
+# Rules about the fastest way, which a measurement replaces. It does not overrule the other rules: throughput says
+# nothing about latency, bursts, isolation or priority.
 ANSWERED: Final = frozenset(
     {
         "small-same-user",
@@ -138,7 +138,7 @@ _TOGETHER: Final = re.compile(r"mps:(\d+)/n", re.ASCII)
 
 
 class Effect(str, Enum):
-    """What the measurement did to the rules' answer."""
+    """The effect of the measurement on the rules' answer."""
 
     CONFIRMED = "confirmed"
     NO_DIFFERENCE = "no-difference"
@@ -151,10 +151,10 @@ class Effect(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredAdvice:
-    """The rules' answer, the final one, and what the measurement did between them.
+    """The rules' answer, the final answer, and the effect of the measurement.
 
-    ``ratio`` is the speed of ``chosen`` over that of ``against``. ``certain`` is False where single runs leave open
-    what differs.
+    ``ratio`` is the speed of ``chosen`` over that of ``against``. ``certain`` is False if single runs cannot tell the
+    difference from noise.
     """
 
     rules: Advice
@@ -168,17 +168,17 @@ class MeasuredAdvice:
 
     @property
     def ratio(self) -> float | None:
-        """Return by what factor the one is faster than the other, or None."""
+        """Return how many times faster ``chosen`` is than ``against``, or None."""
         return None if self.chosen is None or self.against is None else self.chosen.speed / self.against.speed
 
 
 def bench_ways(advice: Advice) -> tuple[str, ...]:
-    """Return what may be measured: the ways that no veto refuses, as `gpushare bench` calls them."""
+    """Return the ways to measure, those without a veto, by their names in `gpushare bench`."""
     return tuple(name for way, names in BENCH_WAYS.items() if not advice.of(way).refused for name in names)
 
 
 def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
-    """Return the rules' answer as the final one: nothing was measured, for this reason."""
+    """Return the rules' answer as the final one, with the reason why nothing was measured."""
     return MeasuredAdvice(
         rules=advice, final=advice, effect=Effect.OPEN, sentence=f"{why}; the rules' answer stands", copies=copies
     )
@@ -187,8 +187,8 @@ def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
 def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredAdvice:
     """Return the answer after a measurement with a number of copies: the fastest of what fits, or the rules' answer.
 
-    The rules' answer stands where nothing differs from it, where it could not be measured, and where it was chosen for
-    what a throughput does not tell.
+    The rules' answer stays if nothing differs from it, if it could not be measured, or if it was chosen for a reason
+    that throughput does not show.
     """
     cells = [cell for cell in _measured_cells(bench, copies) if not advice.of(cell.way).refused]
     if advice.best is None:
@@ -229,7 +229,7 @@ def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvi
 
 
 def _compared(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int) -> MeasuredAdvice:
-    """Return the answer where the rules' way was measured: ``mine``."""
+    """Return the answer if the rules' way was measured: ``mine``."""
     fastest = max(cells, key=lambda cell: cell.speed)
     certain = _certain_of(cells)
     if alike(mine, fastest):
@@ -264,7 +264,7 @@ def _stands(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int, *, c
 
 
 def _first(advice: Advice, cells: Sequence[Cell]) -> Cell:
-    """Return what to use: of those as good as the fastest, and near it, the rules' first."""
+    """Return the cell to use: of those as good as the fastest and close to it, the rules' first choice."""
     fastest = max(cells, key=lambda cell: cell.speed)
     near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
     order = [verdict.way for verdict in advice.verdicts]
@@ -273,7 +273,7 @@ def _first(advice: Advice, cells: Sequence[Cell]) -> Cell:
 
 
 def _of_rules(situation: Situation, mine: Sequence[Cell]) -> Cell:
-    """Return the cell of the rules' way: with MPS that of the cap which they say, if it was measured."""
+    """Return the cell of the rules' way; for MPS, the one with the rules' cap if it was measured."""
     name = _name(situation)
     same = [cell for cell in mine if cell.name == name]
     return max(same or mine, key=lambda cell: cell.speed)
@@ -284,7 +284,7 @@ def _name(situation: Situation) -> str:
 
 
 def _cap(situation: Situation, name: str) -> float | None:
-    """Return the thread cap of each process for a measured way; None: it is not MPS. 100: no cap."""
+    """Return the thread cap of each process in a measured way; 100 means no cap, None that it is not MPS."""
     if name not in BENCH_WAYS[Way.MPS]:
         return None
     together = _TOGETHER.fullmatch(name)
@@ -309,7 +309,7 @@ def _final(
     if effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
         final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name), changes=())
     if effect is not Effect.KEPT and final.recipe is not None:
-        # Its suggestions of what to measure are done.
+        # What it suggests to measure has been measured.
         final = replace(final, recipe=replace(final.recipe, measure=()))
     final = replace(final, changes=_changes(final) if effect is not Effect.KEPT else advice.changes)
     level, why = _confidence(advice, final, effect, certain=certain)
@@ -326,7 +326,7 @@ def _final(
 
 
 def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
-    """Return why the rules prefer one way to another, as far as throughput does not show it."""
+    """Return the reasons for preferring one way to another that throughput does not show."""
     there = {reason.rule for reason in other.of(Kind.FOR)}
     here = {reason.rule for reason in best.of(Kind.AGAINST)}
     reasons = [one for one in best.of(Kind.FOR) if one.rule not in there]
@@ -335,7 +335,7 @@ def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
 
 
 def _changes(final: Advice) -> tuple[Change, ...]:
-    """Return the answers that still change it: those that refuse the way, or want what was not measured."""
+    """Return the answers that still change it: those that refuse the way, or need what was not measured."""
     if final.best is None:
         return ()
     way, found = final.best.way, []
@@ -351,7 +351,7 @@ def _changes(final: Advice) -> tuple[Change, ...]:
 
 
 def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool) -> tuple[Confidence, str]:
-    """Return how sure the final answer is: more where the rules and the measurement agree, less where they do not."""
+    """Return the confidence: higher if the rules and the measurement agree, lower if they do not."""
     level, why = _LEVELS.get(effect, (advice.confidence, advice.confidence_why))
     if effect is Effect.NO_DIFFERENCE:
         level = Confidence.MEDIUM if advice.confidence is Confidence.LOW else advice.confidence
@@ -379,11 +379,11 @@ _LEVELS: Final = {
 
 
 def measured_data(found: MeasuredAdvice, bench: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the final answer as `advice_data`, with the rules' answer, the effect of the measurement, and its document."""
+    """Return `advice_data` of the final answer, with the rules' answer, the effect and the document of the measurement."""
     data, rules = advice_data(found.final), advice_data(found.rules)
     best = found.final.best
     if best is not None and best.way.value != rules["winner"]:
-        # Why it won is what was measured; the rules have their own reasons for it, or none.
+        # It won by the measurement; the rules have their own reasons for it, or none.
         data["why"] = [
             *(one.text for one in best.of(Kind.FOR)),
             *(f"condition: {text}" for text in data["conditions"]),

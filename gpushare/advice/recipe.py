@@ -1,4 +1,4 @@
-"""What to type for a way: gpushare lines for this host with the numbers worked out, their undo, and what to measure. Pure."""
+"""The commands for a way on this host, with the numbers worked out, their undo, and what to measure. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Line:
-    """What to do, and the line to type; None: it is not done on this command line.
+    """One step: what to do, and the command to type; None if there is no command for it.
 
     ``change`` is the same as data, for the lines that `advise --apply` carries out.
     """
@@ -84,17 +84,17 @@ def change(what: str, made: Change, root: str = "") -> Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Lines in order, those that take them back, and what to measure afterwards."""
+    """Lines in order, those that undo them, and what to measure afterwards."""
 
     lines: tuple[Line, ...]
     undo: tuple[Line, ...] = ()
     measure: tuple[str, ...] = ()
-    # The lines belong into several shells: one command cannot carry them out.
+    # The lines need several shells: one command cannot carry them out.
     several_shells: bool = False
 
 
 def sudo(situation: Situation) -> str:
-    """Return the prefix of a line that needs root."""
+    """Return the prefix of a command that needs root."""
     return "" if situation.host.root else "sudo "
 
 
@@ -108,12 +108,12 @@ def program(workload: Workload) -> str:
 
 
 def who(workload: Workload) -> str | None:
-    """Return what a workload is called: its name, else its role; None when it has neither."""
+    """Return the name of a workload, else its role; None if it has neither."""
     return workload.name or (None if workload.role is None else workload.role.value)
 
 
 def again(processes: int | None, name: str | None = None, how: str | None = None) -> str:
-    """Return which program runs a line, and how often."""
+    """Return which program a line starts, and how often."""
     who = "each program" if name is None and processes is None else name or "the program"
     times = "" if processes in {None, 1} else f", {processes} times"
     return f"{who}{times}" + (f", {how}" if how else "")
@@ -139,7 +139,7 @@ def _mig_lines(situation: Situation, way: Way) -> Recipe:
 
 
 def _mig_as_it_was(situation: Situation) -> Line:
-    """Return the line that brings MIG back as it is now: on, with its instances in their places."""
+    """Return the line that restores the current state of MIG: on, with its instances at their placements."""
     gpu, root, layout = str(situation.gpu.index), sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
         return command("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
@@ -158,13 +158,13 @@ def _mig_off(situation: Situation, what: str) -> Line:
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
-    """Return the lines that make the instances, those that take them back, and the profile of each share."""
+    """Return the lines that create the instances, those that undo it, and the profile of each share."""
     gpu, root = ("-g", str(situation.gpu.index)), sudo(situation)
     slices = situation.slices(way)
     on, layout = situation.gpu.mig_enabled, situation.gpu.layout
     off = _mig_off(situation, "turn MIG off again")
     if slices is None or not slices.profiles:
-        # Not for --apply: which profiles there are is known only afterwards.
+        # Not for --apply: the profiles are known only afterwards.
         lines = [] if on else [Line("turn MIG on", f"{root}gpushare mig enable {' '.join(gpu)}")]
         lines.append(
             Line("list the profiles that the driver offers, and choose", f"gpushare mig profiles {' '.join(gpu)}")
@@ -200,9 +200,9 @@ def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | 
 def _mig_shared_lines(
     situation: Situation, way: Way, limits: Callable[[Workload, int, int | None], list[str]] | None
 ) -> Recipe:
-    """Return the lines for several processes per instance: each instance has a name, and its shell.
+    """Return the lines for several processes per instance: each instance has a name and a shell.
 
-    ``limits`` gives the MPS options for a number of processes and the memory they share; None: they are time-sliced.
+    ``limits`` returns the MPS options for a number of processes and the memory that they share; None: time-slicing.
     """
     gpu, root = f"-g {situation.gpu.index}", sudo(situation)
     slices = situation.slices(way)
@@ -240,7 +240,7 @@ def _mig_shared_lines(
 
 
 def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:
-    """Return the lines that make a named instance for each party; equal ones are made at once, and numbered."""
+    """Return the lines that create a named instance for each party; equal ones are created at once and numbered."""
     create, root = ("mig", "create", "-g", str(situation.gpu.index)), sudo(situation)
     if len(situation.case.workloads) == 1 and len(parties) > 1:
         words = (f"{profiles[0]}*{len(parties)}", "--name", "group")
@@ -269,7 +269,7 @@ def _parties(situation: Situation, way: Way) -> list[tuple[str, Workload, int]]:
 
 
 def _name(text: str | None, number: int) -> str:
-    """Return a name that needs no quotes."""
+    """Return a name that needs no quoting."""
     clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
     return clean if clean[:1].isalpha() else f"group{number}"
 
@@ -290,22 +290,22 @@ def _limits(share: float | None, memory: int | None) -> Limits:
 
 
 def _threads_for(situation: Situation, processes: int) -> float:
-    """Return the cap of each of N clients: as measured, else 100/n to keep each within its share, or 200/n.
+    """Return the cap of each of N clients: the measured one, else 100/n to keep each within its share, or 200/n.
 
-    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better at every n that was tried.
+    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
     """
     return situation.cap if situation.cap is not None else min(100.0, threads_together(situation) / processes)
 
 
 def threads_together(situation: Situation) -> int:
-    """Return what the caps of all clients come to, in percent: 100 or 200."""
+    """Return the sum of the caps of all clients in percent: 100 or 200."""
     case = situation.case
     apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in situation.isolation
     return 100 if apart else 200
 
 
 def limits_sum(situation: Situation, way: Way) -> int | None:
-    """Return what the memory limits of all processes come to; None: there is a process without one."""
+    """Return the sum of the memory limits of all processes; None if one has no limit."""
     if way not in ALL_MPS or way is Way.MPS_STATIC:
         return None
     case = situation.case
@@ -318,7 +318,7 @@ def limits_sum(situation: Situation, way: Way) -> int | None:
 
 
 def memory_limits(situation: Situation) -> list[int | None]:
-    """Return a limit per workload; they add up to at most what the GPU has, or there are none."""
+    """Return a limit per workload. All together fit the GPU; a workload without one has none."""
     if situation.before_volta:
         return [None] * len(situation.case.workloads)
     ones, usable = situation.case.workloads, situation.under_mps.usable_bytes
@@ -342,7 +342,7 @@ def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Li
 
 
 def _set_limits(situation: Situation, what: str, limits: Limits) -> Line:
-    """Return the line that sets the limits of the daemon of the GPU to exactly these, but leaves its priority."""
+    """Return the line that sets exactly these limits of the GPU's daemon, except its priority."""
     exactly = replace(limits.explicit, priority=None)
     return change(what, Change(verb=Verb.MPS_SET, gpu=situation.gpu.index, limits=exactly))
 
@@ -391,7 +391,7 @@ _OTHER_CAPS: Final = "the same with --threads 100 and with half the cap: the bes
 
 
 def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
-    """Return the lines of unequal shares: one process with twice the share of each other, together 100 %."""
+    """Return the lines for unequal shares: one process gets twice the share of each other one, together 100 %."""
     gpu, one = f"-g {situation.gpu.index}", situation.case.workloads[0]
     small = 100.0 / (processes + 1)
     larger, other = (shlex.join(_limits(share, limit).options()) for share in (2 * small, small))
@@ -418,7 +418,7 @@ def _mps_priority_lines(situation: Situation) -> Recipe:
     lines = [*_off_first(situation), _daemon(situation, "start MPS without a cap for production")]
     limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
     for one in ones:
-        # Production has no limit: what is left to the other is what production does not need.
+        # Production has no limit: the other job gets what production does not need.
         words = replace(_limits(OPPORTUNISTIC_CAP / count, limits[id(one)]), priority=Priority.LOW).options()
         words = words if one in giving else []
         lines.append(
@@ -436,7 +436,7 @@ def _mps_priority_lines(situation: Situation) -> Recipe:
 
 
 def _static_chunks(situation: Situation) -> int:
-    """Return how many chunks each process gets: 8 SMs are a chunk from Hopper on, 4 before (NVIDIA MPS guide)."""
+    """Return the chunks per process. A chunk has 8 SMs since Hopper, 4 before (NVIDIA MPS guide)."""
     newer = situation.gpu.compute_capability is not None and situation.gpu.compute_capability >= HOPPER
     chunks = (situation.gpu.multiprocessors or 0) // (8 if newer else 4)
     return max(chunks // (situation.case.processes or 2), 1)
@@ -464,7 +464,7 @@ def _mps_static_lines(situation: Situation) -> Recipe:
 
 
 def _without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
-    """Return a recipe that first stops the MPS daemon of the GPU where it is in the way, and at last starts it again."""
+    """Return the recipe with the MPS daemon of the GPU stopped first, where it is in the way; the undo starts it again."""
     if not situation.mps_in_the_way(way):
         return found
     gpu, now = ("-g", str(situation.gpu.index)), situation.gpu.mps
@@ -481,7 +481,7 @@ def _without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
 
 def _whole_lines(situation: Situation) -> Recipe:
     if situation.several and situation.case.any("vms"):
-        # A lock or an environment variable of the host says nothing to a virtual machine.
+        # A lock or an environment variable of the host has no effect in a virtual machine.
         return Recipe(
             lines=(
                 Line("on the hypervisor: pass the whole GPU to one virtual machine at a time (PCI passthrough)", None),
@@ -499,7 +499,7 @@ def _queue(situation: Situation) -> Recipe:
     case, lines, index = situation.case, _off_first(situation), situation.gpu.index
     lock = f"flock /tmp/gpu-{index}.lock env {_visible_to(situation)}"
     if case.same_user is not True:
-        # Not a file: in /tmp that of another user cannot be opened for it (fs.protected_regular).
+        # A directory, because another user's file in /tmp cannot be opened for writing (fs.protected_regular).
         lines.append(Line("create a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
         lock = f"flock /tmp/gpu-{index}.queue env {_visible_to(situation)}"
     lines += [
@@ -525,7 +525,7 @@ def _turn(situation: Situation, one: Workload, count: int | None) -> str:
 
 
 def _may_pause(situation: Situation) -> bool:
-    """Return whether `gpushare run` can have both on the GPU, one of them standing still."""
+    """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
     if not situation.pair or situation.case.same_user is False or situation.before_volta:
         return False
     rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS)
@@ -534,7 +534,7 @@ def _may_pause(situation: Situation) -> bool:
 
 
 def _one_each(situation: Situation) -> Recipe:
-    """Return the lines of processes that wait for each other: in a queue the first would wait for ever."""
+    """Return the lines for processes that depend on each other: in a queue, the first would wait forever."""
     processes, usable = situation.case.processes or 2, situation.gpus_to_have
     gpus = usable[:processes]
     devices = ",".join(str(one.uuid or one.index) for one in gpus)
@@ -552,7 +552,7 @@ def _one_each(situation: Situation) -> Recipe:
 
 
 def recipe(situation: Situation, way: Way) -> Recipe:
-    """Return what to type for a way."""
+    """Return the recipe for a way."""
     found = _RECIPES[way](situation)
     found = _without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
     if any(line in found.lines for line in _off_first(situation)):
@@ -566,7 +566,7 @@ def recipe(situation: Situation, way: Way) -> Recipe:
 
 
 def _elsewhere(situation: Situation, way: Way) -> list[Line]:
-    """Return where the share is written for what starts the programs in containers: `gpushare run` does not there."""
+    """Return the export to use where containers run the programs: `gpushare run` does not start them there."""
     if way.outer not in {Mechanism.TIMESLICE, Mechanism.MPS, Mechanism.MIG}:
         return []
     if situation.case.any("kubernetes"):
@@ -606,7 +606,7 @@ def _timeslice(situation: Situation) -> Recipe:
 
 
 def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
-    """Return the way back to the level, and to the compute mode where that was in the way."""
+    """Return the lines that restore the level, and the compute mode where that was in the way."""
     index, root = str(situation.gpu.index), sudo(situation)
     level = situation.gpu.time_slice
     level = None if level is TimeSlice.DEFAULT else level

@@ -1,6 +1,6 @@
 """The rules of the advisor: vetoes, requirements, conditions, preferences, and the verdicts they lead to. Pure.
 
-Each row has its source, a document or a measurement. Reasons are shown; weights, which order the ways, are not.
+Each row names its source: a document or a measurement. Users see the reasons, but not the weights, which order the ways.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ When = Callable[[Situation], "bool | None"]
 
 
 def said(*properties: str) -> When:
-    """Return whether a workload has one of these properties."""
+    """Return a condition: a workload has one of these properties."""
     return lambda situation: any_of(situation.case.any(one) for one in properties)
 
 
 def denied(name: str) -> When:
-    """Return whether no workload has a property."""
+    """Return a condition: no workload has this property."""
     return lambda situation: negated(situation.case.any(name))
 
 
 class Kind(str, Enum):
-    """What a rule does to a way."""
+    """The effect of a rule on a way."""
 
     VETO = "veto"
     CONDITION = "condition"
@@ -43,10 +43,10 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: for preferences ``ways`` has a weight for each way.
+    """One rule. For preferences, ``ways`` has a weight for each way.
 
-    ``when`` says whether it applies; ``when_way`` where that differs from way to way. None: unknown; then ``unknown``
-    is a condition, and a rule without it does not apply. ``words`` fills the braces of ``text``.
+    ``when`` tells whether the rule applies, ``when_way`` where that differs between ways. If they return None
+    (unknown), ``unknown`` becomes a condition, or the rule does not apply. ``words`` fills the braces of ``text``.
     """
 
     id: str
@@ -60,7 +60,7 @@ class Rule:
     kind: Kind = field(kw_only=True)
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
-        """Yield what the rule says, for each way about which it says something."""
+        """Yield the reasons, each with its way."""
         common = None if self.when is None else self.when(situation)
         for way in self.ways:
             applies = common if self.when_way is None else self.when_way(situation, way)
@@ -75,10 +75,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """What one rule says of one way.
+    """What one rule says about one way.
 
-    ``open`` is a question that nobody answered. ``row`` is the row of the table that it comes from, ``contradiction``
-    what its sources disagree about.
+    ``open`` marks an unanswered question. ``row`` is the row of the table that the reason comes from, ``contradiction``
+    the disagreement of its sources.
     """
 
     rule: str
@@ -93,25 +93,25 @@ class Reason:
 
 @dataclass(frozen=True)
 class Requirement:
-    """The level of a row that a way must have: ``wanted`` to fit, ``floor`` to fit with a condition.
+    """The level of a row that a way needs: ``wanted`` to fit, ``floor`` to fit with a condition.
 
-    ``unknown`` is the condition when nobody said whether it is wanted, for ways that would be refused or bound.
+    ``unknown`` is the condition of the ways below the floor while it is not known whether the level is needed.
     """
 
     id: str
     row: str
     wanted: str
     floor: str
-    # What it is about, as the end of a sentence: "a fault in one process must not end the others".
+    # As part of a sentence: "a fault in one process must not end the others".
     text: str
     when: Callable[[Situation], bool | None]
     unknown: str | None = None
     ways: tuple[Way, ...] = tuple(Way)
-    # What holds between processes of one instance too: then a weak inner mechanism is a condition.
+    # It also applies between processes of one instance, where a weak inner mechanism is a condition.
     inside: bool = True
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
-        """Yield what the requirement says, for each way about which it says something."""
+        """Yield the reasons, each with its way."""
         applies = self.when(situation)
         if applies is False or (applies is None and self.unknown is None):
             return
@@ -134,7 +134,7 @@ class Requirement:
             yield from self._between(situation, way)
 
     def _short(self, situation: Situation, way: Way, cell: Cell, best: str) -> Reason:
-        """Return the reason of a cell that is too weak: a condition where an option or the floor helps."""
+        """Return the reason for a cell below the wanted level: a condition if an option or the floor helps."""
         table = situation.table
         if way is Way.VGPU and table.at_least(self.row, best, self.wanted):
             if situation.gpu.mig_capable is not False:
@@ -146,7 +146,7 @@ class Requirement:
         return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")
 
     def _between(self, situation: Situation, way: Way) -> Iterable[Reason]:
-        """Yield the condition that it holds between instances only."""
+        """Yield a condition if this is true only between instances."""
         if way.inner is None or situation.grouped:
             return
         level = situation.table.level(way.inner, self.row, situation.host.driver)
@@ -188,7 +188,7 @@ def _not_root(s: Situation) -> bool | None:
 
 
 def _needs_change(s: Situation) -> bool:
-    """Return whether instances have to be made: MIG is off, or those that idle do not serve."""
+    """Return whether instances have to be created: MIG is off, or the idle ones do not fit."""
     return not s.gpu.mig_enabled or s.free_now(Way.MIG) is None
 
 
@@ -358,14 +358,14 @@ REQUIREMENTS: Final = (
 
 
 def _in_the_way(s: Situation) -> bool | None:
-    """Return whether programs on the GPU keep it from being divided."""
+    """Return whether running programs prevent partitioning."""
     if s.gpu.mig_enabled:
         return False
     return None if s.gpu.processes is None else s.gpu.processes > 0
 
 
 def _tight(s: Situation) -> bool:
-    """Return whether all fit, but not with limits that have room for what CUDA takes of them."""
+    """Return whether all fit, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
     if not s.under_mps.fits or usable is None:
         return False
@@ -481,14 +481,14 @@ def _half(s: Situation) -> bool:
 
 
 def _leaves_half(s: Situation) -> bool:
-    """Return whether an instance for one process leaves half of the GPU; not known before MIG is on on old drivers."""
+    """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
     found, total = s.slices(Way.MIG), s.plain.total_bytes or 0
     return found is None or all((one.memory_bytes or 0) * 2 <= total for one in found.profiles)
 
 
 def _free_to_measure(s: Situation) -> bool:
     hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
-    # Ranks of NCCL are no copies of one program: nothing could be measured on one GPU.
+    # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
     one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
     return s.several and not s.pair and not hard and s.trusted and one_gpu
 
@@ -618,7 +618,7 @@ PREFERENCES: Final = (
 
 
 class Outcome(str, Enum):
-    """What a way is for a case."""
+    """The outcome of a way for a case."""
 
     FITS = "fits"
     CONDITION = "fits with a condition"
@@ -627,7 +627,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One way, what was found, and all reasons: vetoes first, then conditions, then preferences."""
+    """The verdict on one way, with all reasons: vetoes first, then conditions, then preferences."""
 
     way: Way
     outcome: Outcome
@@ -644,7 +644,7 @@ class Verdict:
         return self.outcome is Outcome.REFUSED
 
 
-# What speaks for a way when nothing else does: what needs least comes first.
+# The score of a way before any reason counts: the simplest setup comes first.
 BASE: Final = {
     Way.WHOLE: 5,
     Way.STREAMS: 2,
@@ -679,7 +679,7 @@ _NOTHING_KNOWN: Final = Reason(
 
 
 def verdicts(situation: Situation) -> tuple[Verdict, ...]:
-    """Return the verdict of every way, the best first, the refused last."""
+    """Return the verdict on every way: the best first, the refused ones last."""
     return situation.once(("verdicts", situation.case), lambda: _verdicts(situation))
 
 
@@ -699,7 +699,7 @@ def _verdicts(situation: Situation) -> tuple[Verdict, ...]:
 
 
 def winner(found: Iterable[Verdict]) -> Verdict | None:
-    """Return the best verdict; None when all that shares or queues is refused."""
+    """Return the best verdict; None if every way of sharing or queueing is refused."""
     usable = [one for one in found if not one.refused]
     if not any(one.way not in {Way.MEASURE, Way.FIX} for one in usable):
         return None
@@ -707,7 +707,7 @@ def winner(found: Iterable[Verdict]) -> Verdict | None:
 
 
 def _undecided(situation: Situation) -> bool:
-    """Return whether nothing decides: neither a wish, nor how the work comes, nor whether a process fills the GPU."""
+    """Return whether nothing decides: no requirement, no load pattern, and unknown whether a process fills the GPU."""
     case = situation.case
     wanted = (
         "cooperating",

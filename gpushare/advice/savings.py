@@ -1,6 +1,6 @@
-"""What consolidation would save: the same work on fewer GPUs, as arithmetic. Pure.
+"""Estimate what the same work would cost on fewer GPUs. Pure arithmetic.
 
-Loads are percent of one GPU and add up; so does memory. What sharing itself costs is not in here: measure it.
+Loads are in percent of one GPU and add up; so does memory. The cost of sharing itself is not included: measure it.
 Money is `Decimal`, rounded to cents once per sum, so that the sums that are shown add up.
 """
 
@@ -23,14 +23,14 @@ _CENT: Final = Decimal("0.01")
 
 @dataclass(frozen=True, kw_only=True)
 class KnownPrice:
-    """A price that somebody published, per hour of one instance with one GPU."""
+    """A published price per hour of one instance with one GPU."""
 
     instance: str
     per_hour: Decimal
     source: str
 
 
-# Only what our sources name. Everything else the user gives: prices change, and differ by region and contract.
+# Only prices with a source. Users give all others: prices change, and differ by region and contract.
 KNOWN_PRICES: Final = (
     KnownPrice(
         instance="g4dn.2xlarge",
@@ -42,7 +42,7 @@ KNOWN_PRICES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What runs on one GPU now: its mean load, its 95th percentile if known, and its peak memory if known."""
+    """The work on one GPU now: mean load, 95th percentile and peak memory; None where unknown."""
 
     name: str
     load: Decimal
@@ -59,7 +59,7 @@ class Price:
     source: str
 
     def cost(self, gpus: int) -> Decimal:
-        """Return what a number of GPUs costs, to the cent."""
+        """Return the cost of a number of GPUs, to the cent."""
         return (gpus * self.per_hour * self.hours).quantize(_CENT, ROUND_HALF_UP)
 
 
@@ -67,8 +67,8 @@ class Price:
 class Option:
     """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom; cost is None without a price.
 
-    ``places`` tells which GPUs' work goes together. ``max_load`` is of the fullest GPU, ``max_p95`` the largest sum of
-    95th percentiles that meet on one, as if all peaks came at once; None where one is unknown.
+    ``places`` lists which GPUs' work is placed together. ``max_load`` is that of the fullest GPU, ``max_p95`` the largest
+    sum of 95th percentiles on one GPU, as if all peaks coincided; None where one is unknown.
     """
 
     gpus: int
@@ -85,7 +85,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Savings:
-    """Now, and the ways to use fewer GPUs, the tightest first. ``warnings`` are for people."""
+    """The current state, and the options with fewer GPUs, fewest first."""
 
     gpus: int
     total_load: Decimal
@@ -97,7 +97,7 @@ class Savings:
 
     @property
     def recommended(self) -> Option | None:
-        """Return the fewest GPUs that keep the target load, or None when that needs all of them."""
+        """Return the option with the fewest GPUs that keeps the target load; None if that needs all of them."""
         return next((option for option in self.options if option.recommended), None)
 
 
@@ -110,8 +110,8 @@ def savings(
 ) -> Savings:
     """Return what the work of each GPU would cost on fewer GPUs of the same kind.
 
-    An option needs a place for the memory of all, and at most 100 % load on each GPU. The recommended one is the
-    fewest GPUs with no load above the target.
+    In an option, all memory must fit and no GPU may have more than 100 % load. The recommended one has the fewest
+    GPUs with no load above the target.
 
     Raises:
         BadUsage: a load, target or number of GPUs is out of range, or one piece of work needs more than a GPU has.
@@ -130,7 +130,7 @@ def savings(
         if found.max_load > 100:
             refused = f"{_on(gpus)} the fullest would have {plain(found.max_load)} % load: more than 100 %"
             continue
-        # More GPUs that take no load off the fullest one only cost.
+        # An additional GPU that takes no load off the fullest one only costs money.
         if options and found.max_load >= options[-1].max_load:
             continue
         options.append(found)
@@ -180,8 +180,8 @@ def _check(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | N
 def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Work]] | None:
     """Spread the load evenly over a number of GPUs; None if the memory does not fit.
 
-    Largest first, each to the GPU with the least load that has room; by load, and where memory then does not fit,
-    by memory to the first GPU with room. What fits on fewer GPUs fits: the caller keeps the better of both.
+    By load, largest first, each to the least loaded GPU with room; if the memory then does not fit, by memory, each to
+    the first GPU with room.
     """
     by_load = sorted(work, key=lambda one: (-one.load, -(one.memory_bytes or 0), one.name))
     by_memory = sorted(work, key=lambda one: (-(one.memory_bytes or 0), -one.load, one.name))
@@ -254,7 +254,7 @@ def _on(gpus: int) -> str:
 
 
 def plain(number: Decimal) -> str:
-    """Return a number without needless zeros: ``25``, ``0.752``."""
+    """Return a number without trailing zeros: ``25``, ``0.752``."""
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -264,7 +264,7 @@ def _warnings(
 ) -> list[str]:
     said = []
     loads = {one.load for one in work}
-    # Alike: "4 x 25 %"; else the sum.
+    # Equal loads are shown as "4 x 25 %", others as their sum.
     terms = f"{len(work)} x {plain(work[0].load)} %" if len(loads) == 1 else "together the loads"
     for option in options:
         where = _on(option.gpus)

@@ -1,4 +1,4 @@
-"""One case on one GPU: what the rules look at. Pure."""
+"""The situation that the rules judge: one case on one GPU. Pure."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ CONTEXT_BYTES: Final = 500 * MIB
 LEAST_CONTEXT_BYTES: Final = 286 * MIB
 MPS_CONTEXT_BYTES: Final = 248 * MIB
 MPS_SERVER_BYTES: Final = 66 * MIB
-# What of a pinned limit a PyTorch program does not get for its data: under 8G it saw 7.40 GiB.
+# The part of a pinned memory limit that a PyTorch program cannot use: under 8G it saw 7.40 GiB.
 MPS_LIMIT_EXTRA_BYTES: Final = 614 * MIB
 HEADROOM_PERCENT: Final = 2
-# Limits and splits are rounded to this, so that people can read them.
+# Limits are rounded to this, so that people can read them.
 _STEP: Final = 256 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The sum for one GPU, with or without MPS. None: not known."""
+    """The memory budget of one GPU, with or without MPS. None means unknown."""
 
     total_bytes: int | None
     headroom_bytes: int | None
-    # Of the way of sharing itself: the MPS server.
+    # The MPS server.
     server_bytes: int
     context_bytes: int
-    # The smallest that is reported; where it was measured the same.
+    # The smallest reported size; the same where it was measured.
     least_context_bytes: int
     processes: int | None
-    # Without contexts, all processes together.
+    # All processes together, without their contexts.
     wanted_bytes: int | None
     # The largest process, with its context.
     largest_bytes: int | None
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return what processes and their contexts may take together."""
+        """Return the memory available to processes and their contexts."""
         if self.total_bytes is None or self.headroom_bytes is None:
             return None
         return self.total_bytes - self.headroom_bytes - self.server_bytes
 
     @property
     def needed_bytes(self) -> int | None:
-        """Return what processes and their contexts take together."""
+        """Return the memory that processes and their contexts need."""
         if self.wanted_bytes is None or self.processes is None:
             return None
         return self.wanted_bytes + self.processes * self.context_bytes
 
     @property
     def left_bytes(self) -> int | None:
-        """Return what is left then; below zero is what is missing."""
+        """Return the remaining memory; negative if too little."""
         usable, needed = self.usable_bytes, self.needed_bytes
         return None if usable is None or needed is None else usable - needed
 
@@ -82,7 +82,7 @@ class Budget:
 
     @property
     def may_fit(self) -> bool | None:
-        """Return whether all fit at the same time with the smallest contexts that are reported."""
+        """Return whether all fit at the same time with the smallest reported contexts."""
         left = self.left_bytes
         if left is None or self.processes is None:
             return None
@@ -96,12 +96,12 @@ class Budget:
 
     @property
     def most(self) -> int | None:
-        """Return how many processes of the largest kind fit at the same time."""
+        """Return how many processes of the largest size fit at the same time."""
         usable = self.usable_bytes
         return None if usable is None or not self.largest_bytes else max(usable, 0) // self.largest_bytes
 
     def sentence(self) -> str | None:
-        """Return the sum in words; None when too little is known."""
+        """Return the calculation as text; None if too little is known."""
         left, needed = self.left_bytes, self.needed_bytes
         if left is None or needed is None:
             return None
@@ -124,7 +124,7 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
     counts = case.counts
     sizes = [one.memory for one in case.workloads]
     known = [size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None]
-    # What nobody said is not nothing: then the sum is known only from below, and is a sum when it is too large already.
+    # With unknown sizes the sum is only a lower bound, which counts if it is already too large.
     complete = len(known) == len(sizes)
     largest = max((size for size in sizes if size is not None), default=None)
     wanted = sum(known) if complete and known else None
@@ -143,22 +143,19 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
 
 
 def limit_for(memory: int) -> int:
-    """Return the pinned limit under which a process of this size works: with what CUDA itself takes of it, rounded up."""
+    """Return the pinned memory limit for a process of this size, including CUDA's own memory, rounded up."""
     return -(-(memory + MPS_LIMIT_EXTRA_BYTES) // _STEP) * _STEP
 
 
 def equal_limit(usable: int, processes: int) -> int | None:
-    """Return the limit of each of N equal processes, or None if that is too little.
-
-    The limits, and what each client takes in addition, add up to at most the usable memory.
-    """
+    """Return the limit of each of N equal processes, or None if it would be too small."""
     share = usable // processes // _STEP * _STEP
     return share if share > MPS_LIMIT_EXTRA_BYTES else None
 
 
 @dataclass(frozen=True, order=True)
 class Share:
-    """What one party needs of an instance, with contexts; zero: nobody said. ``graphics``: only +gfx profiles draw."""
+    """What one party needs of an instance, with contexts; 0 means unknown. ``graphics`` needs a +gfx profile."""
 
     memory_bytes: int = 0
     sms: int = 0
@@ -171,7 +168,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """One profile per share, in their order; or why there are none, and how many of the largest share would fit."""
+    """One profile per share, in order; or why there are none, and how many of the largest share would fit."""
 
     profiles: tuple[Profile, ...] = ()
     why_not: str | None = None
@@ -179,20 +176,20 @@ class Slices:
 
     @property
     def wish(self) -> Wish:
-        """Return it as a wish, the largest first."""
+        """Return the profiles as a wish."""
         counts = Counter(sorted((one.name for one in self.profiles), reverse=True))
         return tuple(Request(profile=name, count=count) for name, count in counts.items())
 
     @property
     def words(self) -> list[str]:
-        """Return the wish as ``gpushare mig`` takes it."""
+        """Return the wish as arguments of ``gpushare mig``."""
         return [str(request) for request in self.wish]
 
 
 def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
-    """Return the largest instances that hold these shares on an otherwise empty GPU.
+    """Return the largest instances that fit these shares on an otherwise empty GPU.
 
-    Equal shares get equal instances. Larger than needed is better here: what is not given to anybody idles.
+    Equal shares get equal instances. Larger than needed is better: unassigned slices would be idle.
     """
     empty = replace(layout, instances=())
     kinds = {graphics: _of_kind(layout, graphics=graphics) for graphics in (False, True)}
@@ -215,7 +212,7 @@ def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
 
 
 def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
-    """Return the ordinary profiles, or those that can draw, small ones first."""
+    """Return the ordinary profiles, or those with graphics, small ones first."""
     wanted = {"+gfx"} if graphics else set()
     found = [one for one in layout.profiles if one.attributes == wanted and one.placements and one.memory_bytes]
     return sorted(found, key=lambda one: (one.slices, one.size or 0, one.memory_bytes or 0))
@@ -255,7 +252,7 @@ def _most(empty: Layout, profile: Profile) -> int:
 
 
 def _largest_equal(empty: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
-    """Return the profile with the most SMs, and of equals the least memory, that fits ``count`` times."""
+    """Return the profile with the most SMs, then the least memory, that fits ``count`` times."""
     better = [
         one for one in ordinary if (one.memory_bytes or 0) >= (least.memory_bytes or 0) and one.slices >= least.slices
     ]
@@ -264,7 +261,7 @@ def _largest_equal(empty: Layout, ordinary: Sequence[Profile], least: Profile, c
 
 
 def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
-    """Return the choice with each enlarged among the profiles of its kind, the smallest first, while all still fit."""
+    """Return the choice with its profiles enlarged, the smallest first, as long as all fit."""
     moved = True
     while moved:
         moved = False
@@ -285,7 +282,7 @@ def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Pr
 
 
 def _free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None:
-    """Return the profiles of idle instances that are there and hold the shares, or None when they do not."""
+    """Return the profiles of existing idle instances that fit the shares, or None."""
     idle = sorted(
         (one.profile for one in layout.instances if one.compute and not one.busy),
         key=lambda profile: (profile.memory_bytes or 0, profile.slices),
@@ -311,9 +308,9 @@ HOPPER: Final = (9, 0)
 
 @dataclass(frozen=True)
 class Situation:
-    """A case, the host and the GPU that it shall run on, and the table.
+    """A case, the host and GPU that it is to run on, and the table.
 
-    ``cap`` is the thread percentage of an MPS client that was measured to be best (100: no cap), None where none was.
+    ``cap`` is the active thread percentage of an MPS client that was measured to be best (100 means no cap), or None.
     """
 
     case: Case
@@ -323,7 +320,7 @@ class Situation:
     cap: float | None = None
 
     def variant(self, **changes: Any) -> Situation:
-        """Return it with another case or cap. The GPU is the same, so results that are known already are shared."""
+        """Return a copy with another case or cap. The GPU is the same, so known results are shared."""
         found = replace(self, **changes)
         vars(found)["_known"] = self._known
         return found
@@ -333,7 +330,7 @@ class Situation:
         return {}
 
     def once(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Return the result of some work, which is done once for this situation and all of its variants."""
+        """Return the result of ``work``, which is called once for this situation and all of its variants."""
         if key not in self._known:
             self._known[key] = work()
         found: T = self._known[key]
@@ -343,7 +340,7 @@ class Situation:
 
     @cached_property
     def several(self) -> bool:
-        """Return whether there are several processes; without a number there are."""
+        """Return whether there are several processes; assumed where the number is unknown."""
         return (self.case.processes or 2) > 1
 
     @cached_property
@@ -353,7 +350,7 @@ class Situation:
 
     @cached_property
     def idle_often(self) -> bool:
-        """Return whether the work comes in bursts, or from people."""
+        """Return whether the load is bursty or interactive."""
         return self.case.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY}
 
     @cached_property
@@ -367,12 +364,12 @@ class Situation:
 
     @cached_property
     def isolation(self) -> frozenset[Isolation]:
-        """Return the isolation that was asked for."""
+        """Return the requested isolation."""
         return self.case.wanted_isolation or frozenset()
 
     @cached_property
     def apart(self) -> bool:
-        """Return whether parties are to be kept from each other."""
+        """Return whether parties must be separated from each other."""
         explicit = len(self.case.workloads) == 1 and (self.case.groups or 0) > 1
         return bool(
             explicit
@@ -384,24 +381,24 @@ class Situation:
 
     @cached_property
     def together(self) -> bool:
-        """Return whether several processes need each other alive, so that none can wait for another to end."""
+        """Return whether several processes depend on each other, so that they cannot run in turn."""
         needs = ("cooperating", "nccl", "ipc", "one_application")
         return self.several and not self.pair and any(self.case.any(need) for need in needs)
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU and the other idle ones without MIG."""
+        """Return this GPU and the other idle GPUs without MIG."""
         others = (one for one in self.host.gpus if one.index != self.gpu.index)
         return (self.gpu, *(one for one in others if one.error is None and one.processes == 0 and not one.mig_enabled))
 
     @cached_property
     def trusted(self) -> bool:
-        """Return False when one of the parties is not trusted."""
+        """Return False if one of the parties is not trusted."""
         return not any(one.trusted is False for one in self.case.workloads)
 
     @cached_property
     def grouped(self) -> bool | None:
-        """Return whether several processes belong to one party, so that they may share its part."""
+        """Return whether a party has several processes, which may share its part."""
         groups, processes = self.case.groups, self.case.processes
         return None if groups is None or processes is None else groups < processes
 
@@ -409,33 +406,33 @@ class Situation:
 
     @cached_property
     def plain(self) -> Budget:
-        """Return the memory without MPS."""
+        """Return the memory budget without MPS."""
         return budget(self.case, self.gpu, mps=False)
 
     @cached_property
     def under_mps(self) -> Budget:
-        """Return the memory under MPS."""
+        """Return the memory budget under MPS."""
         return budget(self.case, self.gpu, mps=True)
 
     def budget_of(self, way: Way) -> Budget:
-        """Return the memory for a way."""
+        """Return the memory budget of a way."""
         return self.under_mps if Mechanism.MPS in {way.outer, way.inner} else self.plain
 
     # -- MPS and MIG -------------------------------------------------------------------------------
 
     @property
     def before_volta(self) -> bool | None:
-        """Return whether the GPU is older than Volta: MPS has no limits there, and takes fewer clients."""
+        """Return whether the GPU is older than Volta: MPS has no limits there, and accepts fewer clients."""
         return None if self.gpu.compute_capability is None else self.gpu.compute_capability < VOLTA
 
     @cached_property
     def mps_clients(self) -> int | None:
-        """Return how many clients MPS takes here, as `gpushare compare` says it; None when unknown."""
+        """Return how many clients MPS accepts here, as `gpushare compare` shows it; None if unknown."""
         return mps_clients(self.table, self.host, self.gpu)
 
     @property
     def mps_serves(self) -> bool:
-        """Return whether an MPS daemon of the whole GPU is there already; those of instances go with MIG."""
+        """Return whether an MPS daemon serves the whole GPU; those of instances end with MIG."""
         return self.gpu.mps_daemons > 0 and not self.gpu.mig_enabled
 
     def mps_in_the_way(self, way: Way) -> bool:
@@ -449,18 +446,18 @@ class Situation:
 
     @cached_property
     def instances(self) -> int | None:
-        """Return how many MIG instances there can be: the table's number, or the driver's where that is less."""
+        """Return the maximum number of MIG instances: the table's, or the driver's if that is lower."""
         limit = self.table.cell(Mechanism.MIG, "max_partitions", self.host.driver).limit
         known = [one for one in (limit, self.gpu.largest_instance_count) if one is not None]
         return min(known, default=None)
 
     @cached_property
     def may_be_root(self) -> bool | None:
-        """Return whether root's commands can be run: as the user said, else as root now; None: nobody knows."""
+        """Return whether commands can run as root: as the user said, else True for root; None if unknown."""
         return self.case.root if self.case.root is not None else self.host.root or None
 
     def shares(self, way: Way) -> tuple[Share, ...]:
-        """Return what each instance must hold: a process with MIG alone, a party where it is shared inside."""
+        """Return what each instance must hold: one process with plain MIG, one party if the instance is shared."""
         ones = self.case.workloads
         if way is Way.MIG:
             count = self.case.processes or 2
@@ -479,12 +476,12 @@ class Situation:
         return (_share(ones[0], -(-processes // parties), context),) * parties
 
     def _parties_for(self, processes: int) -> int:
-        """Return into how many instances processes without groups go: two to each at the least, evenly if that works."""
+        """Return the number of instances for processes without groups: at least two in each, evenly if possible."""
         most = max(1, min((self.instances or 7), processes // 2))
         return next((n for n in range(most, 1, -1) if processes % n == 0), most)
 
     def slices(self, way: Way) -> Slices | None:
-        """Return the instances for a way; None: the driver lists no profiles, or there are too many to ask."""
+        """Return the instances for a way; None if the driver lists no profiles."""
         layout = self.gpu.layout
         if layout is None or not layout.profiles:
             return None
@@ -496,14 +493,14 @@ class Situation:
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
         if len(shares) == 1:
-            # One process leaves the other half to others, where half is enough for it.
+            # One process leaves half of the GPU to others, if half is enough for it.
             half = slices_for(layout, shares * 2)
             if half.why_not is None:
                 return replace(half, profiles=half.profiles[:1])
         return slices_for(layout, shares)
 
     def held(self, way: Way) -> bool:
-        """Return whether instances in which somebody works leave too little room for those of a way."""
+        """Return whether busy instances leave too little room for those of a way."""
         layout, slices = self.gpu.layout, self.slices(way)
         if layout is None or not self.gpu.mig_enabled or slices is None or not slices.profiles:
             return False
@@ -514,7 +511,7 @@ class Situation:
         return bool(busy) and not self.once(("addable", wish), lambda: addable(rest, wish))
 
     def free_now(self, way: Way) -> list[str] | None:
-        """Return idle instances that are there and hold the shares."""
+        """Return the profiles of existing idle instances that fit the shares of a way, or None."""
         layout = self.gpu.layout
         return None if layout is None or not self.gpu.mig_enabled else _free_instances(layout, self.shares(way))
 
@@ -525,9 +522,9 @@ def _share(workload: Workload, processes: int, context: int) -> Share:
 
 
 def instances_sentence(situation: Situation, way: Way) -> str | None:
-    """Return the sum of each instance in words: the sum of the whole GPU says nothing there.
+    """Return the memory calculation of each instance as text.
 
-    None: it is another way, nobody said what a process needs, or the driver lists no profiles.
+    None for a way without MIG, without the memory of a process, or if the driver lists no profiles.
     """
     layout, shares = situation.gpu.layout, situation.shares(way)
     if way not in ALL_MIG or layout is None or not all(share.memory_bytes for share in shares):

@@ -1,7 +1,7 @@
 """The table of mechanisms: what each way of sharing does and does not promise, with sources.
 
-The words are those of NVIDIA's table of 2022 (*published*) and what is true since (*today*, by driver);
-the levels are what advice reads. All of it is data: ``gpushare/data/mechanisms.yaml``.
+The texts are those of NVIDIA's table of 2022 (*published*) and what is true today, by driver (*today*);
+the rules read the levels. All of it is data: ``gpushare/data/mechanisms.yaml``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mechanism(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a statement stands: a document, the driver's source, or a measurement."""
+    """The source of a statement: a document, the driver's source code, or a measurement."""
 
     key: str
     title: str
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row: ``question`` is what it answers, ``levels`` its values from weakest to strongest."""
+    """One row: the question that it answers, and its levels from weakest to strongest."""
 
     key: str
     title: str
@@ -51,9 +51,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What a mechanism can do when it is set up in a special way: static MPS partitions, MIG-backed vGPU.
+    """A special setup of a mechanism: static MPS partitions, MIG-backed vGPU.
 
-    ``since`` is the first driver branch that has it; None: all of them.
+    ``since`` is the first driver branch that has it; None means all of them.
     """
 
     key: str
@@ -64,7 +64,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell on one driver. ``level`` is what the mechanism gives without options; ``limit`` a number, where the row has one."""
+    """One cell on one driver: the level without options, and the number where the row counts something."""
 
     mechanism: Mechanism
     row: str
@@ -72,7 +72,7 @@ class Cell:
     today: str
     level: str
     sources: tuple[Source, ...]
-    # The first driver branch for which ``today`` and ``level`` hold; None: all that gpushare knows.
+    # The first driver branch for which ``today`` and ``level`` are true; None means all of them.
     since: int | None = None
     limit: int | None = None
     options: tuple[Option, ...] = ()
@@ -82,7 +82,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Dated:
-    """A value that holds from a driver branch on."""
+    """A value that is valid from a driver branch on."""
 
     since: int | None
     value: str
@@ -90,7 +90,7 @@ class Dated:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One cell as the file has it: for every driver."""
+    """One cell as it is in the file, for all drivers."""
 
     published: str
     today: tuple[Dated, ...]
@@ -104,7 +104,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The whole table. ``titles`` are the mechanisms' names for people."""
+    """The whole table. ``titles`` are the mechanisms' display names."""
 
     rows: tuple[Row, ...]
     titles: Mapping[Mechanism, str]
@@ -125,7 +125,7 @@ class Table:
         )
 
     def cell(self, mechanism: Mechanism, row_key: str, driver: str | None = None) -> Cell:
-        """Return a cell as it is on a driver (``580.159.04``, ``580``); None is the newest that the table knows.
+        """Return a cell as it is on a driver (``580.159.04``, ``580``); None means the newest in the table.
 
         Raises:
             BadUsage: there is no such row.
@@ -149,7 +149,7 @@ class Table:
         )
 
     def level(self, mechanism: Mechanism, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
-        """Return the level of a cell; with an option that the driver has, the option's.
+        """Return the level of a cell, or of its option where the driver has that.
 
         Raises:
             BadUsage: there is no such row.
@@ -158,10 +158,10 @@ class Table:
         return next((one.level for one in cell.options if one.key == option), cell.level)
 
     def at_least(self, row_key: str, level: str, wanted: str) -> bool:
-        """Return whether a level of a row is the wanted one or a stronger one.
+        """Return whether a level of a row is at least as strong as the wanted one.
 
         Raises:
-            BadUsage: the row does not know one of them.
+            BadUsage: the row does not have one of them.
         """
         return self._strength(row_key, level) >= self._strength(row_key, wanted)
 
@@ -175,13 +175,13 @@ class Table:
 
 
 def driver_branch(driver: str | None) -> int | None:
-    """Return the branch of a driver version: 580 of ``580.159.04``; None when it is unknown."""
+    """Return the branch of a driver version (580 of ``580.159.04``); None if unknown."""
     match = re.match(r"\d{1,5}(?!\d)", driver or "", re.ASCII)
     return int(match.group()) if match else None
 
 
 def _at(dated: tuple[Dated, ...], branch: int | None) -> Dated | None:
-    """Return the newest value that holds on a branch. The file's order is from old to new."""
+    """Return the newest value that is valid on a branch. The file goes from old to new."""
     holding = [one for one in dated if one.since is None or branch is None or one.since <= branch]
     return holding[-1] if holding else None
 
@@ -237,7 +237,7 @@ def _entry(cell: Mapping[str, Any]) -> Entry:
 
 
 def _dated(value: Any, name: str) -> tuple[Dated, ...]:
-    """Return a value that may differ by driver: one, or a list of ``{since, NAME}`` from old to new."""
+    """Return a value that may differ by driver: one value, or a list of ``{since, NAME}`` from old to new."""
     several = value if isinstance(value, list) else [{name: value}]
     return tuple(Dated(since=_since(one), value=str(one[name])) for one in several)
 
@@ -278,15 +278,15 @@ def mechanism_named(text: str) -> Mechanism:
     if len(found) == 1:
         return found[0]
     raise BadUsage(
-        f"{quoted(text)} is no way of sharing that gpushare compares",
+        f"{quoted(text)} is not a way of sharing that gpushare compares",
         _meant(text, {one.value: names for one, names in _MECHANISMS.items()})
-        + "name streams, mps, time-slicing, mig or vgpu",
+        + "give streams, mps, time-slicing, mig or vgpu",
         code="no_mechanism",
     )
 
 
 def row_named(table: Table, text: str) -> Row:
-    """Return the row that a user names: its key, its title, or an unmistakable part of it.
+    """Return the row that a user names: its key, its title, or an unambiguous part of one.
 
     Raises:
         BadUsage: there is none, or several fit.
@@ -297,12 +297,12 @@ def row_named(table: Table, text: str) -> Row:
         return table.row(found[0])
     if found:
         raise BadUsage(
-            f"{quoted(text)} may be {' or '.join(table.row(key).title for key in found)}",
-            f"name one: {', '.join(found)}",
+            f"{quoted(text)} may mean {' or '.join(table.row(key).title for key in found)}",
+            f"give one of: {', '.join(found)}",
             code="no_row",
         )
     raise BadUsage(
-        f"{quoted(text)} is no row of the table",
+        f"{quoted(text)} is not a row of the table",
         _meant(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
         code="no_row",
     )
@@ -313,13 +313,13 @@ def _bare(text: str) -> str:
 
 
 def _find(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
-    """Return the keys that have this very name; else those whose names begin so; else those that hold it."""
+    """Return the keys with exactly this name; else those whose names begin with it; else those that contain it."""
     asked = _bare(text)
     if not asked:
         return []
     bare = {key: [_bare(name) for name in several] for key, several in names.items()}
     exact = [key for key, several in bare.items() if asked in several]
-    # One or two letters are too little to be a part of a name.
+    # One or two letters are too short to match a part of a name.
     if exact or len(asked) < 3:
         return exact
     begins = [key for key, several in bare.items() if any(name.startswith(asked) for name in several)]

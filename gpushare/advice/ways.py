@@ -11,7 +11,7 @@ from gpushare.errors import BadUsage
 
 
 class Way(str, Enum):
-    """One way; the order is that of the answer's table, from the simplest to the most particular."""
+    """One way, in the order of the answer's table: from the simplest to the most special."""
 
     WHOLE = "whole-gpu"
     STREAMS = "streams"
@@ -34,17 +34,17 @@ class Way(str, Enum):
 
     @property
     def outer(self) -> Mechanism | None:
-        """Return the mechanism that separates the parties; None: nothing is shared."""
+        """Return the mechanism that separates the parties; None if nothing is shared."""
         return _OUTER.get(self)
 
     @property
     def inner(self) -> Mechanism | None:
-        """Return the mechanism inside one party's part; None: there is one level only."""
+        """Return the mechanism inside the part of one party; None if there is only one level."""
         return _INNER.get(self)
 
     @property
     def table_option(self) -> str | None:
-        """Return the key of the option in the table that this way is, or may be: static partitions, MIG-backed vGPU."""
+        """Return the key of its option in the table: static partitions, MIG-backed vGPU."""
         return _OPTIONS.get(self)
 
 
@@ -81,7 +81,7 @@ _INNER: Final = {
     Way.MPS_STREAMS: Mechanism.STREAMS,
 }
 _OPTIONS: Final = {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed"}
-# Words that people use for them.
+# Other words for them.
 _ALIASES: Final = {
     "exclusive": Way.WHOLE,
     "whole": Way.WHOLE,
@@ -101,7 +101,7 @@ ALL_MPS: Final = (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS)
 ALL_MIG: Final = (Way.MIG, Way.MIG_MPS, Way.MIG_TIMESLICE)
 # Several programs on one device at the same time.
 CONCURRENT: Final = (Way.STREAMS, Way.TIMESLICE, *ALL_MPS, *ALL_MIG, Way.VGPU)
-# What shares a GPU, or leaves it alone; without the two answers that are advice of another kind.
+# Without the two answers that are not a way of sharing: measure it, fix the application.
 SHARING: Final = (Way.WHOLE, *CONCURRENT)
 
 
@@ -109,7 +109,7 @@ def way_of(text: str) -> Way:
     """Return the way that a user names.
 
     Raises:
-        BadUsage: none of them; the hint names those that are close.
+        BadUsage: there is none of that name; the hint names close ones.
     """
     wanted = text.strip().lower()
     try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
-# Nearly all that a start makes stays to its end: looking for garbage in it, also at the exit, is a fifth of the start.
+# Nearly all objects of a start live to its end: collecting garbage, even at the exit, would be a fifth of its time.
 gc.set_threshold(50_000)
 atexit.register(gc.freeze)
 
@@ -22,8 +22,8 @@ from gpushare.cli import options as common  # noqa: E402
 from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 from gpushare.show.text import NotWritten, put  # noqa: E402
 
-# One file per verb, in the order of the help, with what the help says of it. Only the file of the verb that is asked for
-# is loaded: the whole tree costs more than Typer itself, at every start.
+# One file per verb, in the order of the help, with its line there. Only the file of the requested verb is loaded: the
+# whole tree costs more than Typer itself at every start.
 VERBS: Final[Mapping[str, str]] = {
     "status": "Show GPUs, sharing, limits, clients, processes.",
     "run": "Run a program inside a share of a GPU.",
@@ -49,13 +49,13 @@ VERBS: Final[Mapping[str, str]] = {
 
 @functools.cache
 def root() -> common.RootGroup:
-    """Return the program. The file of a verb is loaded when the verb is asked for."""
+    """Return the program. The file of a verb is loaded on first use."""
     return common.RootGroup(
         name="gpushare",
         commands=common.Commands({verb: functools.partial(_verb, verb) for verb in VERBS}),
         listed=VERBS,
-        help="Share the GPUs of one host well: see who is on them, set a way of sharing up, prove it, take it down again.",
-        epilog="On a machine without a GPU try: gpushare --host sim:h200 status",
+        help="Share the GPUs of one host: see who uses them, set up a way of sharing, prove that it works, and undo it.",
+        epilog="On a machine without a GPU, try: gpushare --host sim:h200 status",
         no_args_is_help=True,
         rich_markup_mode=None,
         context_settings=common.CONTEXT,
@@ -63,7 +63,7 @@ def root() -> common.RootGroup:
 
 
 def _verb(verb: str) -> Any:
-    """Return the command, or the group of commands, that a verb's file registers."""
+    """Return the command or group that a verb's file registers."""
     program = typer.Typer(rich_markup_mode=None)
     import_module(f"gpushare.cli.{verb}").register(program)
     for group in program.registered_groups:
@@ -73,7 +73,7 @@ def _verb(verb: str) -> Any:
 
 
 def _group(info: Any) -> Any:
-    """Return a group whose commands are built when they are asked for: Typer reads the signature of each."""
+    """Return a group whose commands are built on first use: Typer inspects the signature of each."""
     solved = typer.main.solve_typer_info_defaults(info)
 
     def built(command: Any) -> Any:
@@ -91,7 +91,7 @@ def _group(info: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code; the one try/except of the command line."""
+    """Run the program and return its exit code. All errors are handled here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
     common.open_closed_streams()
@@ -101,28 +101,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _run(words)
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):
-        # The reader is gone (| head): nothing more to say.
+        # The reader is gone (| head).
         _drop_stdout()
         return 128 + 13
     except OSError as error:
-        # Of the flush, or of our own messages.
+        # From the flush, or from our own messages.
         return _unwritten(error)
     return code
 
 
 def _drop_stdout() -> None:
-    """Let nothing more be said on stdout, also not by the interpreter's own flush at its end."""
+    """Discard further output to stdout, including the interpreter's flush at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unwritten(error: OSError, answer: Any = None) -> int:
-    """Say on stderr that the result could not be written, and what the command itself came to."""
+    """Report on stderr that the result could not be written, and whether the command succeeded."""
     from gpushare.show.render import write_error
 
-    hint = "the disk may be full, or what stdout goes to be closed"
+    hint = "the disk may be full, or the target of stdout closed"
     if common.settings.changes and not common.settings.dry_run and answer is not None and not answer.errors:
-        hint = "the command itself was carried out; see: gpushare status"
+        hint = "the command itself succeeded; see: gpushare status"
     said = OperationFailed(f"cannot write the result: {error.strerror or error}", hint, code="not_written")
     with contextlib.suppress(OSError):
         for one in (*getattr(answer, "errors", ()), said):
@@ -149,7 +149,7 @@ def _run(words: list[str]) -> int:
 
 
 def _written(answer: Any) -> int:
-    """Write a command's result; a plain number is an exit code (of `gpushare run`, of ``--help``)."""
+    """Write a command's result. A plain number is an exit code (`gpushare run`, ``--help``)."""
     if isinstance(answer, int):
         return answer
     if answer is None:
@@ -190,13 +190,13 @@ def _unexpected(error: Exception) -> int:
             return _failed(refused)
     what = f"{type(error).__name__}: {error}".replace("\n", " ")
     bug = OperationFailed(
-        f"unexpected {what}", "this is a bug of gpushare; run it again with --debug and report it", code="bug"
+        f"unexpected {what}", "this is a bug in gpushare; run it again with --debug and report it", code="bug"
     )
     return _failed(bug)
 
 
 def _usage(error: Any) -> int:
-    """Return the exit code of an error of the parser, said in our two lines."""
+    """Report an error of the parser in our two lines, and return the exit code."""
     if type(error).__name__ == "NoArgsIsHelpError":
         put(sys.stdout, error.ctx.get_help() + "\n")
         return int(ExitCode.USAGE)
@@ -206,7 +206,7 @@ def _usage(error: Any) -> int:
 
 
 def _in_our_words(message: str) -> str:
-    """Return a message of the parser: an option that is meant as a command is, a number by no name of Python's."""
+    """Return a message of the parser in the style of ours, without names of Python types."""
     import re
 
     from gpushare.units import quoted

@@ -1,4 +1,4 @@
-"""The options that every command takes, before or after it, and what they set."""
+"""Options: those that every command takes, those of several verbs, and how a plan is shown or carried out."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 10
 
 @dataclass
 class Settings:
-    """What the common options say; one object per run of the program."""
+    """The values of the common options; one object per run of the program."""
 
     host: str | None = None
-    # None: table on a terminal, plain off one.
+    # None: a table on a terminal, else plain text.
     output_format: OutputFormat | None = None
     quiet: bool = False
     verbose: bool = False
     debug: bool = False
     dry_run: bool = False
     yes: bool = False
-    # The command is one that changes something.
+    # The command changes something.
     changes: bool = False
-    # What was asked for, as far as the command line is understood: ``mps start``.
+    # The command, as far as it was parsed: ``mps start``.
     command: str = ""
     connected: Host | None = None
 
     def connect(self) -> Host:
-        """Return the host, always the same: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
+        """Return the host, connected once: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
         if self.connected is None:
             from gpushare.connect import connect
 
@@ -78,13 +78,13 @@ _FLAGS: Final = (("-q", "--quiet"), ("-v", "--verbose"), ("--debug",), ("-n", "-
 
 
 def reset() -> None:
-    """Forget what an earlier run in this process was told (tests)."""
+    """Reset all settings, for several runs in one process (tests)."""
     for name, value in vars(Settings()).items():
         setattr(settings, name, value)
 
 
 class _Terminal(io.FileIO):
-    """A terminal to write to. What is said to one that was closed is lost, and hinders nothing: not an end in order."""
+    """A terminal. Output to a closed one is lost, but does not keep a command from ending in order."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -96,7 +96,7 @@ class _Terminal(io.FileIO):
 
 
 def outlive_the_terminal() -> None:
-    """Let stdout and stderr go on when the terminal that they are is closed, and let no child's end get lost."""
+    """Let stdout and stderr survive a closed terminal, and let no exit code of a child get lost."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -106,17 +106,17 @@ def outlive_the_terminal() -> None:
                     io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True, write_through=True
                 )
                 setattr(sys, name, said)
-    # Inherited as ignored it takes every exit code away.
+    # If it is inherited as ignored, all exit codes of children are lost.
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def open_closed_streams() -> None:
-    """Put the null device where a standard stream was closed (``>&-``): Python has None there."""
+    """Open the null device for each closed standard stream (``>&-``), where Python has None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # Open to the end of the process, as the streams of Python are.
+            # It stays open until the process ends, as Python's own streams do.
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
@@ -138,7 +138,7 @@ def output_of(text: str) -> OutputFormat:
 
 def _set(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
     def callback(_context: Any, _parameter: Any, value: Any) -> Any:
-        # Absent stands for "as it was": the same option may stand before the command.
+        # An absent option changes nothing: it may have been given before the command.
         if value not in {None, False}:
             setattr(settings, name, convert(value))
         return value
@@ -166,24 +166,24 @@ def _flag(name: str, help_text: str, *declarations: str) -> TyperOption:
 
 
 def common_options() -> list[TyperOption]:
-    """Return the options that stand on every command, new objects each time."""
+    """Return the options of every command, new objects each time."""
     return [
         TyperOption(
             param_decls=["--host", "shared_host"],
             metavar="SPEC",
             expose_value=False,
             callback=_set("host"),
-            help="The host: local, or a simulated one like sim:h200, sim:2xt4,a30. [env: GPUSHARE_HOST]",
+            help="The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]",
         ),
         TyperOption(
             param_decls=["-o", "--output", "shared_output"],
             metavar="FORMAT",
             expose_value=False,
             callback=_set("output_format", output_of),
-            help="table, plain, json, yaml or csv. [default: table on a terminal, plain off one]",
+            help="table, plain, json, yaml or csv. [default: table on a terminal, else plain]",
         ),
-        _flag("quiet", "No notes.", "-q", "--quiet"),
-        _flag("verbose", "Say more of what is done.", "-v", "--verbose"),
+        _flag("quiet", "Do not print notes.", "-q", "--quiet"),
+        _flag("verbose", "Print more about what is done.", "-v", "--verbose"),
         _flag("debug", "Show the traceback of an error.", "--debug"),
     ]
 
@@ -197,7 +197,7 @@ def change_options() -> list[TyperOption]:
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: what Ctrl-C rolls back and closes is so by them too."""
+    """SIGTERM or SIGHUP: handled like Ctrl-C, with rollback."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -206,16 +206,16 @@ class Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def ended_by_exception() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: rolled back, the terminal as it was.
+    """Let SIGTERM and SIGHUP end a command like Ctrl-C: rolled back, with the terminal restored.
 
-    A signal that the caller handles or ignores (nohup) is left so.
+    A signal that the caller handles or ignores (nohup) is left as it is.
     """
 
     def end(number: int, _frame: object) -> None:
         raise Ended(number)
 
     taken: list[tuple[int, Any]] = []
-    # Another thread than the main one (ValueError) has no say in signals.
+    # ValueError: only the main thread can set signal handlers.
     with contextlib.suppress(ValueError):
         for number in map(int, (signal.SIGTERM, signal.SIGHUP)):
             before = signal.getsignal(number)
@@ -238,11 +238,11 @@ def interrupted(error: KeyboardInterrupt) -> Interrupted:
 
 
 class ReaderGone(Exception):
-    """The reader of stdout is gone (| head). Typer would end a BrokenPipeError itself, with 1."""
+    """The reader of stdout is gone (| head). Typer would handle a BrokenPipeError itself, with exit code 1."""
 
 
 def _understand(arguments: Sequence[str], *, interspersed: bool) -> None:
-    """Read ``-o`` and ``--debug`` of words that the parser refuses: the error is said as they ask."""
+    """Read ``-o`` and ``--debug`` from words that the parser refuses, so that the error follows them."""
     lenient = TyperCommand(
         name=None,
         params=[
@@ -268,14 +268,14 @@ def _understand(arguments: Sequence[str], *, interspersed: bool) -> None:
 
 
 def _noted(name: str | None, parent: Any) -> None:
-    """Note which command is asked for; the program itself has no parent."""
+    """Note the name of the command; the program itself has no parent."""
     if parent is not None:
         settings.command = f"{settings.command} {name}".strip()
 
 
 @contextlib.contextmanager
 def _parsing(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
-    """Let an error of the parser be said in the output format that the words ask for.
+    """Let an error of the parser be shown in the output format that the words request.
 
     Raises:
         NotWritten: --help could not be written; parsing does nothing else outside this process.
@@ -293,7 +293,7 @@ def _parsing(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
 
 
 class Commands(dict[str, Any]):
-    """Commands by name, each built when it is first asked for: the whole tree costs more than Typer itself."""
+    """Commands by name, each built on first use: the whole tree costs more than Typer itself."""
 
     def __init__(self, builders: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(builders)
@@ -307,22 +307,22 @@ class Commands(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a command, built, or the default."""
-        return self[name] if name in self else default  # noqa: SIM401 - what stands in it is not built yet
+        return self[name] if name in self else default  # noqa: SIM401 - its values are not built yet
 
     def items(self) -> Any:
-        """Return all of them, built."""
+        """Return all commands, built."""
         return [(name, self[name]) for name in self]
 
     def values(self) -> Any:
-        """Return all of them, built."""
+        """Return all commands, built."""
         return [self[name] for name in self]
 
 
 class Interruptible(TyperCommand):
-    """A command whose Ctrl-C is an error like any other: Typer would end it with 130 and without a word."""
+    """A command whose Ctrl-C is an error like any other: Typer would exit with 130 and print nothing."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the words; an error of it is said in the output format that they ask for."""
+        """Parse the words; an error is shown in the output format that they request."""
         _noted(info_name, parent)
         with _parsing(args, interspersed=self.context_settings.get("allow_interspersed_args", True)):
             return super().make_context(info_name, args, parent, **extra)
@@ -332,7 +332,7 @@ class Interruptible(TyperCommand):
 
         Raises:
             Interrupted: by Ctrl-C.
-            ReaderGone: nobody reads what it writes.
+            ReaderGone: the reader of stdout is gone.
         """
         try:
             return super().invoke(ctx)
@@ -343,7 +343,7 @@ class Interruptible(TyperCommand):
 
 
 class Command(Interruptible):
-    """A command that only looks."""
+    """A command that changes nothing."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         named["params"] = [*(named.get("params") or []), *common_options()]
@@ -358,7 +358,7 @@ class ChangingCommand(Interruptible):
         super().__init__(*arguments, **named)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, and note that it is one that changes; errors as `Interruptible.invoke`."""
+        """Run the command, and note that it changes something; as `Interruptible.invoke`."""
         settings.changes = True
         return super().invoke(ctx)
 
@@ -381,13 +381,13 @@ class Group(TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that is named; as `Interruptible.make_context`."""
+        """Find the named command; as `Interruptible.make_context`."""
         with _parsing(args, interspersed=True):
             return super().resolve_command(ctx, args)
 
 
 class RootGroup(Group):
-    """The program itself. ``listed`` is what its help says of each verb, without loading any."""
+    """The program itself. ``listed`` has the help line of each verb, so that none is loaded for it."""
 
     def __init__(self, *arguments: Any, listed: Mapping[str, str], **named: Any) -> None:
         self._listed = listed
@@ -473,7 +473,7 @@ HostFileOption = Annotated[
 
 
 def note(text: str) -> None:
-    """Say something on stderr, unless --quiet."""
+    """Print a note on stderr, unless --quiet is given."""
     if not settings.quiet:
         from gpushare.show.render import write_notes
 
@@ -481,12 +481,12 @@ def note(text: str) -> None:
 
 
 def gpus_of(host: Host) -> Sequence[Gpu]:
-    """Return the GPUs of a host with the modes that a change looks at."""
+    """Return the GPUs of a host, with their modes."""
     return host.nvml.sweep()
 
 
 def answered(prompt: str) -> str:
-    """Ask on stderr and return the line from stdin, empty at its end; what is said next has a line of its own.
+    """Ask on stderr and return the line from stdin, empty at its end.
 
     Raises:
         KeyboardInterrupt: Ctrl-C instead of an answer.
@@ -495,36 +495,38 @@ def answered(prompt: str) -> str:
     sys.stderr.flush()
     line = ""
     try:
-        # A terminal that was closed meanwhile (EIO) says no more than the end of a file.
+        # A terminal that was closed meanwhile (EIO) counts as the end of the input.
         with contextlib.suppress(OSError):
             line = sys.stdin.readline()
     finally:
-        # Without an answer the cursor is still behind the question.
+        # Without an answer, the cursor is still on the line of the question.
         if not line:
             sys.stderr.write("\n")
     return line
 
 
 def confirm(question: str) -> None:
-    """Ask on a terminal; elsewhere ``--yes`` is needed.
+    """Ask on a terminal; elsewhere, require ``--yes``.
 
     Raises:
-        BadUsage: nobody can be asked, or the answer is no.
+        BadUsage: there is no terminal, or the answer is no.
     """
     if settings.yes or settings.dry_run:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise BadUsage(
-            f"{question} Nobody can be asked here", "say so with --yes; or look first: --dry-run", code="not_confirmed"
+            f"{question} There is no terminal to ask on",
+            "confirm with --yes; or preview with --dry-run",
+            code="not_confirmed",
         )
     if answered(f"{question} [y/N] ").strip().lower() not in {"y", "yes"}:
         raise BadUsage(
-            "not confirmed; nothing was changed", "say so with --yes; or look first: --dry-run", code="not_confirmed"
+            "not confirmed; nothing was changed", "confirm with --yes; or preview with --dry-run", code="not_confirmed"
         )
 
 
 def one_plan(plans: Sequence[Plan]) -> Plan:
-    """Return several plans as one: a failure rolls all of them back."""
+    """Return several plans as one, so that a failure rolls all of them back."""
     from gpushare.plan import Plan
 
     if len(plans) == 1:
@@ -540,10 +542,10 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
 def carried_out(
     command: str, plan: Plan, *, homes: Sequence[DaemonHome] = (), again: Callable[[], Plan] | None = None
 ) -> Result:
-    """Carry a plan out, or with --dry-run only show it, and return its result with the undo.
+    """Carry out a plan, or with --dry-run only show it, and return the result with the undo.
 
-    The locks of ``homes`` are held meanwhile: another gpushare does not start or stop their daemons.
-    ``again`` plans again under the locks: what the first one saw may have changed before they were held.
+    The locks of ``homes`` are held meanwhile, so that no other gpushare starts or stops their daemons. ``again`` plans
+    again under the locks, because the host may have changed before.
     """
     if not settings.dry_run:
         from gpushare.host.records import sweep_leftovers
@@ -551,7 +553,7 @@ def carried_out(
 
         sweep_leftovers(settings.connect())
         with contextlib.ExitStack() as locks:
-            # In one order, so that two that want the same locks do not wait for each other.
+            # In a fixed order, so that two commands cannot wait for each other's locks.
             for home in sorted(homes, key=lambda home: home.directory):
                 locks.enter_context(home.locked())
             if again is not None:
@@ -573,9 +575,9 @@ _NAMED: Final = 6
 
 
 def others_note(others: Mapping[int, str]) -> str:
-    """Return what to say of other processes on the GPU, by PID."""
+    """Return the note on other processes on the GPU, by PID."""
     named = ", ".join(f"{pid} {name}".rstrip() for pid, name in list(others.items())[:_NAMED])
-    return f"other processes were on the GPU while it was measured ({named}): the figures may be theirs too"
+    return f"other processes used the GPU during the measurement ({named}) and may have affected the figures"
 
 
 def percentage(option: str, text: str, *, example: str, hint: str, code: str) -> float:

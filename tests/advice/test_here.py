@@ -273,7 +273,7 @@ def test_a_row_by_its_names(text, row):
 
 
 @pytest.mark.parametrize(
-    ("text", "hint"), [("timeslcing", "did you mean timeslice?"), ("mgi", "name streams"), ("", "name streams"), ("s", "name streams")]
+    ("text", "hint"), [("timeslcing", "did you mean timeslice?"), ("mgi", "give streams"), ("", "give streams"), ("s", "give streams")]
 )  # fmt: skip
 def test_an_unknown_mechanism_is_refused(text, hint):
     with pytest.raises(BadUsage) as caught:
@@ -286,11 +286,11 @@ def test_an_unknown_mechanism_is_refused(text, hint):
     [
         (
             "memory",
-            "may be memory protection or memory bandwidth QoS",
-            "name one: memory_protection, memory_bandwidth_qos",
+            "may mean memory protection or memory bandwidth QoS",
+            "give one of: memory_protection, memory_bandwidth_qos",
         ),
-        ("eror isolation", "is no row", "did you mean error_isolation?"),
-        ("colour", "is no row", "its rows: partition_type"),
+        ("eror isolation", "is not a row", "did you mean error_isolation?"),
+        ("colour", "is not a row", "its rows: partition_type"),
     ],
 )
 def test_an_unknown_or_ambiguous_row_is_refused(text, message, hint):

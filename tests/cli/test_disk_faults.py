@@ -1,4 +1,4 @@
-"""The disk refuses at any point: every change ends in one error with a hint, never in "a bug of gpushare"."""
+"""The disk refuses at any point: every change ends in one error with a hint, never in "a bug in gpushare"."""
 
 from __future__ import annotations
 

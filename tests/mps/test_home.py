@@ -359,7 +359,7 @@ def test_a_lease_whose_file_cannot_be_removed_is_given_back(home: DaemonHome, mo
 def test_a_lock_that_the_system_refuses_is_said(
     home: DaemonHome, monkeypatch: pytest.MonkeyPatch, act: str, number: int
 ) -> None:
-    """Never a bug of gpushare, and never a lease that counts for nobody."""
+    """Never a bug in gpushare, and never a lease that counts for nobody."""
     home.take_lease()
 
     def refuse(*_: object) -> None:

@@ -184,7 +184,7 @@ def gpushare(*words: str, host: str = "sim:h200", seconds: float = 60.0, output:
         err.seek(0)
         answer = Answer(code, out.read().decode(errors="replace"), err.read().decode(errors="replace"))
     assert "Traceback" not in answer.err, answer
-    assert "bug of gpushare" not in answer.err + answer.out, answer
+    assert "bug in gpushare" not in answer.err + answer.out, answer
     return answer
 
 

@@ -189,7 +189,7 @@ def test_the_doctor_looks_into_no_directory_that_a_stranger_names(
     with imposters(mallory, imposter, pipe, log=log, visible=world.uuid()) as (pid,):
         answer = gpushare("doctor", seconds=30, output="json")
     checks = answer.json["data"]["checks"]
-    assert "bug of gpushare" not in answer.out
+    assert "bug in gpushare" not in answer.out
     about = [one for one in checks if str(pid) in one["seen"] or str(mallory.home) in one["seen"]]
     # It is told, and as another's; what it says of itself is no reason for a remedy.
     assert {one["id"] for one in about} == {"mps.unasked", "mps.foreign"}
