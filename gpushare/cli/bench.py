@@ -273,11 +273,7 @@ def _files(
 def carried_out(
     host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Measurement, int | None]:
-    """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early.
-
-    Raises:
-        GpushareError: as `session.measure`.
-    """
+    """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early."""
     from gpushare.measure.bench import measure
     from gpushare.measure.bench_data import Header, bench_data
     from gpushare.snapshot import BLIND

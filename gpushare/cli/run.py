@@ -63,11 +63,7 @@ class Farming:
 
 
 def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict: bool) -> None:
-    """Raise unless the options go together.
-
-    Raises:
-        BadUsage: they do not.
-    """
+    """Raise unless the options go together."""
     if farming.copies is None and (farming.logs or farming.restart or farming.stall or farming.bench):
         raise _wrong(
             "--logs, --restart, --stall and --bench belong to --copies", "gpushare run --copies 4 --logs DIR -- CMD"
@@ -483,11 +479,7 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
 
 
 def _threads(host: Host, device: Device, command: Sequence[str], farming: Farming, together: int) -> float | None:
-    """Return the cap of each copy: what `gpushare bench` found for this command here, else its share; None is no cap.
-
-    Raises:
-        NotFound: the file of --bench did not measure so many copies under MPS; or as `read_bench`.
-    """
+    """Return the cap of each copy: what `gpushare bench` found for this command here, else its share; None is no cap."""
     from gpushare.measure.bench_data import best_caps, read_bench
     from gpushare.run.farm import share_of_threads
     from gpushare.run.results import find_benched

@@ -191,11 +191,7 @@ def _window(text: str) -> float:
 
 
 def words_of(option: str, command: str) -> list[str]:
-    """Return the words of a command line as a shell splits them.
-
-    Raises:
-        BadUsage: there are none, or a quote is open.
-    """
+    """Return the words of a command line as a shell splits them."""
     import shlex
 
     try:

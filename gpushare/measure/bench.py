@@ -181,12 +181,7 @@ class Bench:
             self.measurement.runs.append(run)
 
     def go(self) -> Measurement:
-        """Measure, and return what was measured.
-
-        Raises:
-            OperationFailed: already one copy alone failed.
-            GpushareError: a copy could not be started, or not be ended.
-        """
+        """Measure, and return what was measured."""
         started = self._clock()
         measurement, cells = self.measurement, schedule(self._settings)
         total = 1 + len(cells) * self._settings.repeat
@@ -466,11 +461,7 @@ def _too_few(copies: int, instances: int) -> str:
 
 
 def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ...]:
-    """Return the steps of a benchmark; nothing is set up.
-
-    Raises:
-        GpushareError: an MPS daemon could not be started.
-    """
+    """Return the steps of a benchmark; nothing is set up."""
     settings = prepared.settings
     return Bench(host, device, Grounds(host, device, settings.argv[0]), settings).steps()
 
@@ -478,12 +469,7 @@ def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ..
 def measure(
     host: Host, device: Device, prepared: Prepared, progress: Callable[[Progress], None] = lambda _: None
 ) -> tuple[Measurement, int | None]:
-    """Measure, and return what was measured and the signal that ended it early, if one did.
-
-    Raises:
-        OperationFailed: already one copy alone failed.
-        GpushareError: something could not be set up, started or ended; the host is as before.
-    """
+    """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings, left = prepared.settings, list(prepared.left_out)
     wanted = max((copies for way, copies in settings.cells if way.kind == MIG), default=0)
     if settings.alone.kind == MIG:
@@ -502,11 +488,7 @@ def measure(
 
 
 def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
-    """Set up what the ways need; MPS is left out where its daemon cannot be started and others can be measured.
-
-    Raises:
-        GpushareError: nothing could be measured without it.
-    """
+    """Set up what the ways need; MPS is left out where its daemon cannot be started and others can be measured."""
     mps = any(way.kind == MPS for way, _ in schedule(settings))
     try:
         grounds.open(mps=mps, instances=instances)
@@ -522,11 +504,7 @@ def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Setti
 
 
 def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:
-    """Leave out what needs more MIG instances than are free.
-
-    Raises:
-        NotSupported: not one is free, and nothing else can be measured.
-    """
+    """Leave out what needs more MIG instances than are free."""
     short = [(way, copies) for way, copies in settings.cells if way.kind == MIG and copies > free]
     kept = [cell for cell in settings.cells if cell not in short]
     if (settings.alone.kind == MIG and not free) or not kept:

@@ -436,12 +436,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def check_new(option: str, text: str) -> Path:
-    """Return the path of a file that is to be written at the end, checked before anything is measured.
-
-    Raises:
-        BadUsage: it is there already.
-        NotFound, NoPermission: its directory is not there, or may not be written.
-    """
+    """Return the path of a file that is to be written at the end, checked before anything is measured."""
     path = Path(text)
     if os.path.lexists(path):
         raise BadUsage(f"{path} is there already", f"give another name: {option} FILE", code="file_exists")
@@ -471,12 +466,7 @@ def write_bench(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_bench(text: str) -> dict[str, Any]:
-    """Return an earlier benchmark from its file, also from what ``-o json`` printed.
-
-    Raises:
-        NotFound, NoPermission: it cannot be read.
-        BadUsage: it is no benchmark.
-    """
+    """Return an earlier benchmark from its file, also from what ``-o json`` printed."""
     wrong = BadUsage(
         f"{text} is no result of gpushare bench", "make one: gpushare bench --to FILE -- CMD", code="not_a_bench"
     )
@@ -513,11 +503,7 @@ def _is_cell(cell: Any) -> bool:
 
 
 def check_comparable(metric: Metric, before: Mapping[str, Any]) -> None:
-    """Raise unless an earlier benchmark counts the same thing: before anything is measured.
-
-    Raises:
-        BadUsage: it counts something else.
-    """
+    """Raise unless an earlier benchmark counts the same thing: before anything is measured."""
     if before.get("metric") != metric_data(metric):
         raise BadUsage(
             "the two benchmarks count different things", "measure both with the same --metric", code="other_metric"

@@ -42,12 +42,7 @@ class BuiltIn:
 
 
 def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None) -> BuiltIn:
-    """Return the built-in workload: on a simulated host a simulated job of about the same need.
-
-    Raises:
-        BadUsage: a size outside 16 to 32768, or a bad footprint.
-        NotSupported: nothing here can compute on a GPU.
-    """
+    """Return the built-in workload: on a simulated host a simulated job of about the same need."""
     size = DEFAULT_SIZE if size is None else size
     if not 16 <= size <= _MOST_SIZE:
         raise BadUsage(f"--size {size} is outside 16 to {_MOST_SIZE}", "give --size 256", code="bad_size")
@@ -73,11 +68,7 @@ def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool
 
 
 def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
-    """Return the library that multiplies correctly on this device, tried in a process of its own.
-
-    Raises:
-        NotSupported: none does, with the reasons.
-    """
+    """Return the library that multiplies correctly on this device, tried in a process of its own."""
     shown = device.uuid
     if device.mig is None and device.gpu.mig_instances:
         shown = device.gpu.mig_instances[0].uuid

@@ -117,11 +117,7 @@ class Copies:
             self._end(group, [copy for copy in copies if copy.program.runs])
 
     def in_turn(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
-        """Run copies one after the other; after one that hung, or an interruption, no other starts.
-
-        Raises:
-            GpushareError: as `together`.
-        """
+        """Run copies one after the other; after one that hung, or an interruption, no other starts."""
         found: list[CopyResult] = []
         # Of each from its start to its end: what we do between two of them is no part of a queue.
         seconds = 0.0

@@ -66,11 +66,7 @@ class Metric:
 
 
 def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency: str | None = None) -> Metric:
-    """Return the metric that a user asks for.
-
-    Raises:
-        BadUsage: not a regular expression, or it marks no number.
-    """
+    """Return the metric that a user asks for."""
     for option, text in (("--metric", pattern), ("--latency", latency)):
         if text is not None:
             _checked(option, text)
@@ -129,11 +125,7 @@ class Printed:
     refusals: int = 0
 
     def listen(self, line: str, at: float) -> None:
-        """Take in a line; matching takes 5 seconds at most.
-
-        Raises:
-            TimedOut: it took longer.
-        """
+        """Take in a line; matching takes 5 seconds at most."""
         with bounded(self.metric.pattern):
             self._listen(line, at)
 
@@ -185,9 +177,6 @@ def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
     """Let matching take so long at most; Python's `re` looks at signals while it works, and at nothing else.
 
     Only the main thread has signals: in another one there is no bound.
-
-    Raises:
-        TimedOut: it took longer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -42,12 +42,7 @@ class Clock:
 def header_for(
     host: Host, indexes: Sequence[int] | None, interval_seconds: float, clock: Clock | None = None
 ) -> Header:
-    """Return the header of a recording of some GPUs of a host, or of all of them.
-
-    Raises:
-        NotFound: the host has no GPU.
-        OperationFailed: none of them answers.
-    """
+    """Return the header of a recording of some GPUs of a host, or of all of them."""
     gpus = [gpu for gpu in host.nvml.sweep() if indexes is None or gpu.index in indexes]
     if not gpus:
         raise no_gpu()

@@ -403,12 +403,7 @@ class RecordingFile:
     """A recording as it is written: a line a write, so that it can be read whenever it ends."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        """Create the file.
-
-        Raises:
-            BadUsage: it is there already, or is a directory.
-            NoPermission, OperationFailed: it cannot be written.
-        """
+        """Create the file."""
         self.path = path
         try:
             # Unbuffered: a line goes out whole, whatever ends the program after it.
@@ -469,13 +464,7 @@ def _unwritable(path: Path, error: OSError) -> GpushareError:
 
 
 def read_recording(path: str | Path) -> Recording:
-    """Return a recording, summed up from its samples; a file that is cut off is read as far as it goes.
-
-    Raises:
-        NotFound: there is no such file.
-        NoPermission, OperationFailed: it cannot be read, is no recording, or has no sample.
-        NotSupported: a newer gpushare wrote it.
-    """
+    """Return a recording, summed up from its samples; a file that is cut off is read as far as it goes."""
     path = Path(path)
     try:
         # Streamed: days of samples need no memory.

@@ -151,11 +151,6 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
     """Search for the setting of the opportunistic job, and return what was found.
 
     What ends it after the first trial is in the result, with what was measured until then.
-
-    Raises:
-        NotSupported: the device is a MIG instance, or MPS cannot serve.
-        NotFound, NoPermission: a program is not there, or may not be run.
-        OperationFailed: a job ended, or printed nothing that can be measured.
     """
     check_program(options.opportunistic[0])
     if device.mig is not None:

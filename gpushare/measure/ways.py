@@ -80,11 +80,7 @@ class LeftOut:
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
-    """Return the ways that a list names, in its order, each once.
-
-    Raises:
-        BadUsage: one is no way of sharing, or its percentage is outside (0, 100].
-    """
+    """Return the ways that a list names, in its order, each once."""
     found: dict[str, Way] = {}
     for word in (word.strip().lower() for word in text.split(",")):
         match = _WAY.fullmatch(word)
@@ -102,11 +98,7 @@ def parse_ways(text: str) -> tuple[Way, ...]:
 
 
 def parse_copies(text: str) -> tuple[int, ...]:
-    """Return the numbers of copies that a list names, smallest first, each once.
-
-    Raises:
-        BadUsage: one is not a number from 1 to 512.
-    """
+    """Return the numbers of copies that a list names, smallest first, each once."""
     numbers = set()
     for word in (word.strip() for word in text.split(",")):
         if not (word.isascii() and word.isdigit() and len(word) < 5 and 1 <= int(word) <= _MOST_COPIES):

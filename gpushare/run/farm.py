@@ -39,11 +39,7 @@ def share_of_threads(copies: int) -> float | None:
 
 
 def share_of_memory(host: Host, device: Device, copies: int) -> int | None:
-    """Return the memory limit of each of N copies: its share of what is free now; None when that is not known.
-
-    Raises:
-        InUse: the share would be nothing.
-    """
+    """Return the memory limit of each of N copies: its share of what is free now; None when that is not known."""
     free = free_memory(host, device)
     if free is None:
         return None
@@ -67,11 +63,7 @@ def free_memory(host: Host, device: Device) -> int | None:
 
 
 def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
-    """Return how many copies fit into the memory that is free now; None when that is not known.
-
-    Raises:
-        InUse: not even one.
-    """
+    """Return how many copies fit into the memory that is free now; None when that is not known."""
     limit = options.limits.memory_limit_bytes
     free = free_memory(host, device)
     if limit is None or free is None:
@@ -205,11 +197,7 @@ def numbered(command: Sequence[str], number: int) -> list[str]:
 def farm(
     host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
 ) -> FarmResult:
-    """Run copies of a command until all have ended; a failed copy leaves the others alone.
-
-    Raises:
-        GpushareError: nothing could be run, or a copy could not be ended.
-    """
+    """Run copies of a command until all have ended; a failed copy leaves the others alone."""
     if options.copies < 1:
         raise BadUsage("there is no copy to run", "give --copies 1 or more", code="bad_copies")
     check_room(host, device, options)
@@ -226,11 +214,7 @@ def farm(
 def plan_farm(
     host: Host, device: Device, command: Sequence[str], options: FarmOptions, reporter: FarmReporter
 ) -> tuple[Step, ...]:
-    """Return the steps of a farm on the host as it is now: an MPS daemon where there is none, then the copies.
-
-    Raises:
-        GpushareError: nothing could be run.
-    """
+    """Return the steps of a farm on the host as it is now: an MPS daemon where there is none, then the copies."""
     check_room(host, device, options)
     share = MpsShare(host, device, options.limits)
     share.check(numbered(command, 0)[0])

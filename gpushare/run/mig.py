@@ -26,12 +26,7 @@ Inside = tuple[Holder, ...] | None
 
 
 def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
-    """Return the instances that ``--mig`` may mean, the first choice first, free or not.
-
-    Raises:
-        GpushareError: as `named_places` and `profile_places`.
-        BadUsage: a name, and another GPU than its.
-    """
+    """Return the instances that ``--mig`` may mean, the first choice first, free or not."""
     if means_profile(text):
         return profile_places(host, text, gpu)
     places = named_places(host, text)
@@ -43,12 +38,7 @@ def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
 
 
 def free_place(host: Host, text: str, gpu: str | None) -> Place:
-    """Return the instance that a run would take now; nothing is taken.
-
-    Raises:
-        InUse: there are some, and all are in use.
-        GpushareError: as `find_places`.
-    """
+    """Return the instance that a run would take now; nothing is taken."""
     places = find_places(host, text, gpu)
     claims, daemons = claimed_instances(host), _daemons(host, places)
     held: list[tuple[Place, Inside]] = []

@@ -57,11 +57,7 @@ class PlainShare:
         return ()
 
     def open(self) -> None:
-        """Make the directory in which no daemon listens.
-
-        Raises:
-            NoPermission: it cannot be made.
-        """
+        """Make the directory in which no daemon listens."""
         make_private_directory(pipe_directory(self.host, self.device))
 
     @property

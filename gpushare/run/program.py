@@ -254,11 +254,7 @@ class Run:
     exit_code: int = 0
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program.
-
-        Raises:
-            GpushareError: the program cannot run so.
-        """
+        """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program."""
         self.share.check(self.command[0])
         return (*self.share.steps(), self._step())
 

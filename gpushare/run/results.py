@@ -56,11 +56,7 @@ class Tuned:
 
 
 def check_job_name(name: str) -> str:
-    """Return a name that a production job may have.
-
-    Raises:
-        BadUsage: it is none.
-    """
+    """Return a name that a production job may have."""
     if not _NAME.fullmatch(name):
         raise BadUsage(
             f"'{name[:60]}' cannot be the name of a production job",

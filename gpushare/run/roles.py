@@ -159,12 +159,7 @@ class SparedProcess:
 
 
 def spared_process(host: Host, device: Device, beside: str | None) -> SparedProcess | None:
-    """Return the production job that runs now: of this name, this PID, or the only one on the device; None: none runs.
-
-    Raises:
-        NotFound: there is no process of this PID; or as `find_spared`.
-        BadUsage: the job of this name runs on another device.
-    """
+    """Return the production job that runs now: of this name, this PID, or the only one on the device; None: none runs."""
     if beside is not None and beside.isdecimal():
         info = host.processes.describe(int(beside))
         if info is None or not host.processes.alive(int(beside)):
@@ -227,12 +222,7 @@ def place_of_production(host: Host, gpus: Sequence[Gpu], beside: str) -> str | N
 
 
 def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:
-    """Return the production job that is to be spared: of this name or PID, or the only one that lives on the device.
-
-    Raises:
-        NotFound: neither a job nor a tuning of this name is known.
-        BadUsage: it is no name of a job.
-    """
+    """Return the production job that is to be spared: of this name or PID, or the only one that lives on the device."""
     if beside is None:
         living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
@@ -250,11 +240,7 @@ def find_spared(host: Host, device: Device, beside: str | None) -> Production | 
 
 
 def tuned_beside(host: Host, device: Device, beside: str | None) -> Tuned | None:
-    """Return what was tuned for the production job of this name or PID, or for the only one that lives on the device.
-
-    Raises:
-        NotFound: as `find_spared`.
-    """
+    """Return what was tuned for the production job of this name or PID, or for the only one that lives on the device."""
     return _tuned_for(host, find_spared(host, device, beside), beside)
 
 
@@ -264,12 +250,7 @@ def _tuned_for(host: Host, production: Production | None, beside: str | None) ->
 
 
 def spare(host: Host, device: Device, given: Limits, beside: str | None) -> Spared:
-    """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
-
-    Raises:
-        NotFound: as `find_spared`.
-        InUse: the production job's peak leaves no memory.
-    """
+    """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority."""
     production = find_spared(host, device, beside)
     tuned = _tuned_for(host, production, beside)
     living = living_productions(host, device)

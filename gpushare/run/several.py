@@ -153,11 +153,7 @@ class Log:
 
 @contextlib.contextmanager
 def directory_of_logs(path: Path) -> Iterator[int]:
-    """Yield the descriptor of the directory of logs, which is made if there is none.
-
-    Raises:
-        NoPermission: it cannot be made, or another user may change what is in it.
-    """
+    """Yield the descriptor of the directory of logs, which is made if there is none."""
     with contextlib.ExitStack() as held:
         try:
             descriptor = held.enter_context(directory_of(path))
@@ -169,11 +165,7 @@ def directory_of_logs(path: Path) -> Iterator[int]:
 
 
 def opened(log: Log | None) -> IO[bytes]:
-    """Return the file that a program prints to: a new log, or one without a name.
-
-    Raises:
-        OperationFailed: the log cannot be written.
-    """
+    """Return the file that a program prints to: a new log, or one without a name."""
     if log is None:
         return tempfile.TemporaryFile(buffering=0)
     try:
@@ -275,11 +267,7 @@ class Group:
             time.sleep(min(POLL_SECONDS, left))
 
     def end(self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False) -> Drain | None:
-        """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill.
-
-        Raises:
-            GpushareError: one could not be ended.
-        """
+        """End programs together: their own signal first and time to end, then (under MPS) stop and drain, kill."""
         pids = [pid for program in programs for pid in _members(program)]
         if not pids:
             return None
@@ -288,11 +276,7 @@ class Group:
         return drain
 
     def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain | None:
-        """End a program without asking it: under MPS stop and drain, kill.
-
-        Raises:
-            GpushareError: it could not be ended.
-        """
+        """End a program without asking it: under MPS stop and drain, kill."""
         tree = dict.fromkeys(pid for member in _members(program) for pid in self.host.processes.descendants(member))
         pids = [pid for pid in tree if self.host.processes.alive(pid)]
         drain = None

@@ -374,11 +374,7 @@ class MpsShare:
         return ()
 
     def open(self) -> None:
-        """Join the daemon of the device; start one where there is none.
-
-        Raises:
-            GpushareError: as `plan_start`.
-        """
+        """Join the daemon of the device; start one where there is none."""
         own_home, home = home_of(self.host.run_directory, self.device.uuid), self.home
         if home.directory != own_home.directory:
             self._joined = home
@@ -430,12 +426,7 @@ class MpsShare:
 
 
 def check_command(device: Device, program: str, limits: Limits) -> None:
-    """Raise unless a program can be run with the caller's environment.
-
-    Raises:
-        NotFound, NoPermission: there is no such program, or it may not be executed.
-        BadUsage: the caller's own CUDA_MPS_... variables would be ignored, or drop every limit, in silence.
-    """
+    """Raise unless a program can be run with the caller's environment."""
     check_program(program)
     _check_threads(limits)
     own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
@@ -448,11 +439,7 @@ def check_command(device: Device, program: str, limits: Limits) -> None:
 
 
 def check_program(program: str) -> None:
-    """Raise unless there is such a program, before anything is set up for it.
-
-    Raises:
-        NotFound, NoPermission: there is none, or it may not be executed.
-    """
+    """Raise unless there is such a program, before anything is set up for it."""
     if shutil.which(program) is not None:
         return
     if os.path.isfile(program):
@@ -482,11 +469,7 @@ def _check_threads(limits: Limits) -> None:
 
 
 def open_mps_share(host: Host, device: Device, program: str, limits: Limits) -> MpsShare:
-    """Return an open share of a device for a program; starts an MPS daemon when the device has none.
-
-    Raises:
-        GpushareError: the program or the limits cannot be; or as `plan_start`.
-    """
+    """Return an open share of a device for a program; starts an MPS daemon when the device has none."""
     share = MpsShare(host, device, limits)
     share.check(program)
     share.open()

@@ -254,12 +254,7 @@ def _csv(data: Mapping[str, Any]) -> Table:
 
 
 def check_plot(text: str) -> None:
-    """Raise unless a picture of this name can be drawn, before anything is measured.
-
-    Raises:
-        BadUsage: neither PNG nor SVG.
-        NotSupported: matplotlib is not installed.
-    """
+    """Raise unless a picture of this name can be drawn, before anything is measured."""
     from importlib.util import find_spec
 
     if Path(text).suffix.lower() not in {".png", ".svg"}:

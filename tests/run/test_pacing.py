@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.run.pause import DutyPacer, Pacer, Share
+from gpushare.run.pause import DutyPacer, Pacer
 
 
 def test_it_stands_still_from_the_first_sign_of_work_until_it_was_quiet_for_a_while() -> None:
@@ -28,42 +28,6 @@ def test_it_never_runs_while_production_is_seen_to_work(seen: list[bool]) -> Non
         assert not (active and ran)
         # 0.05 s are three looks.
         assert ran == (not any(seen[max(0, number - 2) : number + 1]))
-
-
-def loss_of(share: float, slope: float) -> float:
-    """Return production's loss when the other has so much of the time."""
-    return min(1.0, slope * share)
-
-
-@given(st.floats(0.05, 3.0))
-def test_the_share_settles_where_production_loses_its_budget(slope: float) -> None:
-    control = Share(budget=0.03)
-    shares = [control.step(loss_of(control.share, slope)) for _ in range(400)]
-    losses = [loss_of(share, slope) for share in shares[200:]]
-    assert sum(losses) / len(losses) <= 2 * control.budget
-    # What production does not feel is given away.
-    least = min(1.0, 0.03 / slope)
-    assert sum(shares[200:]) / 200 >= 0.3 * least
-
-
-def test_production_that_is_not_harmed_gives_all_away_and_a_faster_one_is_no_reason_to_slow_down() -> None:
-    control = Share()
-    for _ in range(60):
-        control.step(-0.2)
-    assert control.share == 1.0
-
-
-def test_a_heavy_loss_takes_nearly_all_at_once() -> None:
-    control = Share(share=0.8, slow_start=False)
-    assert control.step(0.5) == 0.08
-    assert control.slow_start
-
-
-@given(st.lists(st.floats(-1, 2), max_size=100), st.floats(0, 0.2))
-def test_the_share_stays_within_its_bounds(losses: list[float], least: float) -> None:
-    control = Share(least=least, most=0.9)
-    for loss in losses:
-        assert least <= control.step(loss) <= 0.9
 
 
 def test_the_while_is_three_tenths_of_a_second_and_its_end_belongs_to_the_quiet() -> None:
