@@ -215,6 +215,8 @@ def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
 
 
 def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotFound:
+    from gpushare.mps.control import NoDaemon
+
     names = ", ".join(device.title for device in devices) or "this host"
     foreign = next((item.daemon for item in found if not item.daemon.ours), None)
     hint = "see what is there: gpushare mps status"
@@ -224,18 +226,18 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotF
         hint = f"its MIG instances have some: -g all, or -g {instances[0]}"
     elif foreign is not None and foreign.pipe_directory is not None:
         hint = f"the daemon {foreign.pid} (user {foreign.user or 'unknown'}) is not gpushare's; stop it by: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
-    return NotFound(f"no MPS daemon of gpushare serves {names}", hint, code="no_daemon")
+    return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
 def _by_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     import os
 
+    from gpushare.mps.control import NoDaemon
+
     wanted = os.path.abspath(pipe_directory)
     item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
     if item is None:
-        raise NotFound(
-            f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status", code="no_daemon"
-        )
+        raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
     if not item.daemon.ours and not settings.yes and not settings.dry_run:
         raise BadUsage(
             f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",

@@ -16,8 +16,8 @@ from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.load import KEPT
 from gpushare.model import ComputeMode, Priority, Sharing, device_key
 from gpushare.mps.home import (  # moved
-    _RUN,
     LIMIT_FILE,
+    UNIT_RUNTIME,
     pipe_directory,
     unit_name,
 )
@@ -169,13 +169,15 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
         "Type=exec",
         f"Environment=CUDA_VISIBLE_DEVICES={uuid}",
         f"Environment=CUDA_MPS_PIPE_DIRECTORY={pipe}",
-        f"Environment=CUDA_MPS_LOG_DIRECTORY=/var/log/{_RUN}/{key}",
+        f"Environment=CUDA_MPS_LOG_DIRECTORY=/var/log/{UNIT_RUNTIME}/{key}",
         # Created here, because the daemon would make it writable for everybody. If only some users may connect, it is
         # closed and an access control list lets them in. systemd sets the mode again for every command, so it is set
         # here; systemd itself keeps the directory above open.
-        f"RuntimeDirectory={_RUN}/{key}/pipe" if mps.users else f"RuntimeDirectory={_RUN}/{key} {_RUN}/{key}/pipe",
+        f"RuntimeDirectory={UNIT_RUNTIME}/{key}/pipe"
+        if mps.users
+        else f"RuntimeDirectory={UNIT_RUNTIME}/{key} {UNIT_RUNTIME}/{key}/pipe",
         f"RuntimeDirectoryMode={'0750' if mps.users else '0755'}",
-        f"LogsDirectory={_RUN}/{key}",
+        f"LogsDirectory={UNIT_RUNTIME}/{key}",
         # A daemon that `gpushare apply` started is stopped once its clients have left. 6: there is none.
         f"ExecStartPre=/bin/sh -c '{program} mps stop -g {uuid} || [ $$? -eq 6 ]'",
         *([f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS"] if exclusive else []),
@@ -235,7 +237,7 @@ def _needs(file: str, daemons: list[MpsDescription]) -> list[str]:
         needs += [
             "systemd 240 or later (Type=exec)",
             "limits to be changed in the unit: gpushare apply leaves its daemon alone",
-            f"programs to be started with the directory of the unit's daemon: CUDA_MPS_PIPE_DIRECTORY=/run/{_RUN}/.../pipe",
+            f"programs to be started with the directory of the unit's daemon: CUDA_MPS_PIPE_DIRECTORY=/run/{UNIT_RUNTIME}/.../pipe",
         ]
     if any(one.users for one in daemons):
         needs.append("setfacl (package acl), which lets in only the users that 'users' names")

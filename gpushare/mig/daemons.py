@@ -10,15 +10,15 @@ import os
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed
+from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
-from gpushare.mps.control import control_command
+from gpushare.mps.control import control_command, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
-from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
+from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out
@@ -93,12 +93,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _is_mine(own):
-        raise NoPermission(
-            f"the MPS daemon {pid} on {title} belongs to user {own.record.uid}",
-            "ask its owner, or run as root: sudo gpushare ...",
-            gpu=gpu,
-            code="not_your_daemon",
-        )
+        raise not_your_daemon(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
     if force:
         return
     try:
@@ -149,8 +144,6 @@ def devices_of(gpu: Gpu | None) -> list[Device]:
     """Return a GPU and its MIG devices."""
     return [] if gpu is None else [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
 
-
-_ASIDE: Final = "aside.json"
 
 # All that a MIG change asks for, in one place.
 __all__ = [
@@ -246,7 +239,7 @@ def forget_gone(host: Host) -> None:
 
     For after a recovery: what is not back then does not come back.
     """
-    found = (host.run_directory / "mps").glob(f"*/{_ASIDE}")
+    found = (host.run_directory / "mps").glob(f"*/{ASIDE}")
     homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
     if not homes:
         return

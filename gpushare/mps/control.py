@@ -1,8 +1,8 @@
-"""The conversation with nvidia-cuda-mps-control: one command language, asked through stdin.
+"""The language of nvidia-cuda-mps-control: commands through stdin, and its replies.
 
-Commands as arguments exist only from driver 580 on and are ignored with exit 0 before; so stdin always.
-Its exit code is 0 for nearly every rejected command: each setter here reads back. Facts: NVIDIA's MPS
-guide, the man page, and the programs of drivers 535, 550 and 580.
+Commands as arguments exist only from driver 580 on, and are ignored with exit code 0 before; hence stdin. The exit code
+is 0 for nearly every rejected command; hence each setter reads back. Facts: NVIDIA's MPS guide, the man page, and the
+programs of drivers 535, 550 and 580.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from gpushare.host.program import Completed, Programs
 
 
-# Bounded: int() refuses numbers of thousands of digits, and a log line may hold anything.
+# Bounded digits: a log line may hold anything, and int() refuses thousands of digits.
 _MEMORY: Final = re.compile(r"^(\d{1,12})([MG])$", re.ASCII)
 _PID: Final = re.compile(r"^[1-9]\d{0,9}$", re.ASCII)
-# pid_t; Linux itself ends at 2^22.
+# The largest pid_t; Linux itself stops at 2^22.
 _LAST_PID: Final = 2**31 - 1
-# A server takes 60 clients, a host runs a handful of servers.
+# A server takes at most 60 clients, and a host runs a handful of servers.
 _MOST_ROWS: Final = 4096
 _PERCENTAGE: Final = re.compile(r"^\d{1,12}(\.\d+)?$", re.ASCII)
 
 
 @dataclass(frozen=True)
 class ClientRow:
-    """One row of ``ps``: a client as the daemon knows it, PID in the daemon's PID namespace."""
+    """One row of ``ps``. The PID is that of the daemon's PID namespace."""
 
     pid: int
     server_pid: int | None
@@ -46,7 +46,7 @@ class ClientRow:
 
 @dataclass(frozen=True)
 class ServerRow:
-    """One MPS server: its state, and the limits of the clients that start on it from now on."""
+    """One MPS server: its state, and the limits of its future clients."""
 
     pid: int
     status: str | None
@@ -66,10 +66,10 @@ class Overview:
 
 
 def parse_ps(text: str) -> list[ClientRow]:
-    """Return the rows of ``ps``, found by the header's words.
+    """Return the rows of ``ps``, by the words of its header.
 
-    ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580, one more column behind COMMAND from
-    595, often blank; COMMAND may hold blanks. Text without a header (``Server not found``) has no rows.
+    ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580; from 595 on another column, often blank, follows COMMAND.
+    COMMAND may contain blanks. Text without a header (``Server not found``) has no rows.
     """
     lines = text.splitlines()
     titles = [line.split() for line in lines]
@@ -99,15 +99,15 @@ def parse_ps(text: str) -> list[ClientRow]:
 
 
 def _command(line: str, columns: Mapping[str, int]) -> str | None:
-    """Return the COMMAND of a row, with the columns of the header by name.
+    """Return the COMMAND of a row. ``columns`` are the offsets in the header.
 
-    One that fills its column touches the next, which then cannot be told from it.
+    A command that fills its column runs into the next one and cannot be separated from it.
     """
     names = sorted(columns, key=lambda name: columns[name])
     at = names.index("COMMAND")
     last = list(re.finditer(r"\S+", line))[at - 1]
     begin = last.start() + columns["COMMAND"] - columns[names[at - 1]]
-    # A cell that is wider than its column pushes the others to the right.
+    # A cell wider than its column pushes the others to the right.
     rest = line[begin:] if not line[last.end() : begin].strip() and begin > last.end() else line[last.end() :].lstrip()
     if at + 1 < len(names):
         width = columns[names[at + 1]] - columns["COMMAND"]
@@ -116,7 +116,7 @@ def _command(line: str, columns: Mapping[str, int]) -> str | None:
 
 
 def parse_pids(text: str) -> list[int]:
-    """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are no PIDs."""
+    """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are ignored."""
     pids = [pid for pid in (_pid(line.strip()) for line in text.splitlines()) if pid is not None]
     if len(pids) > _MOST_ROWS:
         raise strange_reply(f"{len(pids)} processes")
@@ -124,15 +124,15 @@ def parse_pids(text: str) -> list[int]:
 
 
 def _pid(text: str) -> int | None:
-    """Return a PID that kill(2) takes as one process, or None."""
+    # kill(2) takes any other number as several processes.
     return int(text) if _PID.match(text) and int(text) <= _LAST_PID else None
 
 
 def strange_reply(what: str) -> OperationFailed:
-    """Return the error for a reply that no MPS daemon gives."""
+    """Return the error for an impossible reply."""
     return OperationFailed(
-        f"the MPS daemon reports {what}: it is not believed",
-        "see whose it is: gpushare mps status",
+        f"implausible reply of the MPS daemon: {what}",
+        "see who owns it: gpushare mps status",
         code="strange_reply",
     )
 
@@ -151,20 +151,20 @@ def parse_percentage(text: str) -> float | None:
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
-# The kernel cuts the name of a process here.
+# The kernel truncates process names to this length.
 _NAME_LENGTH: Final = 15
-# The daemon puts "<dir>/control_privileged" into a socket address of 108 bytes.
+# "<dir>/control_privileged" must fit a socket address of 108 bytes.
 MAX_PIPE_DIRECTORY_BYTES: Final = 87
-# The one device that a daemon of ours sees (CUDA_VISIBLE_DEVICES holds one UUID) is its device 0.
+# A daemon of ours sees one device (CUDA_VISIBLE_DEVICES is one UUID): its device 0.
 DEVICE: Final = "0"
 
 _TIMEOUT: Final = 5.0
-# Answered by every version with one number, whatever the daemon's state.
+# Every version answers this with one number, in any state.
 _SENTINEL: Final = "get_default_active_thread_percentage"
 _CANNOT_SEND: Final = "Cannot send command"
-# Of what a daemon says of an error: it may be anybody's.
+# Characters of an error text that are shown: any user may have written it.
 _MOST_SAID: Final = 500
-# One server per user, or per named server: more than any host has.
+# Far more than any host has: there is one server per user, or per named server.
 _MOST_SERVERS: Final = 64
 
 
@@ -195,14 +195,14 @@ def set_priority_command(priority: Priority) -> str:
 
 
 def is_server(name: str | None) -> bool:
-    """Return whether a process of this name (of ``/proc/PID/comm``, which may be cut) is an MPS server."""
+    """Return whether a process name (``/proc/PID/comm``, possibly truncated) is that of an MPS server."""
     return name is not None and name[:_NAME_LENGTH] == SERVER_PROGRAM[:_NAME_LENGTH]
 
 
 def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
-    """Return a reply without the answer to the closing question, and whether that answer is there.
+    """Return a reply without the answer to the closing question, and whether that answer was there.
 
-    ``least`` is how many lines the commands before it print at least.
+    ``least`` is the minimum number of lines that the commands before it print.
     """
     lines = text.splitlines()
     if len(lines) <= least or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
@@ -211,17 +211,33 @@ def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
 
 
 def _least_lines(command: str) -> int:
-    """Return how many lines commands print at least: the answer to such a question looks like the closing one."""
+    """Return how many answers of the same form as the closing one these commands print."""
     return sum(line.startswith(("get_default_active_thread", "get_active_thread")) for line in command.splitlines())
 
 
 def _step_aside() -> None:
-    """Wait 2 to 20 ms, differently each time, so that two who met do not meet again."""
+    # 2 to 20 ms, different each time, so that two conversations do not collide again.
     time.sleep(0.002 + time.monotonic_ns() // 1000 % 18 / 1000)
 
 
 def _was_dropped(done: Completed) -> bool:
     return _CANNOT_SEND in done.stderr or done.exit_code == 0
+
+
+class NoDaemon(NotFound):
+    """There is no MPS daemon where one was expected."""
+
+    code = "no_daemon"
+
+
+def not_your_daemon(daemon: str, owner: str, gpu: str | None = None, command: str = "gpushare ...") -> NoPermission:
+    """Return the error for a daemon that only its owner and root may change."""
+    return NoPermission(
+        f"{daemon} belongs to {owner}",
+        f"ask its owner, or run as root: sudo {command}",
+        gpu=gpu,
+        code="not_your_daemon",
+    )
 
 
 class MpsControl:
@@ -230,16 +246,16 @@ class MpsControl:
     def __init__(
         self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT, until: float | None = None
     ) -> None:
-        """Talk to a daemon: ``seconds`` for each answer, ``until`` (monotonic) for all of them."""
+        """Wait ``seconds`` for each answer, and until ``until`` (monotonic) for all of them."""
         self._programs, self._seconds, self._until = programs, seconds, until
         self.pipe_directory = pipe_directory
 
     def ask(self, command: str, *, timeout: float | None = None) -> str:
-        """Send one command (or several, one a line) and return what the daemon prints.
+        """Send commands, one per line, and return what the daemon prints.
 
-        The daemon holds one conversation at a time: of two at once it drops one, in silence and with
-        exit 0, or with "Cannot send command" (seen on an H200, driver 580: a third of three at once).
-        So each conversation ends with a question that is always answered, and is held again without it.
+        The daemon holds one conversation at a time and drops another that comes meanwhile: silently with exit code 0,
+        or with "Cannot send command" (seen on an H200 with driver 580: a third of three at once). So each conversation
+        ends with a question that is always answered, and is repeated if the answer is missing.
 
         Raises:
             NotFound: no daemon answers at this pipe directory (code ``no_daemon``).
@@ -259,16 +275,16 @@ class MpsControl:
         self._check(done, command)
         if not answered:
             raise OperationFailed(
-                f"the MPS daemon at {self.pipe_directory} dropped every try of '{command.splitlines()[0]}'",
-                "others talk to it all the time; see: gpushare mps logs --control",
+                f"the MPS daemon at {self.pipe_directory} dropped every attempt at '{command.splitlines()[0]}'",
+                "other programs keep it busy; see: gpushare mps logs --control",
                 code="mps_control",
             )
         return reply
 
     def tell(self, command: str, *, timeout: float = _TIMEOUT) -> str:
-        """Send a command that must not be sent twice, or that nothing can follow; return what the daemon prints.
+        """Send a command that must not be sent twice, or that ends the daemon; return what the daemon prints.
 
-        Sent again only when it surely did not arrive. Errors as `ask`.
+        Repeated only if it certainly did not arrive. Errors as `ask`.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -287,7 +303,7 @@ class MpsControl:
         except TimedOut:
             raise TimedOut(
                 f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {of:g} s",
-                # By its directory: a daemon that hangs while it starts has no record yet.
+                # By its directory: a daemon that hangs during its start has no record yet.
                 f"end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
                 code="daemon_hangs",
             ) from None
@@ -295,15 +311,9 @@ class MpsControl:
     def _check(self, done: Completed, command: str) -> None:
         said = done.text[:_MOST_SAID]
         if "Cannot find MPS control daemon" in said:
-            raise NotFound(
-                f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start", code="no_daemon"
-            )
+            raise NoDaemon(f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start")
         if "Insufficient privileges" in said or "Not enough privilege" in said or "Cannot authenticate" in said:
-            raise NoPermission(
-                f"the MPS daemon at {self.pipe_directory} belongs to another user and refuses '{command}'",
-                "ask its owner, or run as root: sudo gpushare ...",
-                code="not_your_daemon",
-            )
+            raise not_your_daemon(f"the MPS daemon at {self.pipe_directory} refuses '{command}': it", "another user")
         if done.exit_code != 0:
             raise OperationFailed(
                 f"'{command}' failed at the MPS daemon: {said or f'exit code {done.exit_code}'}",
@@ -312,9 +322,9 @@ class MpsControl:
             )
 
     def answers(self, timeout: float = _TIMEOUT) -> bool:
-        """Return whether a daemon answers; a hanging one raises TimedOut."""
+        """Return whether a daemon answers. One that hangs raises TimedOut."""
         try:
-            self.ask("get_default_active_thread_percentage", timeout=timeout)
+            self.ask(_SENTINEL, timeout=timeout)
         except NotFound:
             return False
         return True
@@ -328,10 +338,7 @@ class MpsControl:
     def set_threads(self, percent: float, server: int | None = None) -> None:
         """Set the active thread percentage and read it back.
 
-        Out of range the daemon prints the old value and exits 0; so the value read decides.
-
-        Raises:
-            OperationFailed: another value is held.
+        A daemon ignores a value out of range and exits 0.
         """
         self.ask(set_threads_command(percent, server))
         self._same("active thread percentage", self.threads(server), round(percent, 1))
@@ -346,11 +353,7 @@ class MpsControl:
         return None if not said or (server is not None and parse_memory(said) is None) else said
 
     def set_memory(self, size_bytes: int | None, server: int | None = None) -> None:
-        """Set the pinned memory limit, as whole M, or remove it (None), and read it back.
-
-        Raises:
-            OperationFailed: another value is held.
-        """
+        """Set the pinned memory limit, as whole M, or remove it (None), and read it back."""
         self.ask(set_memory_command(size_bytes, server))
         held = self.memory(server)
         if size_bytes is None:
@@ -365,11 +368,7 @@ class MpsControl:
         return Priority(int(said)) if said in {"0", "1"} else None
 
     def set_priority(self, priority: Priority) -> None:
-        """Set the default client priority and read it back.
-
-        Raises:
-            OperationFailed: another value is held.
-        """
+        """Set the default client priority and read it back."""
         self.ask(set_priority_command(priority))
         self._same("client priority", self.priority(), priority)
 
@@ -388,12 +387,12 @@ class MpsControl:
         return parse_pids(self.ask("get_server_list"))
 
     def server_status(self, server_pid: int) -> str | None:
-        """Return INITIALIZING, ACTIVE or FAULT (``get_server_status``), or None when the server is gone or driver 535 cannot tell."""
+        """Return INITIALIZING, ACTIVE or FAULT, or None when the server is gone or the driver (535) has no such command."""
         said = self.ask(f"get_server_status {server_pid}").splitlines()
         return next((line.strip() for line in said if re.fullmatch(r"[A-Z_]+", line.strip())), None)
 
     def overview(self) -> Overview:
-        """Return the daemon's state in two conversations: each one adds lines to a log that is never rotated."""
+        """Return the daemon's state, in few conversations: each one adds lines to a log that is never rotated."""
         lines = self.ask(
             "get_default_active_thread_percentage\nget_default_client_priority\n"
             f"get_default_device_pinned_mem_limit {DEVICE}\nget_server_list"
@@ -416,7 +415,7 @@ class MpsControl:
             f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
         ).splitlines()
         if any("not found" in line for line in lines):
-            # It ended since the list was made.
+            # It has ended since the list was read.
             return None
         # Driver 535 has no get_server_status: its "Unknown command" is no status.
         status = next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
@@ -424,7 +423,7 @@ class MpsControl:
         return ServerRow(pid, status, parse_percentage("\n".join(lines)), memory)
 
     def clients(self) -> list[ClientRow]:
-        """Return all clients (``ps``; where a daemon has none of it, ``get_client_list`` per server)."""
+        """Return all clients (``ps``, or ``get_client_list`` per server where a daemon has no ``ps``)."""
         said = self.ask("ps")
         if "Unknown command" not in said:
             return parse_ps(said)
@@ -436,7 +435,7 @@ class MpsControl:
     def quit(self, seconds: float | None = None) -> None:
         """Tell the daemon to end; with ``seconds`` it forces its servers down after that time.
 
-        Its exit code says nothing; wait for the process to be gone.
+        The exit code proves nothing: wait until the process is gone.
         """
         if seconds is None:
             self.tell("quit", timeout=10.0)
@@ -447,8 +446,8 @@ class MpsControl:
 def probe_version(programs: Programs, timeout: float = 5.0) -> int | None:
     """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
 
-    Before 580 ``-v`` is no option: the program silently takes commands from stdin. So it gets a pipe
-    directory where nobody answers, and no stdin. ``timeout`` is in seconds.
+    Before 580 ``-v`` is no option, and the program reads commands from stdin. So it gets no stdin, and a pipe directory
+    where no daemon answers. ``timeout`` is in seconds.
 
     Raises:
         TimedOut: the program hangs.
@@ -463,10 +462,10 @@ def probe_version(programs: Programs, timeout: float = 5.0) -> int | None:
 
 
 def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
-    """Return how many client contexts one server takes on a device, or None when unknown.
+    """Return how many client contexts one server accepts on a device, or None when unknown.
 
-    16 before Volta, 48 since, 60 from CUDA 13.1 (binary 13010) on; on a MIG instance its fraction of
-    that (NVIDIA's MPS guide; the real cap is connections, with CUDA_DEVICE_MAX_CONNECTIONS=2).
+    16 before Volta, then 48, and 60 from CUDA 13.1 (binary 13010) on; a MIG instance has its fraction of that (NVIDIA's
+    MPS guide; the actual limit is connections, at CUDA_DEVICE_MAX_CONNECTIONS=2).
     """
     if compute_capability is None:
         return None
@@ -475,9 +474,9 @@ def max_clients(version: int | None, compute_capability: tuple[int, int] | None,
 
 
 def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
-    """Return the daemon's environment: one device by UUID, private directories, no limits by accident.
+    """Return the daemon's environment: one device by UUID, private directories.
 
-    The daemon would take a caller's own MPS variables as its defaults, so they are removed.
+    The caller's own MPS variables are removed: the daemon would take them as its defaults.
     """
     return {
         "CUDA_VISIBLE_DEVICES": uuid,

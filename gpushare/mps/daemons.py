@@ -1,4 +1,4 @@
-"""The MPS daemons of a host as they are now: ours from their homes, others from the process table."""
+"""The MPS daemons of a host: ours from their homes, others from the process table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.program import missing_program
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer, Priority
 from gpushare.mps import control
-from gpushare.mps import control as mps_control
-from gpushare.mps.control import ClientRow, MpsControl, Overview, is_server, parse_memory
+from gpushare.mps.control import ClientRow, MpsControl, NoDaemon, Overview, is_server, not_your_daemon, parse_memory
 from gpushare.mps.home import ADOPTED, RUNNING, DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.selection import select
 from gpushare.units import mps_memory, mps_memory_readback, parse_pinned_limits
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# For all daemons of a look together; one answers within 2 ms on an H200.
+# For all daemons together; one answers within 2 ms on an H200.
 LOOK_SECONDS: Final = 3.0
-# Conversations at a time: each is a child process.
+# Concurrent conversations: each is a child process.
 _AT_ONCE: Final = 16
 _LOG_TAIL_BYTES: Final = 256 * 1024
 _SET: Final = re.compile(
@@ -45,7 +44,7 @@ _SET: Final = re.compile(
 def overviews(
     programs: Programs, pipe_directories: Sequence[str], seconds: float | None = None
 ) -> list[Overview | GpushareError]:
-    """Return what each daemon tells of itself, or why it does not, in the order asked."""
+    """Ask all daemons; return the overview of each, or its error, in the same order."""
     seconds = LOOK_SECONDS if seconds is None else seconds
     until = time.monotonic() + seconds
     found: list[Overview | GpushareError | None] = [None] * len(pipe_directories)
@@ -60,7 +59,7 @@ def overviews(
                 return
             found[number] = _overview(programs, pipe, until, seconds)
 
-    # Its own thread for each but the first: one daemon, the usual case, needs none.
+    # The usual case, one daemon, needs no thread.
     helpers = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(pipe_directories)) - 1)]
     for helper in helpers:
         helper.start()
@@ -77,7 +76,7 @@ def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Ov
         return MpsControl(programs, pipe, seconds=seconds, until=until).overview()
     except GpushareError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a thread that dies would leave its daemon without a word
+    except Exception as error:  # noqa: BLE001 - a thread that dies would lose its daemon
         return OperationFailed(f"the MPS daemon at {pipe} cannot be asked: {error}", "see: gpushare doctor")
 
 
@@ -90,13 +89,13 @@ def _late(pipe: str, seconds: float) -> TimedOut:
 
 
 def logged_limit(log_directory: str | None, uuid: str) -> int | None:
-    """Return the default memory limit that a daemon was last given for its device, by number or UUID, or None.
+    """Return the last default memory limit that a daemon's log has for its device, by number or UUID, or None.
 
-    The daemon prints whole G: its log refines that. Alone it proves nothing: whoever may connect can write any line into
-    it, by a command with newlines (seen with 535). A command that the daemon refused does not count.
+    The daemon prints whole G, and its log is exact. The log alone proves nothing: any client can write lines into it, by a
+    command with newlines (seen with 535). Commands that the daemon refused do not count.
     """
     text = read_tail(Path(log_directory or "/nonexistent") / "control.log", _LOG_TAIL_BYTES)
-    # A limit that an earlier daemon in this directory was given died with it.
+    # Limits of earlier daemons in this directory do not count.
     text = text[max(0, text.rfind("Starting control daemon using socket")) :]
     limit = None
     for device, value, answer in _SET.findall(text):
@@ -106,11 +105,13 @@ def logged_limit(log_directory: str | None, uuid: str) -> int | None:
 
 
 Number = TypeVar("Number", int, float)
-NOT_ASKED: Final = "not asked: it is another user's, and may say anything; ask it: gpushare mps status -v"
+NOT_ASKED: Final = (
+    "not asked, because it belongs to another user and may report anything; ask it: gpushare mps status -v"
+)
 
 
 def ask(host: Host, found: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
-    """Return the daemons with what they say, all asked at once; those of other users only with ``strangers``."""
+    """Ask daemons, all at once, and return them with their answers. Those of other users only with ``strangers``."""
     asked = [
         item
         for item in found
@@ -138,14 +139,14 @@ def _told(host: Host, item: FoundDaemon, said: Overview | GpushareError | None, 
 
 def _with(host: Host, item: FoundDaemon, overview: Overview) -> MpsDaemon:
     daemon, record = item.daemon, item.record
-    # A daemon of another user is believed about that user's processes only: it may name any PID.
+    # A daemon of another user may name any PID: only that user's processes count.
     believed = None if item.trusted else item.uid
     environment = host.processes.environment(daemon.pid or 0) or {}
     uuid = record.device_uuid if record is not None else environment.get("CUDA_VISIBLE_DEVICES", "")
     logged = logged_limit(daemon.log_directory, uuid) if item.trusted else None
     held = _exact(overview.memory_limit_bytes, record, logged)
     if held is None:
-        # Given in its environment: it is in force, and the daemon does not print it. The log adds none: see `logged_limit`.
+        # A limit from the daemon's environment is in force, but not printed.
         held = parse_pinned_limits(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""), uuid)
     servers = [row for row in overview.servers if _is_of(host, row.pid, believed)]
     return replace(
@@ -158,15 +159,13 @@ def _with(host: Host, item: FoundDaemon, overview: Overview) -> MpsDaemon:
 
 
 def _is_of(host: Host, pid: int, uid: int | None) -> bool:
-    """Return whether a process belongs to a user; None: anybody's will do."""
-    if uid is None:
-        return True
-    info = host.processes.describe(pid)
-    return info is not None and info.uid == uid
+    """Return whether a process belongs to a user; None: any user."""
+    info = None if uid is None else host.processes.describe(pid)
+    return uid is None or (info is not None and info.uid == uid)
 
 
 def _exact(held: int | None, record: DaemonRecord | None, logged: int | None = None) -> int | None:
-    """Return the limit of the record or the log where the daemon holds it (it prints whole G), else what it holds."""
+    """Return the limit of the record or the log if it fits what the daemon prints (whole G), else what it prints."""
     if held is None:
         return None
     for noted in (None if record is None else record.limits.memory_limit_bytes, logged):
@@ -208,7 +207,7 @@ def _client(
         server_pid=server,
         name=row.command or (None if info is None else info.name),
         user=None if info is None else info.user,
-        # A client can only lower what its server allows (seen: env 60 under 30 gives 30, 20 under 30 gives 20).
+        # A client can only lower the limit of its server (seen: 60 under 30 gives 30, 20 under 30 gives 20).
         threads_percent=_smaller(threads, own_threads),
         memory_limit_bytes=_smaller(memory, own_memory),
         priority=Priority(int(own_priority)) if own_priority in {"0", "1"} else overview.priority,
@@ -228,20 +227,20 @@ def _smaller(first: Number | None, second: Number | None) -> Number | None:
     return min(given, default=None)
 
 
-# Where the daemon listens when nobody tells it otherwise (NVIDIA's MPS guide).
+# The default of the daemon and of CUDA programs (NVIDIA's MPS guide).
 DEFAULT_PIPE_DIRECTORY: Final = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's choice, not ours
 DEFAULT_LOG_DIRECTORY: Final = "/var/log/nvidia-mps"
-# 16 GPUs in 7 instances each; it may be anybody's.
+# More than 16 GPUs with 7 instances each; any user may have set it.
 _MOST_DEVICES: Final = 128
 _UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-fA-F-]{1,60}$", re.ASCII)
 
 
 @dataclass(frozen=True)
 class FoundDaemon:
-    """A daemon with the home that gpushare made for it, if it did.
+    """A daemon with the home that gpushare created for it, if it did.
 
-    ``trusted``: it runs as this user or as root. Of any other its PIDs, its directories and what it says are a claim.
-    ``started_at`` is when its process started: whoever has its PID later is not meant.
+    ``trusted``: it runs as this user or as root. Everything that another user's daemon reports is only a claim.
+    ``started_at`` is the start time of its process, which distinguishes it from a later process with the same PID.
     """
 
     daemon: MpsDaemon
@@ -280,7 +279,7 @@ class FoundDaemon:
         return False
 
     def control(self, host: Host) -> MpsControl:
-        """Return the conversation with it.
+        """Return its control.
 
         Raises:
             NotFound: its pipe directory is unknown.
@@ -296,7 +295,7 @@ class FoundDaemon:
 
 @dataclass(frozen=True)
 class _Process:
-    """A process that is, or says that it is, an MPS control daemon."""
+    """A process that is, or claims to be, an MPS control daemon."""
 
     info: ProcessInfo
     environment: Mapping[str, str] | None
@@ -312,7 +311,7 @@ class _Process:
 
     @property
     def device(self) -> str | None:
-        """Return the UUID of the one device that it serves, as a daemon of ours does."""
+        # A daemon of ours serves one device.
         visible = (self.environment or {}).get("CUDA_VISIBLE_DEVICES", "")
         return visible if _UUID.match(visible) else None
 
@@ -320,9 +319,9 @@ class _Process:
 def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, strangers: bool = False) -> list[FoundDaemon]:
     """Return the daemons of this host, ours first.
 
-    ``deep`` asks each for limits, servers and clients; otherwise only whether it is there. Those of other users (not
-    root's) are asked with ``strangers`` only: they may say anything, or nothing. A record whose daemon is gone is
-    returned with an error: `gpushare mps stop` clears it away. A daemon in a home of ours is ours also without a record.
+    ``deep`` asks each for limits, servers and clients. Those of other users (except root) are asked only with
+    ``strangers``: they may report anything, or hang. A record whose daemon is gone is returned with an error:
+    `gpushare mps stop` clears it away. A daemon in a home of ours is ours even without a record.
     """
     directories = [host.run_directory, *host.shared_run_directories]
     running = _running(host)
@@ -338,28 +337,27 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
 def _running(host: Host) -> list[_Process]:
     """Return the processes that are MPS control daemons, by PID.
 
-    A conversation is a process of the same program for a moment, without an option that makes it a daemon
-    (seen with 535). So is a daemon's child before it becomes a server: with its command line and its
-    environment, but a daemon's child.
+    Two others run the same program for a moment: a conversation, which has no option that makes it a daemon (seen with
+    535), and a daemon's child before it becomes a server, which has the daemon's command line and environment.
     """
     candidates: dict[tuple[str | None, int | None], list[_Process]] = {}
     trusted = {0, host.uid, os.geteuid()}
-    for pid in host.processes.named(mps_control.PROGRAM):
+    for pid in host.processes.named(control.PROGRAM):
         info = host.processes.describe(pid)
         if info is not None and _is_daemon(info.command_line):
             one = _Process(info, host.processes.environment(pid), info.uid in trusted)
-            # By user: what others call their processes hides none of ours.
+            # By user: processes of others cannot hide ours.
             candidates.setdefault((one.pipe, info.uid), []).append(one)
     running = []
     for same in candidates.values():
-        # A parent is one file to read. Who descends from a process is a look at all: others would set how many.
+        # Reading a parent is one file; finding descendants would read all processes, once for each that others start.
         there = {one.pid for one in same} if len(same) > 1 else set()
         running += [one for one in same if not there or host.processes.parent(one.pid) not in there]
     return sorted(running, key=lambda one: one.pid)
 
 
 def _is_daemon(command_line: Sequence[str] | None) -> bool:
-    """Return whether ``-d`` or ``-f`` (also ``--daemon``, ``--forground`` from 580 on) is given; unknown counts as such."""
+    """Return whether ``-d`` or ``-f`` is given (from 580 on also ``--daemon``, ``--forground``), or the words are unknown."""
     if not command_line:
         return True
     return any(re.match(r"-[MSdfq]*[df][MSdfq]*$|--(daemon|fore?ground)$", word) for word in command_line[1:])
@@ -368,15 +366,15 @@ def _is_daemon(command_line: Sequence[str] | None) -> bool:
 def _pipe_directory(environment: Mapping[str, str] | None) -> str | None:
     if environment is None:
         return None
-    # The program puts "/control" behind an empty one (seen with 535).
+    # The program appends "/control" to an empty one (seen with 535).
     return environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) or "/"
 
 
 def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     """Return the PID of the daemon of this user or root that listens at a pipe directory, or None.
 
-    Not from its PID file, which any user may write and the daemon of driver 535 does not make: from the process table,
-    by program, environment and user. Name and environment alone prove nothing: any user can have both.
+    By program, environment and user in the process table; any user can copy the first two. Any user may write the PID
+    file, and driver 535 has none.
     """
     return next((one.pid for one in _running(host) if one.trusted and one.pipe == pipe_directory), None)
 
@@ -391,8 +389,8 @@ def live_pid(
 ) -> int | None:
     """Return the PID of the daemon of a record, or None when it is dead.
 
-    Its start time guards against a reused PID, but moves when the clock is set, and a start that was killed has noted
-    none: a daemon of ours that serves this device from this home is it all the same.
+    The start time guards against a reused PID, but it moves when the clock is set, and the record of a killed start has
+    none. So a daemon of ours that serves this device from this home counts too.
     """
     if record.pid is not None and record.started_at is not None and host.processes.alive(record.pid, record.started_at):
         return record.pid
@@ -408,8 +406,8 @@ def live_pid(
 
 
 def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
-    """Return a record for a daemon of ours that serves a device from this home and has none, or None."""
-    # Its socket is there, or nobody listens: the process table is long.
+    """Return a record for a daemon of ours that serves a device from this home without one, or None."""
+    # Without its socket there is no need to read the process table.
     if not os.path.lexists(home.pipe / "control"):
         return None
     for one in _running(host):
@@ -434,7 +432,7 @@ def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_
         gone = f"the daemon {record.pid} is gone; {way}"
         if record.interrupted:
             gone = (
-                "its start is under way, or was interrupted; start it again: "
+                "it is being started, or its start was interrupted; start it again: "
                 f"gpushare mps start -g {record.device_uuid}; or {way}"
             )
         return FoundDaemon(replace(daemon, error=gone), home, record)
@@ -449,7 +447,7 @@ def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Se
     index = _gpu_index(record.device_uuid, gpus)
     uuid = record.device_uuid
     unfinished = (
-        f"its start is under way, or was interrupted; finish it: gpushare mps start -g {uuid}; "
+        f"it is being started, or its start was interrupted; finish it: gpushare mps start -g {uuid}; "
         f"or stop it: gpushare mps stop -g {uuid}"
     )
     return MpsDaemon(
@@ -469,7 +467,7 @@ def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Se
 
 
 def _adopted(one: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
-    """Return a daemon in a home of ours whose record is missing: a start was killed before it was written."""
+    """Return a daemon in a home of ours without a record: its start was killed before writing one."""
     home = DaemonHome.at_pipe(one.pipe, directories) if one.trusted else None
     if home is None or one.device is None or home.read() is not None:
         return None
@@ -485,7 +483,7 @@ def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
             ours=False,
             pipe_directory=None,
             user=one.info.user,
-            error="its environment may not be read: look as root",
+            error="no permission to read its environment: run as root",
         )
         return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started_at)
     indexes = _visible_gpus(one.environment, gpus)
@@ -509,7 +507,7 @@ def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
 
 
 def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[int, ...]:
-    """Return the GPUs that a daemon serves by its CUDA_VISIBLE_DEVICES; CUDA stops at the first that it does not know."""
+    """Return the GPUs in a daemon's CUDA_VISIBLE_DEVICES; CUDA stops at the first that it does not know."""
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return tuple(gpu.index for gpu in gpus)
     found: list[int] = []
@@ -539,7 +537,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
 
     Raises:
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
-        NoPermission: it belongs to another user, and is ``to_change``; anybody may join it.
+        NoPermission: with ``to_change``, it belongs to another user. Any user may join it.
     """
     dead: NotFound | None = None
     for run_directory in (host.run_directory, *host.shared_run_directories):
@@ -553,7 +551,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             continue
         if record.interrupted:
             dead = dead or NotFound(
-                f"the start of the MPS daemon of {device.title} is under way, or was interrupted",
+                f"the MPS daemon of {device.title} is being started, or its start was interrupted",
                 f"start it again: gpushare mps start -g {device.selector}; "
                 f"or clear it away: gpushare mps stop -g {device.selector}",
                 gpu=str(device.gpu.index),
@@ -562,7 +560,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             continue
         pid = live_pid(host, home, record)
         if pid is None:
-            # Another's may live in a directory that we share.
+            # There may be another in a shared directory.
             dead = dead or NotFound(
                 f"the MPS daemon of {device.title} (process {record.pid}) is dead",
                 f"clear it away: gpushare mps stop -g {device.selector}; then start it again",
@@ -571,25 +569,19 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             )
             continue
         if to_change and record.uid not in {os.geteuid(), host.uid} and os.geteuid() != 0:
-            raise NoPermission(
-                f"the MPS daemon of {device.title} belongs to user {record.uid}",
-                "ask its owner, or run as root: sudo gpushare ...",
-                gpu=str(device.gpu.index),
-                code="not_your_daemon",
-            )
+            raise not_your_daemon(f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index))
         return home, _with_pid(host, record, pid)
     if dead is not None:
         raise dead
-    raise NotFound(
+    raise NoDaemon(
         f"no MPS daemon of gpushare serves {device.title}",
         f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",
         gpu=str(device.gpu.index),
-        code="no_daemon",
     )
 
 
 def _with_pid(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
-    """Return a record of a daemon that lives as it is to be written: another start may have been killed before its end."""
+    """Return the record of a live daemon as it should be: a start may have been killed before it wrote the PID."""
     if record.pid == pid and record.state == RUNNING:
         return record
     info = host.processes.describe(pid)
@@ -606,7 +598,7 @@ def check_device(host: Host, device: Device) -> None:
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program(control.PROGRAM)
     if not device.uuid:
-        raise NotSupported(f"{device.title} tells no UUID", "see: gpushare doctor", gpu=str(device.gpu.index))
+        raise NotSupported(f"{device.title} reports no UUID", "see: gpushare doctor", gpu=str(device.gpu.index))
     if device.mig is None and device.gpu.mig_enabled:
         first = device.gpu.mig_instances[0].uuid if device.gpu.mig_instances else "MIG-<uuid>"
         raise NotSupported(

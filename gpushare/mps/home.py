@@ -1,8 +1,8 @@
-"""Where one MPS daemon of ours lives: directories, record, lock and leases.
+"""The directory of one MPS daemon of ours: pipe and log directories, record, lock, leases, and who may enter.
 
-``<run>/mps/<gpu-0d54321e-5f2c91aa>/`` holds ``pipe/``, ``log/``, ``daemon.json`` (what is needed to undo),
-``lock`` and ``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the
-truth; the record only says whose it is and what to restore. It is written before a start changes anything.
+``<run>/mps/<gpu-0d54321e-5f2c91aa>/`` contains ``pipe/``, ``log/``, ``daemon.json`` (what an undo needs), ``lock`` and
+``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the truth; the record only says whose
+it is and what to restore. It is written before a start changes anything.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, NotHeld, NotSupported, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotHeld, NotSupported, OperationFailed
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
 from gpushare.model import ComputeMode, Priority, device_key, old_device_key
-from gpushare.mps.control import DEVICE, MAX_PIPE_DIRECTORY_BYTES
+from gpushare.mps.control import DEVICE, MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import Limits
 from gpushare.units import mps_memory, mps_percentage
 
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 RECORD_SCHEMA: Final = 1
-# States of a record. A start writes STARTING before its first change, and RUNNING at its end; whoever finds STARTING
-# under the lock finds an interrupted start. ADOPTED is never written: a daemon in a home of ours without a record.
+# States of a record. A start writes STARTING before its first change and RUNNING at its end; STARTING found under the
+# lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of ours that has no record.
 RUNNING: Final = "running"
 STARTING: Final = "starting"
 ADOPTED: Final = "adopted"
-# PID_MAX_LIMIT of Linux is 2^22; simulated processes lie above it.
+# PID_MAX_LIMIT of Linux is 2^22; PIDs of simulated processes are larger.
 _LAST_PID: Final = 2**31 - 1
 _RECORD: Final = "daemon.json"
-# As `mps_aside` names it.
-_ASIDE: Final = "aside.json"
+# The record of a daemon that is stopped for a while.
+ASIDE: Final = "aside.json"
 _LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
 
@@ -53,7 +53,7 @@ class DaemonRecord:
     """What gpushare remembers of a daemon that it started."""
 
     device_uuid: str
-    # None: the start that wrote this did not come so far.
+    # None: the start that wrote this did not get so far.
     pid: int | None
     started_at: float | None
     uid: int
@@ -78,7 +78,7 @@ class DaemonRecord:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether a start wrote it and did not come to its end: it was killed, or it is under way."""
+        """Return whether the start that wrote it has not finished: it was killed, or is still running."""
         return self.state == STARTING
 
 
@@ -107,14 +107,14 @@ class DaemonHome:
         """Create the directories, closed to others.
 
         Raises:
-            BadUsage: the pipe directory would be longer than 87 bytes, where the daemon dies silently.
-            NoPermission: a directory is not writable, or belongs to somebody else.
+            BadUsage: the path is too long for a daemon, which would die silently.
+            NoPermission: a directory is not writable, or belongs to another user.
         """
         self.check_path()
         self._make_directory()
         for path in (self.pipe, self.log, self.leases):
             make_private_directory(path)
-        # Nobody else may hold what is in it open, and so locked.
+        # Other users could open a lease, and lock it.
         with contextlib.suppress(OSError):
             self.leases.chmod(0o700)
 
@@ -141,37 +141,32 @@ class DaemonHome:
         return cls(path.parent)
 
     def read(self) -> DaemonRecord | None:
-        """Return the record, or None when there is none, it cannot be understood, or another user wrote it.
+        """Return the record, or None if there is none, it is not valid, or another user may have written it.
 
-        Signals go to the PID in it: only our own and root's word is taken for that.
+        The PID in it gets signals, so only our own records and root's count.
         """
         return record_of(read_trusted(self.directory / _RECORD)) if self.is_trusted() else None
 
     def is_trusted(self) -> bool:
-        """Return whether what is kept here counts: nobody else can have put it, or the way to it, there."""
+        """Return whether only this user or root can have written here or redirected the path."""
         return is_trusted_directory(self.directory.parents[1], *self.directory.parts[-2:])
 
     def _keeps(self, uuid: str) -> bool:
-        """Return whether a record of a device is here, of its daemon or of one that was set aside."""
-        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, _ASIDE) if self.is_trusted())
+        kept = (record_of(read_trusted(self.directory / name)) for name in (_RECORD, ASIDE) if self.is_trusted())
         return any(record is not None and record.device_uuid == uuid for record in kept)
 
     def write(self, record: DaemonRecord) -> None:
-        """Write the record, for others to read too: `gpushare status` shows root's daemons.
+        """Write the record. Others may read it: `gpushare status` shows root's daemons.
 
         Raises:
-            NoPermission, OperationFailed: it cannot be written; the old one stands.
+            NoPermission, OperationFailed: it cannot be written; the old one stays.
         """
         path = self.directory / _RECORD
         with writing(path, "the record of an MPS daemon"):
             replace_file(path, json.dumps(record.to_json(), indent=2))
 
     def clear(self, *, sockets: bool = True) -> None:
-        """Remove the record and, with ``sockets``, what a dead daemon left in the pipe directory; the logs stay.
-
-        Raises:
-            NoPermission: they belong to somebody else.
-        """
+        """Remove the record and, with ``sockets``, what a dead daemon left in the pipe directory; keep the logs."""
         try:
             (self.directory / _RECORD).unlink(missing_ok=True)
         except OSError as error:
@@ -194,10 +189,10 @@ class DaemonHome:
 
     @contextlib.contextmanager
     def locked(self, *, seconds: float = 60.0) -> Iterator[None]:
-        """Hold the lock of this daemon: starting, setting and stopping exclude each other.
+        """Hold the lock of this daemon: start, set and stop exclude each other.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be created.
             NoPermission: the directory or the lock is not this user's.
         """
         self._make_directory()
@@ -211,12 +206,12 @@ class DaemonHome:
             os.close(descriptor)
 
     def live_leases(self) -> list[int] | None:
-        """Return the PIDs of the `gpushare run` that use this daemon now; dead ones' files are removed.
+        """Return the PIDs of every `gpushare run` that uses this daemon, and remove the leases of dead ones.
 
-        None: they are another user's, who alone can tell.
+        None: the leases belong to another user and cannot be checked.
 
         Raises:
-            OperationFailed: whether one is held cannot be told.
+            OperationFailed: a lock cannot be checked.
         """
         live: list[int] = []
         try:
@@ -236,7 +231,7 @@ class DaemonHome:
                 with writing(path, "the lease of a program"):
                     dead = _locked(descriptor)
                 if dead:
-                    # One that cannot be removed counts for nobody all the same.
+                    # It does not count, even if it cannot be removed.
                     with contextlib.suppress(OSError):
                         path.unlink(missing_ok=True)
                 else:
@@ -246,17 +241,13 @@ class DaemonHome:
         return live
 
     def take_lease(self) -> Lease:
-        """Take a lease: the daemon is in use until it is released, or until every holder has ended.
-
-        Raises:
-            NoPermission, OperationFailed: its file cannot be made.
-        """
-        # The name may be held: by another lease of this process, or by the guard of one with our PID that died.
+        """Take a lease: the daemon is in use until it is released, or until every holder has ended."""
+        # The name may be taken: by another lease of this process, or by the guard of a dead one with our PID.
         for number in itertools.count():
             path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
-            # Inheritable across fork: the guard holds it on when gpushare itself is killed.
+            # Inherited by fork: the guard keeps it if gpushare itself is killed.
             descriptor = open_lock(path, "the lease of a program")
-            # Closed where it is another's, or `live_leases` removed it between open and lock.
+            # Closed if another holds it, or `live_leases` removed it between open and lock.
             with writing(path, "the lease of a program"), contextlib.ExitStack() as closing:
                 closing.callback(os.close, descriptor)
                 if _locked(descriptor) and _is_at(descriptor, path):
@@ -273,10 +264,9 @@ class Lease:
     descriptor: int
 
     def release(self) -> None:
-        """Give the lease back."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
-        # Where its file stays, a guard that holds the same descriptor would hold it on.
+        # If its file stays: the guard has the same descriptor, and would keep the lock.
         with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
@@ -299,7 +289,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def record_of(raw: Any) -> DaemonRecord | None:
-    """Return the record that parsed JSON holds, or None when it is none. Fields of a newer gpushare are left out."""
+    """Return the record in parsed JSON, or None if it is not valid. Fields of a newer gpushare are ignored."""
     if not isinstance(raw, dict):
         return None
     names = {*_FIELDS, *(field.name for field in fields(DaemonRecord))} - {"limits"}
@@ -328,7 +318,7 @@ def _is_number_or_none(value: object) -> bool:
     return value is None or _is_whole(value) or isinstance(value, float)
 
 
-# What a field may hold; all others are whole numbers.
+# Valid values of a field; all others are whole numbers.
 _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "device_uuid": lambda value: isinstance(value, str),
     "pid": lambda value: value is None or (_is_whole(value) and 0 <= value <= _LAST_PID),
@@ -345,8 +335,8 @@ _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:
     """Return the home of the daemon of one device.
 
-    Earlier versions cut the UUID after 8 digits, which devices can share: such a home counts as long as it has a record
-    of this very device, and there is none under the new name.
+    Earlier versions cut the UUID after 8 digits, which devices can share. Such a home is used if it has a record of this
+    device and the new name has none.
     """
     home = DaemonHome(run_directory / "mps" / device_key(uuid))
     old = DaemonHome(run_directory / "mps" / old_device_key(uuid))
@@ -359,7 +349,7 @@ def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
 
 
 def unrecorded(run_directories: Sequence[Path]) -> bool:
-    """Return whether a daemon may live in one of the homes there without a record: its socket is there."""
+    """Return whether a home there has a daemon's socket but no record."""
     return any(not (path.parent.parent / _RECORD).exists() for path in _below(run_directories, "pipe/control"))
 
 
@@ -375,39 +365,32 @@ def _lock_within(descriptor: int, seconds: float, directory: Path) -> None:
     while not _locked(descriptor):
         if time.monotonic() > deadline:
             raise OperationFailed(
-                f"another gpushare has been changing the daemon in {directory} for {seconds:g} s",
+                f"another gpushare has held the lock of the daemon in {directory} for {seconds:g} s",
                 f"see which: fuser -v {shlex.quote(f'{directory}/lock')}",
                 code="locked",
             )
         time.sleep(0.02)
 
 
-_NAME: Final = "aside.json"
-
-
 def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
-    """Keep a record while its daemon is stopped, with the profile of its MIG device; written atomically.
-
-    Raises:
-        NoPermission, OperationFailed: it cannot be written.
-    """
-    path = home.directory / _NAME
+    """Keep a record while its daemon is stopped, with the profile of its MIG device."""
+    path = home.directory / ASIDE
     with writing(path, "the record of an MPS daemon that is stopped for a while"):
         replace_file(path, json.dumps({**record.to_json(), "profile": profile}, indent=2))
 
 
 def aside(home: DaemonHome) -> tuple[DaemonRecord, str | None] | None:
-    """Return the record that was set aside and the profile, or None: there is none, or neither we nor root wrote it."""
-    raw = read_trusted(home.directory / _NAME) if home.is_trusted() else None
+    """Return the record that was set aside and the profile, or None if there is none that counts."""
+    raw = read_trusted(home.directory / ASIDE) if home.is_trusted() else None
     record = record_of(raw)
     profile = raw.get("profile") if isinstance(raw, dict) else None
     return None if record is None else (record, profile if isinstance(profile, str) else None)
 
 
 def forget_aside(home: DaemonHome) -> None:
-    """Remove a record that was set aside; none is fine."""
+    """Remove a record that was set aside, if there is one."""
     with contextlib.suppress(OSError):
-        (home.directory / _NAME).unlink()
+        (home.directory / ASIDE).unlink()
 
 
 _ACL: Final = "system.posix_acl_access"
@@ -421,7 +404,7 @@ _CLOSED_MODE: Final = 0o700
 
 
 def pipe_users(directory: Path) -> tuple[str, ...] | None:
-    """Return the users that may enter a pipe directory besides its owner; none: everybody; None: it is not there."""
+    """Return the users, besides the owner, who may enter a pipe directory; empty: all users; None: it does not exist."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o001:
@@ -435,12 +418,12 @@ def pipe_users(directory: Path) -> tuple[str, ...] | None:
         return None
 
 
-# The first driver whose daemons refuse other users' changes of their limits (535 refuses only "quit").
+# From this driver on daemons refuse changes of limits by other users (535 refuses only "quit").
 _REFUSING_DRIVER: Final = 550
 
 
 def anybody_changes(directory: Path, driver: str | None) -> bool:
-    """Return whether every user may change the limits of the daemon at a pipe directory, also of one still to be made."""
+    """Return whether every user may change the limits of the daemon at a pipe directory, which need not exist yet."""
     branch = re.match(r"\d{1,6}", driver or "", re.ASCII)
     return branch is not None and int(branch.group()) < _REFUSING_DRIVER and not pipe_users(directory)
 
@@ -450,16 +433,16 @@ def _owner(directory: Path) -> tuple[str, ...]:
 
 
 def let_in(directory: Path, users: Sequence[str]) -> None:
-    """Let these users, and nobody else but the owner and root, enter a pipe directory; none: everybody.
+    """Let only these users, the owner and root enter a pipe directory; with no users, let everybody enter.
 
     Raises:
         NotFound: no such user, or no such directory.
         NoPermission: the directory is not ours.
-        NotSupported: its file system keeps no access control lists.
+        NotSupported: its file system has no access control lists.
     """
     ids = sorted({user_id(user) for user in users})
     try:
-        # Closed before it is opened to some.
+        # Close it before opening it to some.
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
         with contextlib.suppress(OSError):
             os.removexattr(directory, _ACL)
@@ -480,35 +463,32 @@ def _list_of(ids: Sequence[int]) -> bytes:
 
 def _refused(directory: Path, error: OSError) -> GpushareError:
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        return NoPermission(f"may not change {directory}: {error.strerror}", "run it as root: sudo gpushare ...")
+        return NoPermission(f"cannot change {directory}: {error.strerror}", "run as root: sudo gpushare ...")
     if error.errno == errno.ENOENT:
-        return NotFound(f"there is no {directory}", "see the daemons: gpushare mps status", code="no_daemon")
+        return NoDaemon(f"there is no {directory}", "see the daemons: gpushare mps status")
     if error.errno == errno.ENOTSUP:
         return NotSupported(
-            f"the file system of {directory} keeps no access control lists, which 'users' of mps needs",
-            "leave 'users' out, or set GPUSHARE_RUN_DIR to a file system that has them (tmpfs, ext4, xfs)",
+            f"the file system of {directory} has no access control lists, which 'users' of mps needs",
+            "drop 'users', or set GPUSHARE_RUN_DIR to a file system that has them (tmpfs, ext4, xfs)",
             code="no_acl",
         )
     return OperationFailed(f"cannot change {directory}: {error.strerror}", "see what is wrong: gpushare doctor")
 
 
-_RUN: Final = "gpushare-mps"
-
-
-UNIT_PIPES: Final = f"/run/{_RUN}"
-
-
-# Beside its pipe directory: the memory limit that the unit gave its daemon, 3840M; - is none.
+# RuntimeDirectory= of the units.
+UNIT_RUNTIME: Final = "gpushare-mps"
+UNIT_PIPES: Final = f"/run/{UNIT_RUNTIME}"
+# Next to its pipe directory: the memory limit that the unit gave its daemon (3840M), or - for none.
 LIMIT_FILE: Final = "memory-limit"
 
 
 def pipe_directory(uuid: str) -> str:
-    """Return where the daemon of the unit of a device listens: by it a daemon is known as the unit's."""
+    """Return the pipe directory of the unit of a device, by which its daemon is recognized."""
     return f"{UNIT_PIPES}/{device_key(uuid)}/pipe"
 
 
 def old_pipe_directory(uuid: str) -> str:
-    """Return where the daemon of a unit of an earlier version listens; devices can share it."""
+    """Return the pipe directory of a unit of an earlier version, which devices can share."""
     return f"{UNIT_PIPES}/{old_device_key(uuid)}/pipe"
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
+from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
-from gpushare.mps.control import MpsControl, control_command, is_server
+from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord
 from gpushare.plan import Plan, Step, carry_out
@@ -365,27 +365,19 @@ def _still_there(found: FoundDaemon) -> None:
     """Raise when another gpushare stopped the daemon, or started a new one, while we waited for the lock."""
     noted = None if found.record is None or found.record.state == ADOPTED else found.record
     if found.home is not None and found.home.read() != noted:
-        raise NotFound(
-            f"the MPS daemon {found.daemon.pid} was stopped or replaced by another gpushare meanwhile",
+        raise NoDaemon(
+            f"another gpushare stopped or replaced the MPS daemon {found.daemon.pid}",
             "see what is there now: gpushare mps status",
-            code="no_daemon",
         )
 
 
 def _may_stop(host: Host, found: FoundDaemon) -> None:
     record = found.record
     if not found.trusted and host.uid != 0:
-        raise NoPermission(
-            f"the MPS daemon {found.daemon.pid} belongs to user {found.daemon.user or 'unknown'}",
-            f"ask its owner, or run as root: sudo {found.stop_command}",
-            code="not_your_daemon",
-        )
+        owner = f"user {found.daemon.user or 'unknown'}"
+        raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", owner, command=found.stop_command)
     if record is not None and os.geteuid() not in {0, record.uid}:
-        raise NoPermission(
-            f"the MPS daemon {found.daemon.pid} belongs to user {record.uid}",
-            "ask its owner, or run as root: sudo gpushare mps stop",
-            code="not_your_daemon",
-        )
+        raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", f"user {record.uid}", command=found.stop_command)
 
 
 def clients_of(control: MpsControl) -> list[int]:

@@ -322,7 +322,7 @@ def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int)
     (found,) = find_daemons(world.host, world.host.nvml.sweep(), deep=False)
     cli("mps", "stop").ok()
     cli("mps", "start").ok()
-    with pytest.raises(NotFound, match=f"daemon {daemon} was stopped or replaced"):
+    with pytest.raises(NotFound, match=f"stopped or replaced the MPS daemon {daemon}"):
         stop.stop(world.host, found, None, drain_seconds=0, force=True)
     assert len(world.state.daemons) == 1
 
