@@ -38,7 +38,7 @@ VERBS: Final[Mapping[str, str]] = {
     "observe": "Record how GPUs and processes are used.",
     "savings": "Estimate what sharing fewer GPUs would save.",
     "apply": "Make the host what gpushare.yaml says.",
-    "diff": "Say how the host differs from gpushare.yaml; exit 7 if it does.",
+    "diff": "Show how the host differs from gpushare.yaml; exit 7 if it does.",
     "capture": "Write how the host is shared, as gpushare.yaml.",
     "export": "Write this host for Kubernetes, Slurm, Docker, systemd.",
     "metrics": "Serve metrics for Prometheus.",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpushare.mig.journal import Journal
     from gpushare.show.result import Result
 
-# What a file can never have here: then nothing at all is changed.
+# The file can never be applied here: then nothing is changed.
 _WRONG: Final = (BadUsage, NotSupported, NoPermission)
 _POLL_SECONDS: Final = 0.5
 
@@ -34,15 +34,15 @@ def apply(
     wait: Annotated[
         str | None,
         typer.Option(
-            "--wait", metavar="SECS", help="Wait so long for programs to leave what changes. [default: refuse]"
+            "--wait", metavar="SECS", help="Wait this long for programs to leave what changes. [default: refuse]"
         ),
     ] = None,
 ) -> Any:
-    """Make each GPU what its entry of gpushare.yaml says; one that no entry is for is left alone. Needs root.
+    """Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone. Needs root.
 
-    What is as the file has it stays. All GPUs are planned before the first changes, and a file that can never hold
-    here changes nothing. Then each GPU is changed as a whole or not at all. Programs are never ended: a GPU in use
-    is refused, the others are done. A file that held is kept: `gpushare export systemd` applies it at boot.
+    What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be
+    applied here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in
+    use is refused, the others are changed. An applied file is kept: `gpushare export systemd` applies it at boot.
     """
     from gpushare.hostfile.load import load
     from gpushare.mig.journal import Journal
@@ -74,7 +74,7 @@ def apply(
 
 
 def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
-    """Undo a change of MIG that was interrupted, before anything is planned: it may be all that is in the way."""
+    """Undo an interrupted MIG change before planning: it may be all that is in the way."""
     from gpushare.cli.mig_change import need_root
     from gpushare.host.records import sweep_leftovers
     from gpushare.mig.recover import recover
@@ -89,7 +89,7 @@ def _undone(host: Host, journal: Journal) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Row:
-    """One GPU: its entry, and its plan or why there is none; ``done`` when it was carried out."""
+    """One GPU: its entry, and its plan or the error; ``done`` once it was carried out."""
 
     gpu: int
     entry: Entry
@@ -103,7 +103,7 @@ class _Row:
 
 
 def _planned(host: Host, journal: Journal, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
-    """Return the plan of each GPU; while one is in use, plan again until the time is over."""
+    """Return the plan of each GPU; while one is in use, plan again until the time is up."""
     from gpushare.hostfile.load import entries_of
 
     deadline, told = time.monotonic() + seconds, set()
@@ -151,14 +151,14 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
 
 
 def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row], Matched, tuple[str, ...]]:
-    """Carry it all out under the lock, planned again; a GPU that fails is as before, and the next one follows."""
+    """Plan again and carry out under the lock. A GPU that fails is rolled back, and the next one follows."""
     from gpushare.hostfile.load import entries_of
     from gpushare.mig.recover import recover
 
     with journal.locked():
         notes = recover(host, journal)
         found = entries_of(wanted, gpus_of(host))
-        # Also what turned out wrong meanwhile changes nothing.
+        # Plan all before the first change: an error found now still changes nothing.
         rows = [_row(host, journal, index, found, wanted) for index in found.entries]
         return [_done(host, journal, row, found) for row in rows], found, notes
 
@@ -170,13 +170,13 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
     if row.error is not None or not row.steps:
         return row
     try:
-        # The GPUs before may have given up a name, or a program may have come.
+        # Earlier GPUs may have given up a name, or a program may have started.
         plan = _plan(host, journal, row.gpu, found)
         on_step = _say if settings.verbose else None
         if plan.change.gpus:
             transact(host, journal, plan.change, on_step)
         else:
-            # Nothing of MIG: no crash leaves anything that the next apply does not set right.
+            # Without a MIG change, the next apply repairs whatever a crash leaves.
             carry_out(plan.change.plan, on_step)
     except GpushareError as error:
         return replace(row, plan=None, error=error)
@@ -184,30 +184,28 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
 
 
 def _forgotten(host: Host, found: Matched) -> list[str]:
-    """Return a note on the GPUs that the file kept so far is about, and this one is not."""
+    """Return a note on GPUs that the file kept so far covers and this one does not."""
     from gpushare.hostfile.load import kept_entries
 
     gone = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in found.entries]
-    which = f"it says nothing of GPU {', '.join(gone)}, which the one before did"
-    mend = "one for all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
-    return [f"at boot only this file is applied, and {which}; {mend}"] if gone else []
+    which = f"it has no entry for GPU {', '.join(gone)}, which the previous file had"
+    fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
+    return [f"only this file is applied at boot, and {which}; {fix}"] if gone else []
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:
-    """Keep a file that holds, for the next boot, and return the result with where; with an error, when it cannot be."""
+    """Keep an applied file for the next boot, and return the result with its path, or with the error."""
     from gpushare.hostfile.load import keep_applied
 
     try:
         return replace(result, data={**result.data, "kept": str(keep_applied(host, text))})
     except GpushareError as error:
-        said = error.restated(
-            message=f"the file holds now, but at boot another one, or none, is applied: {error.message}"
-        )
+        said = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
         return replace(result, errors=(said,), exit_code=said.exit_code)
 
 
 def _say_plan(rows: Sequence[_Row]) -> None:
-    """Say the whole plan before anything changes."""
+    """Print the whole plan before anything changes."""
     for row in rows:
         if row.error is not None:
             note(f"plan: GPU {row.gpu} is left as it is: {row.error.message}")
@@ -231,7 +229,7 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
     notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
     result = plan_result("apply", steps, dry_run=dry_run, notes=list(dict.fromkeys(notes)))
     if errors:
-        # Without a step it is not so that all is as requested.
+        # With an error, no steps does not mean that everything is as requested.
         result = replace(result, tables=tuple(replace(one, empty="nothing is changed") for one in result.tables))
     gpus = [
         {

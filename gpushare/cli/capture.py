@@ -18,15 +18,15 @@ def register(app: typer.Typer) -> None:
 
 def capture(
     gpu: GpuOption = None,
-    by: Annotated[str, typer.Option("--by", metavar="KEY", help="How GPUs are named: index or uuid.")] = "index",
+    by: Annotated[str, typer.Option("--by", metavar="KEY", help="Name GPUs by index or uuid.")] = "index",
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of the file instead, for editors.")
     ] = False,
 ) -> Any:
     """Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml.
 
-    `gpushare apply -f gpushare.yaml` makes it so again, after a reboot or on another host. What a file cannot say
-    is noted. Needs root for what only root sees: grants, and daemons of others.
+    `gpushare apply -f gpushare.yaml` restores it, after a reboot or on another host. A note names what a file cannot
+    express. Needs root for what only root sees: grants, and daemons of other users.
     """
     from gpushare.hostfile.file import Exactness, text_of
     from gpushare.hostfile.live import captured
@@ -41,7 +41,7 @@ def capture(
         return Result(command="capture", data=json.loads(schema_text()), text=schema_text().rstrip("\n"))
     keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
-        raise BadUsage(f"{quoted(by)} is no way to name GPUs", "give --by index or --by uuid", code="bad_key")
+        raise BadUsage(f"{quoted(by)} is not a way to name GPUs", "give --by index or --by uuid", code="bad_key")
     state = HostState(settings.connect())
     gpus = {device.gpu.index: device.gpu for device in select(gpu, state.gpus)}
     if not gpus:
@@ -52,7 +52,7 @@ def capture(
 
 
 def _data(text: str) -> Any:
-    """Return the document for -o json: the same as the text."""
+    """Return the document for -o json."""
     import yaml
 
     return yaml.safe_load(text)

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("diff", cls=Command, short_help="Say how the host differs from gpushare.yaml; exit 7 if it does.")(diff)
+    app.command("diff", cls=Command, short_help="Show how the host differs from gpushare.yaml; exit 7 if it does.")(
+        diff
+    )
 
 
 def diff(file: HostFileOption) -> Any:
-    """Say how each GPU differs from its entry of gpushare.yaml; one that no entry is for is left out.
+    """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 
-    Exit code 0: all is as the file has it; 7: something is not. Changes nothing; some of it only root sees.
+    Exit code 0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
     """
     import shlex
 
@@ -41,13 +43,13 @@ def diff(file: HostFileOption) -> Any:
     rows = [_row(one, found.entries) for one in live]
     rows += [_not_there(error) for error in found.missing]
     good = all(row["as_requested"] for row in rows)
-    # What has a problem apply would refuse, too.
-    mends = any(not row["as_requested"] and row["problem"] is None for row in rows)
-    notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(file)}") if mends else found.notes
+    # A GPU with a problem would be refused by apply, too.
+    fixable = any(not row["as_requested"] and row["problem"] is None for row in rows)
+    notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(file)}") if fixable else found.notes
     return Result(
         command="diff",
         data={"as_requested": good, "gpus": rows},
-        text="\n".join(_lines(row) for row in rows) or "no entry of the file is for a GPU of this host",
+        text="\n".join(_lines(row) for row in rows) or "no entry of the file matches a GPU of this host",
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
@@ -85,6 +87,6 @@ def _lines(row: dict[str, Any]) -> str:
         return str(row["problem"])
     title = f"GPU {row['gpu']} ({row['sharing']})"
     if row["as_requested"]:
-        return f"{title}: as the file has it"
+        return f"{title}: as in the file"
     lines = [f"{title}: different", *([f"  {row['problem']}"] if row["problem"] else [])]
     return "\n".join([*lines, *(f"  {one}" for one in row["differences"])])

@@ -1,4 +1,4 @@
-"""``gpushare export``: the sharing of this host for another engine; done by `gpushare/export/`."""
+"""``gpushare export``: configure another engine like this host; done by `gpushare/export/`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add(group: typer.Typer) -> None:
     group.command("cdi", cls=Command, short_help="One device as CDI flags and file.")(cdi)
     group.command("docker", cls=Command, short_help="One device as flags of docker run.")(docker)
     group.command("compose", cls=Command, short_help="One device as a compose file.")(compose)
-    group.command("systemd", cls=Command, short_help="Units that bring it back after a reboot.")(systemd)
+    group.command("systemd", cls=Command, short_help="Units that restore it after a reboot.")(systemd)
 
 
 def dra(
@@ -65,7 +65,7 @@ def dra(
 ) -> Any:
     """Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared.
 
-    It says sharing per GPU, with slice length and MPS limits, which the device plugin cannot. Pods share a GPU when
+    It sets sharing per GPU, with slice length and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
     from gpushare.export.dra import export
@@ -93,9 +93,9 @@ def karpenter(
     ] = None,
     to: To = None,
 ) -> Any:
-    """Write a NodePool with the taint, and the NodeOverlay that tells Karpenter how many shares a node offers.
+    """Write a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers.
 
-    Karpenter does not know of time-slicing: without the overlay it starts a node for each pod.
+    Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
     from gpushare.export.karpenter import export
 
@@ -124,7 +124,7 @@ def slurm(
     """Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog.
 
     Time-slicing becomes shards, MPS becomes gres/mps, MIG devices become typed GPUs. Slurm's sample prolog sets the
-    compute mode by the GPU's number, and loses track from ten GPUs on; these do not.
+    compute mode by the number of the GPU and fails from ten GPUs on; these do not.
     """
     from gpushare.export.slurm import export
 
@@ -140,7 +140,7 @@ def mig_parted(
     name: Annotated[str, typer.Option("--name", metavar="CONFIG", help="The name of the config.")] = "current",
     to: To = None,
 ) -> Any:
-    """Write the MIG layout as a mig-parted v1 file, as `gpushare mig export` does, with what it needs and loses."""
+    """Write the MIG layout as a mig-parted v1 file, like `gpushare mig export`, with what it needs and what is lost."""
     from gpushare.export.containers import export
     from gpushare.mig.parted import check_config_name
 
@@ -163,7 +163,7 @@ def _share(gpu: str | None, file: str | None) -> Share:
 def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file.
 
-    The file of the GPU itself is written by nvidia-ctk, whose command stands on stderr.
+    nvidia-ctk writes the file of the GPU itself; its command is printed on stderr.
     """
     from gpushare.export.containers import cdi as export
 
@@ -200,14 +200,14 @@ def systemd(
     ] = None,
     at_boot: Annotated[
         str | None,
-        typer.Option("--at-boot", metavar="FILE", help="What is applied at boot. [default: the last file that held]"),
+        typer.Option("--at-boot", metavar="FILE", help="The file to apply at boot. [default: the last applied file]"),
     ] = None,
     to: To = None,
 ) -> Any:
-    """Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon of now, or of the file.
+    """Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon that runs now or is in the file.
 
-    A daemon of a unit runs in the foreground, so systemd sees it die; stopping the unit waits for its clients.
-    At boot the last file is applied that held (gpushare apply keeps it), also when the units are made from another.
+    Such a daemon runs in the foreground, so systemd notices its end; stopping the unit waits for its clients.
+    The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another one.
     """
     import shutil
 
@@ -222,7 +222,7 @@ group = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Write the sharing of this host for another engine. What it cannot say is refused, or said to be lost.",
+    help="Write the sharing of this host for another engine. What the engine cannot express is refused or reported as lost.",
 )
 Rename = Annotated[
     bool, typer.Option("--rename", help="Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.")
@@ -239,10 +239,10 @@ def register(app: typer.Typer) -> None:
 
 
 def node_name(given: str | None, *, short: bool = False) -> str | None:
-    """Return the node's name: what was given, else this machine's (``short``: up to the dot); of a simulated host None.
+    """Return the given node name, else this machine's (``short``: up to the dot); None for a simulated host.
 
     Raises:
-        BadUsage: it cannot be the name of a node (DNS-1123).
+        BadUsage: not a valid node name (DNS-1123).
     """
     if given is None:
         import socket
@@ -251,20 +251,20 @@ def node_name(given: str | None, *, short: bool = False) -> str | None:
             return None
         own = socket.gethostname().lower()
         own = own.partition(".")[0] if short else own
-        # A name that no cluster could have is nobody's mistake here.
+        # A host name that no node could have is not the user's mistake.
         return own if re.fullmatch(_NODE, own) else None
     if re.fullmatch(_NODE, given) is None:
         raise BadUsage(
-            f"'{given[:60]}' is no name of a node", "give it as the cluster does: --node gpu01", code="bad_node"
+            f"'{given[:60]}' is not a valid node name", "give its name in the cluster: --node gpu01", code="bad_node"
         )
     return given
 
 
 def exported(engine: str, found: Export, to: str | None) -> Result:
-    """Return the result of an export; with ``to`` the files are written there.
+    """Return the result of an export; ``to`` is where its files are written.
 
     Raises:
-        InUse: a file is there already.
+        InUse: a file exists already.
         NoPermission: the directory cannot be written.
     """
     from gpushare.export.document import printed, write
@@ -276,7 +276,7 @@ def exported(engine: str, found: Export, to: str | None) -> Result:
     notes += [f"needs: {one}" for one in found.needs]
     notes += [f"lost: {one}" for one in found.lost]
     if to is None and len(found.documents) > 1:
-        notes.insert(0, f"write them as files: gpushare export {engine} --to DIR, with the same options")
+        notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
     data: dict[str, Any] = {
         "engine": engine,
         "documents": found.documents,
@@ -298,13 +298,13 @@ def described(
     mig_replicas: int | None = None,
     for_daemons: bool = False,
 ) -> HostDescription:
-    """Return the host as it is, or as a gpushare.yaml wants it, with what it cannot say itself.
+    """Return the host as it is, or as a gpushare.yaml wants it, with the replicas from the options.
 
-    ``for_daemons``: the engine starts daemons, by the UUIDs of their devices; those of the file have to be there then.
+    ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
 
     Raises:
-        BadUsage: -g names a MIG instance, a number is too small, or the file is none.
-        NotFound: the file names a GPU that is not there.
+        BadUsage: -g names a MIG instance, a number is too small, or the file is not valid.
+        NotFound: the file names a GPU that does not exist.
     """
     from gpushare.export.description import describe_host
     from gpushare.model import Sharing
@@ -314,12 +314,14 @@ def described(
     for name, number in (("--replicas", replicas), ("--mig-replicas", mig_replicas)):
         if number is not None and number < 2:
             raise BadUsage(
-                f"{name} {number}: number of replicas must be >= 2", f"for one leave {name} out", code="bad_replicas"
+                f"{name} {number}: the number of replicas must be at least 2",
+                f"for one, drop {name}",
+                code="bad_replicas",
             )
     state = HostState(settings.connect())
     devices = select(gpu, state.gpus)
     if any(device.mig is not None for device in devices):
-        raise BadUsage("this engine takes whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
+        raise BadUsage("this engine needs whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
     found = describe_host(state, [device.gpu for device in devices], node=node)
     if file is not None:
         found = in_place(state, file, found, daemons_only=True) if for_daemons else _as_in(state, file, found)
@@ -333,10 +335,10 @@ def described(
 
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
-    """Return the host as a file wants it, with the UUIDs and pipes of what is there; see `wished.in_place`.
+    """Return the host as a file wants it, with the UUIDs and pipe directories of what exists.
 
     Raises:
-        NotFound: a MIG device of the file is not there yet; or as `described`.
+        NotFound: a MIG device of the file does not exist yet; or as `described`.
     """
     from gpushare.export import description
     from gpushare.mps.home import home_of
@@ -390,25 +392,25 @@ def k8s(
         str, typer.Option("--namespace", metavar="NAME", help="Where the GPU operator runs.")
     ] = "gpu-operator",
     every_node: Annotated[
-        bool, typer.Option("--every-node", help="Make it the default of all nodes, not of the labelled one.")
+        bool, typer.Option("--every-node", help="Make it the default of all nodes, not only the labelled one.")
     ] = False,
     helm: Annotated[
-        bool, typer.Option("--helm", help="Write values for the device plugin's own chart: no GPU operator.")
+        bool, typer.Option("--helm", help="Write values for the device plugin's own chart, without the GPU operator.")
     ] = False,
     node: Node = None,
     to: To = None,
 ) -> Any:
-    """Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that proves it.
+    """Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies it.
 
-    On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares per node,
-    not per GPU, and has no slice length: a host that needs one is refused, and `gpushare export dra` can say it.
+    On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares all GPUs of a
+    node alike and cannot set a slice length; a host that needs more is refused, and `gpushare export dra` can do it.
     """
     from gpushare.export.k8s import export, standalone
 
     if helm and (every_node or namespace != "gpu-operator"):
         raise BadUsage(
-            "--helm goes without --every-node and --namespace",
-            "they are options of the GPU operator's way",
+            "--helm cannot be combined with --every-node or --namespace",
+            "drop them: they are for the GPU operator",
             code="two_ways",
         )
 

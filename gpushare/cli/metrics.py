@@ -40,13 +40,13 @@ def register(app: typer.Typer) -> None:
 def metrics(
     listen: Annotated[
         str,
-        typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; :PORT is every address."),
+        typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; :PORT listens on every address."),
     ] = _DEFAULT,
 ) -> Any:
-    """Serve what no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics].
+    """Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics].
 
-    The mechanism in force, time-slice, MPS daemons with limits and clients, MIG layout with free and lost slices,
-    leases. It stands beside dcgm-exporter: both name a GPU by the label UUID.
+    How each GPU is shared, time-slice, MPS daemons with limits and clients, MIG layout with free and lost slices,
+    leases. Use it next to dcgm-exporter: both label a GPU with its UUID.
     """
     address, port = _address(listen)
     try:
@@ -73,7 +73,7 @@ def metrics(
     try:
         server.serve()
     except KeyboardInterrupt:
-        # Ctrl-C and SIGTERM are how it ends.
+        # Ctrl-C and SIGTERM are the normal end.
         return int(ExitCode.OK)
     finally:
         server.server_close()
@@ -82,21 +82,21 @@ def metrics(
 def _address(text: str) -> tuple[str, int]:
     address, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise BadUsage(f"'{text[:60]}' is no address", f"give ADDR:PORT: {_DEFAULT}", code="bad_address")
-    # The server of prometheus-client takes IPv6 only without brackets.
-    return address.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - asked for by leaving the address out
+        raise BadUsage(f"'{text[:60]}' is not an address", f"give ADDR:PORT: {_DEFAULT}", code="bad_address")
+    # prometheus-client takes an IPv6 address without brackets.
+    return address.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - asked for by an empty address
 
 
 class _Collector:
-    """Looks at the host at each scrape."""
+    """Reads the host at each scrape."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        # Several scrapes at once come in threads of their own.
+        # Concurrent scrapes run in threads of their own.
         self._lock = threading.Lock()
 
     def describe(self) -> list[Any]:
-        """Return nothing: the host is not asked before the first scrape."""
+        """Return nothing: the host is not read before the first scrape."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -104,7 +104,7 @@ class _Collector:
 
         with self._lock:
             found = families_now(self._host)[0]
-            # Between scrapes nothing of NVML is held: a handle on a MIG device keeps its instance in use.
+            # Hold no NVML handles between scrapes: one on a MIG device keeps its instance in use.
             self._host.nvml.restart()
         for family in found:
             metric = Metric(family.name, family.help, "gauge")
@@ -114,7 +114,7 @@ class _Collector:
 
 
 def families_now(host: Host) -> tuple[list[Family], GpushareError | None]:
-    """Return the metrics of this moment; of a host that does not answer what still can be said, and its error."""
+    """Return the current metrics; for a host that does not answer, the few that remain and the error."""
     from gpushare.show.prometheus import Reading, families
 
     try:
@@ -171,7 +171,7 @@ def prometheus(
     rules: Annotated[bool, typer.Option("--rules", help="Print the alert rules instead.")] = False,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Print the Grafana dashboard instead.")] = False,
 ) -> Any:
-    """Write metrics as text: what no other exporter has, once; the alert rules; or a Grafana dashboard.
+    """Write metrics as text, once; or the alert rules; or a Grafana dashboard.
 
     --textfile writes for the textfile collector of node_exporter, from a timer:
     gpushare export prometheus --textfile /var/lib/node_exporter/gpushare.prom
@@ -180,7 +180,7 @@ def prometheus(
     from gpushare.show.result import Result
 
     if rules + dashboard + (textfile is not None) > 1:
-        raise BadUsage("--textfile, --rules and --dashboard exclude each other", "give one", code="bad_export")
+        raise BadUsage("--textfile, --rules and --dashboard cannot be combined", "give one of them", code="bad_export")
     if rules or dashboard:
         text = _packaged("prometheus-rules.yaml" if rules else "grafana-dashboard.json")
         return Result(command="export prometheus", data={"text": text, "textfile": None}, text=text.rstrip("\n"))
@@ -214,9 +214,9 @@ def _write(path: Path, text: str) -> None:
         )
 
     def write() -> None:
-        # It is often node_exporter's user's own; figures are no commands, and he may read them anyway.
+        # The directory often belongs to node_exporter's user. Metrics are harmless there, and he may read them anyway.
         with directory_of(path.parent, make=False, strangers=True) as descriptor:
-            # In the directory that was looked at, whatever has its name by now.
+            # In the directory that was checked, even if its name is another's by now.
             replace_file(Path(f"/proc/self/fd/{descriptor}") / path.name, text, durable=True)
 
     _guarded(path, write)
@@ -246,20 +246,20 @@ _TOO_LARGE: Final = b"HTTP/1.0 431 Request Header Fields Too Large\r\nContent-Le
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers one request that was read already: ``request`` is the connection and what it said."""
+    """Answers a request that was read already: ``request`` is the connection and the bytes read."""
 
     def setup(self) -> None:
         self.connection, said = self.request
         self.rfile, self.wfile = io.BytesIO(said), io.BytesIO()
 
     def finish(self) -> None:
-        # The time is for all of it: whoever reads a byte now and then holds no thread.
+        # The limit is for the whole answer: a slow reader must not hold a thread.
         self.connection.settimeout(_ANSWER_SECONDS)
         with contextlib.suppress(OSError):
             self.connection.sendall(self.wfile.getvalue())  # type: ignore[attr-defined]
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
-        """Log nothing."""
+        """Do not log."""
 
 
 class MetricsServer(WSGIServer):
@@ -281,7 +281,7 @@ class MetricsServer(WSGIServer):
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         unlimited = soft == resource.RLIM_INFINITY
         self._most = _MOST_CONNECTIONS if unlimited else max(8, min(_MOST_CONNECTIONS, soft // 4))
-        # In the order in which they came: what was said so far, and until when there is time.
+        # In order of arrival: the bytes read so far, and the deadline.
         self._open: dict[socket.socket, tuple[bytearray, float]] = {}
         self._complete: queue.Queue[tuple[socket.socket, bytes, Any]] = queue.Queue(_MOST_WAITING)
         self._selector = selectors.DefaultSelector()
@@ -310,7 +310,7 @@ class MetricsServer(WSGIServer):
         except BlockingIOError:
             return
         except OSError:
-            # No descriptor or memory is left: the oldest makes room. Without one nothing changes for now.
+            # Out of descriptors or memory: drop the oldest connection, or wait a little.
             if self._open:
                 self._drop(next(iter(self._open)))
             else:
@@ -321,7 +321,7 @@ class MetricsServer(WSGIServer):
             self._drop(next(iter(self._open)))
         self._open[connection] = (bytearray(), time.monotonic() + _REQUEST_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ)
-        # Mostly the request is there already.
+        # Usually the request has arrived already.
         self._read(connection)
 
     def _read(self, connection: socket.socket) -> None:
@@ -350,7 +350,7 @@ class MetricsServer(WSGIServer):
     def _answer(self) -> None:
         while True:
             connection, said, address = self._complete.get()
-            # Whatever goes wrong with one request is no matter of the next.
+            # A failure of one request must not affect the next.
             with contextlib.suppress(Exception):
                 self.RequestHandlerClass((connection, said), address, self)  # type: ignore[arg-type]
             _close(connection)

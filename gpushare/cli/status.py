@@ -1,4 +1,4 @@
-"""``gpushare status``: GPUs, ways of sharing, processes; read by `gpushare/snapshot.py`."""
+"""``gpushare status``: GPUs, how they are shared, processes; read by `gpushare/snapshot.py`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def status(
         str | None, typer.Option("-w", "--watch", metavar="SECS", help="Look again every SECS seconds, until Ctrl-C.")
     ] = None,
 ) -> Any:
-    """Show the GPUs, the way of sharing in force, MPS daemons with limits and clients, and who is on them.
+    """Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them.
 
-    GPU utilisation is the time in which some kernel ran, not a share of the GPU: one small program can
-    show 100 %. Under MPS the driver books the work of all clients on the server, so a client's SM % is
-    unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are asked every 5 seconds.
+    GPU utilization is the time in which some kernel ran, not a share of the GPU: one small program can
+    show 100 %. Under MPS the driver counts the work of all clients for the server, so a client's SM % is
+    unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
     from gpushare.show.status import status_result
     from gpushare.snapshot import Observer
@@ -43,7 +43,7 @@ def status(
         return look()
     from gpushare.show.live import watch as keep_watching
 
-    # The first look is outside: a wrong GPU or no driver ends the command instead of repeating itself.
+    # Look once first: a wrong GPU or a missing driver ends the command instead of repeating.
     seconds = interval(watch)
     look()
     keep_watching(look, seconds=seconds, stream=sys.stdout, output=settings.output, quiet=settings.quiet)
@@ -54,18 +54,18 @@ def interval(text: str) -> float:
     """Return the seconds between two looks.
 
     Raises:
-        BadUsage: no duration, or below 0.1 s (a look itself costs the driver milliseconds).
+        BadUsage: not a duration, or below 0.1 s (one look costs the driver milliseconds).
     """
     from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)
     if seconds < 0.1:
-        raise BadUsage(f"{text} is too short an interval", "give at least 0.1s, for example 1s", code="bad_interval")
+        raise BadUsage(f"the interval {text} is too short", "give at least 0.1s, for example 1s", code="bad_interval")
     return seconds
 
 
 def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
-    """Return the snapshot with the named GPUs only, their daemons with them."""
+    """Return the snapshot with only the named GPUs and their daemons."""
     if gpu is None:
         return snapshot
     from gpushare.selection import select

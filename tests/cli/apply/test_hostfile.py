@@ -188,7 +188,7 @@ def test_diff_says_each_thing_and_changes_nothing(cli: Cli, write: Write) -> Non
     done = cli("diff", "-f", write(other), host=EIGHT)
     assert done.code == 7
     for line in (
-        "GPU 0 (exclusive): as the file has it",
+        "GPU 0 (exclusive): as in the file",
         "  time-slice: long; the file: short",
         "  MPS threads: 25 %; the file: 30 %",
         "  name rest: none; the file: 1g.10gb:1",
@@ -212,7 +212,7 @@ def test_diff_knows_what_an_apply_would_make(cli: Cli, write: Write) -> None:
         "  MIG devices: none; the file: 3g.40gb",
     ]
     cli("apply", "-f", path, host=TWO).ok()
-    assert cli("diff", "-f", path, host=TWO).ok().out == "GPU 0 (mig): as the file has it\n"
+    assert cli("diff", "-f", path, host=TWO).ok().out == "GPU 0 (mig): as in the file\n"
 
 
 def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None:
@@ -391,7 +391,7 @@ def test_a_daemon_that_gives_way_to_mig_is_said_to(cli: Cli, write: Write) -> No
 def test_what_the_next_boot_would_not_bring_back_is_said(cli: Cli, write: Write) -> None:
     assert "at boot" not in cli("apply", "-f", write(one("timeslice: long")), host=TWO).ok().err
     done = cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok()
-    assert "at boot only this file is applied, and it says nothing of GPU 0" in done.err
+    assert "only this file is applied at boot, and it has no entry for GPU 0" in done.err
     # It replaced the one before; once said is enough.
     assert "at boot" not in cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok().err
 
