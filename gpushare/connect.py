@@ -1,4 +1,4 @@
-"""From a host specification to a host: ``local``, or ``sim:...`` for a simulated one."""
+"""From ``--host`` to a host: ``local``, or ``sim:...`` for a simulated one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpushare.units import quoted
 
 
 def connect(spec: str) -> Host:
-    """Return the host that ``--host`` names; nothing of it is asked yet.
+    """Return the host that ``--host`` names, without reading it.
 
     Raises:
         BadUsage: neither ``local`` nor a simulated host.
@@ -19,10 +19,10 @@ def connect(spec: str) -> Host:
     if not spec.strip().lower().startswith("sim:"):
         raise BadUsage(
             f"{quoted(spec)} is not a host",
-            "give local, or a simulated one: --host sim:h200, --host sim:2xt4,a30",
+            "give local or a simulated host: --host sim:h200, --host sim:2xt4,a30",
             code="bad_host",
         )
-    # The simulation is loaded only for a simulated host; it knows this room's protocols, not the other way.
+    # Load the simulation only for a simulated host.
     from gpushare.sim import open_simulated
 
     simulated = open_simulated(spec)

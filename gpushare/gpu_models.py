@@ -139,10 +139,10 @@ def load_models() -> dict[str, GpuModel]:
 
 @cache
 def model_of(key: str) -> GpuModel:
-    """Return the model with this key; a host's models alone are built, not the catalogue.
+    """Return the model with this key; only the models in use are built.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such model.
     """
     return _model(_catalogue()[key])
 
@@ -154,12 +154,12 @@ def _catalogue() -> dict[str, dict[str, Any]]:
 
 
 def find_model(name: str) -> GpuModel:
-    """Return the model that a user means: key, alias or product name; case and punctuation do not matter.
+    """Return a model by key, alias or product name; case and punctuation do not matter.
 
     Raises:
-        BadUsage: no model has this name; the hint names those that are close.
+        BadUsage: no such model; the hint names similar ones.
     """
-    # What people type nearly always: no need to spell every name of the catalogue in one way.
+    # The usual case, an alias: no need to normalize every name of the catalogue.
     typed = (key for key, entry in _catalogue().items() if name in entry["aliases"])
     key = next(typed, None) or _names().get(_plain(name))
     if key is not None:
@@ -180,7 +180,7 @@ def _names() -> dict[str, str]:
         full = entry["name"]
         bare = re.sub(r"^(NVIDIA GeForce|NVIDIA|Tesla) ", "", full)
         for name in (key, full, bare, entry["product"], *entry["aliases"]):
-            # A short alias is claimed by the first model that has it; a test keeps them unambiguous.
+            # The first model with an alias gets it; a test keeps aliases unambiguous.
             names.setdefault(_plain(name), key)
     return names
 
@@ -230,7 +230,7 @@ def _profile(raw: dict[str, Any]) -> GiProfile:
 
 
 def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
-    """Return the MIG profiles of a model; what is not published is None."""
+    """Return the MIG profiles of a model; unpublished values are None."""
     return tuple(profile_of(raw) for raw in model.profiles)
 
 

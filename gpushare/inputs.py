@@ -1,4 +1,4 @@
-"""Reading a file that a user names, or stdin: bounded, and as UTF-8 text."""
+"""Read a user's file or stdin: bounded, UTF-8, YAML with line and column."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Final, NamedTuple
 
 from gpushare.errors import BadUsage, NoPermission, NotFound
 
-# Some hundred times what any of our files needs.
+# A hundred times what any of our files needs.
 _MAX_BYTES: Final = 256 << 10
 
 
 def text_of(path: str, kind: str, hint: str) -> str:
-    """Return the text of a file; ``-`` is stdin. ``kind`` is what it should be (``mig-parted``), for errors.
+    """Return the text of a file; ``-`` is stdin. ``kind`` is the kind of file (``mig-parted``), for errors.
 
     Raises:
-        NotFound: there is none (code ``no_file``).
+        NotFound: it does not exist (code ``no_file``).
         NoPermission: it cannot be read.
-        BadUsage: a directory, too large, or no text (code ``bad_file``).
+        BadUsage: a directory, too large, or not text (code ``bad_file``).
     """
     shown = shown_as(path)
     give = f"give a {kind} file"
@@ -53,16 +53,16 @@ def shown_as(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
-# A merge key (<<) may double a mapping at each level; no honest one comes near.
+# A merge key (<<) may double a mapping at each level; no legitimate file comes near these.
 _MAX_KEYS: Final = 4096
 _MAX_MERGED: Final = 64
 _MAX_DIGITS: Final = 40
-# Scanning takes time with the square of the depth.
+# The time to scan grows with the square of the depth.
 _MAX_DEPTH: Final = 64
 
 
 class Mark(NamedTuple):
-    """A place in a file, from 1 on."""
+    """A place in a file, counted from 1."""
 
     line: int = 1
     column: int = 1
@@ -72,7 +72,7 @@ class Mark(NamedTuple):
 
 
 class Located(dict[Any, Any]):
-    """A mapping that knows where it begins, and where its keys and their values stand."""
+    """A mapping with its place in the file, and those of its keys and values."""
 
     line: int | None = None
     mark: Mark = Mark()
@@ -81,13 +81,13 @@ class Located(dict[Any, Any]):
 
 
 class LocatedList(list[Any]):
-    """A list that knows where its items stand."""
+    """A list with the places of its items."""
 
     items_at: tuple[Mark, ...] = ()
 
 
 class _Refused(Exception):
-    """YAML that no file of ours has, and where."""
+    """YAML that we do not accept, with its place."""
 
     def __init__(self, problem: str, node: Any) -> None:
         super().__init__(problem)
@@ -98,7 +98,7 @@ def documents(text: str, shown: str, hint: str) -> list[Any]:
     """Return the YAML documents of a text; an empty one is one document, None. ``shown`` is the file, for errors.
 
     Raises:
-        BadUsage: it is not YAML, or holds what no file of ours does: a key twice, endless values (code ``bad_file``).
+        BadUsage: it is not YAML, or has what we do not accept: a key twice, huge values (code ``bad_file``).
     """
     import yaml
 
@@ -110,9 +110,9 @@ def documents(text: str, shown: str, hint: str) -> list[Any]:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
         raise BadUsage(f"{shown}{_where(error, text)}: this is not YAML: {problem}", hint, code="bad_file") from None
     except RecursionError:
-        raise BadUsage(f"{shown} is nested too deep", hint, code="bad_file") from None
+        raise BadUsage(f"{shown} is nested too deeply", hint, code="bad_file") from None
     except ValueError as error:
-        raise BadUsage(f"{shown} has a value that YAML cannot have: {error}", hint, code="bad_file") from None
+        raise BadUsage(f"{shown} has an invalid value: {error}", hint, code="bad_file") from None
 
 
 def _where(error: Any, text: str) -> str:
@@ -120,7 +120,7 @@ def _where(error: Any, text: str) -> str:
     if mark is not None:
         return f":{mark.line + 1}:{mark.column + 1}"
     if isinstance(position, int):
-        # A character that YAML has not: the reader counts characters.
+        # A character that YAML does not allow: the reader counts characters.
         before = text[:position]
         return f":{before.count(chr(10)) + 1}:{position - before.rfind(chr(10))}"
     return ""
@@ -131,7 +131,7 @@ def _at(node: Any) -> Mark:
 
 
 def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
-    """Return PyYAML's safe loader, with places, and without duplicate keys and endless values."""
+    """Return PyYAML's safe loader with places; it refuses duplicate keys and huge values."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -149,9 +149,9 @@ def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
             try:
                 return super().construct_object(node, deep=deep)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
-                # A tag (!!timestamp, !!int) promises what the text is not: PyYAML does not look.
+                # The text does not fit its tag (!!timestamp, !!int); PyYAML does not check.
                 kind = str(node.tag).rpartition(":")[2]
-                raise _Refused(f"this is no {kind[:40]}", node) from None
+                raise _Refused(f"this is not a valid {kind[:40]}", node) from None
 
         def flatten_mapping(self, node: Any) -> None:
             for key, value in node.value:
@@ -160,7 +160,7 @@ def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
                     raise _Refused("too many merged mappings", key)
             before = len(node.value)
             super().flatten_mapping(node)
-            # All merges of a file count: a chain of them copies its keys again and again.
+            # Count all merges of the file: a chain of them copies its keys again and again.
             self.merged = getattr(self, "merged", 0) + max(0, len(node.value) - before)
             if len(node.value) > _MAX_KEYS or self.merged > 4 * _MAX_KEYS:
                 raise _Refused("too many keys", node)
@@ -174,10 +174,10 @@ def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                     if key.value in written:
-                        raise _Refused(f"the key '{key.value[:40]}' stands twice", key)
+                        raise _Refused(f"the key '{key.value[:40]}' is given twice", key)
                     written.add(key.value)
             found.update(self.construct_mapping(node))
-            # A merge was flattened meanwhile: what it brought in comes first, and its own key is gone.
+            # A merge is flattened by now: its pairs come first, and its own key is gone.
             pairs = [(self.construct_object(key, deep=True), _at(key), _at(value)) for key, value in node.value]
             found.keys_at = {key: at for key, at, _ in pairs}
             found.values_at = {key: at for key, _, at in pairs}
@@ -200,11 +200,11 @@ def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
 
 
 def yaml_text(value: Any) -> str:
-    """Return a value as YAML that every YAML 1.1 and 1.2 parser reads alike."""
+    """Return a value as YAML that all YAML 1.1 and 1.2 parsers read alike."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Blocks for text of several lines, and lists indented as people write them."""
+        """Blocks for multi-line text, and indented lists."""
 
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002
             return super().increase_indent(flow, False)

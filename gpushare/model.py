@@ -1,4 +1,4 @@
-"""The vocabulary: what a host with GPUs is. Frozen, pure; unknown is None everywhere."""
+"""The vocabulary: a host with GPUs. Frozen, pure; unknown is None everywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ComputeMode(IntEnum):
 
 
 class TimeSlice(IntEnum):
-    """Time-slice level (``nvidia-smi compute-policy --set-timeslice``). No millisecond value is published."""
+    """Time-slice level (``nvidia-smi compute-policy --set-timeslice``). NVIDIA publishes no durations."""
 
     DEFAULT = 0
     SHORT = 1
@@ -87,7 +87,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that holds an instance or a GPU and is not in NVML's lists: by an open file, or by a lease."""
+    """A process that holds an instance or a GPU without being in NVML's lists: by an open file or a lease."""
 
     pid: int
     # What it holds: /dev/nvidia-caps/nvidia-cap12, /dev/nvidia0, or "lease" (of `gpushare run --mig`).
@@ -117,7 +117,7 @@ class MpsClient:
     server_pid: int | None = None
     name: str | None = None
     user: str | None = None
-    # In force for this client: the smaller of the server's and the client's own.
+    # In force for this client: the smaller of the server's and the client's own limit.
     threads_percent: float | None = None
     memory_limit_bytes: int | None = None
     priority: Priority | None = None
@@ -143,7 +143,7 @@ class MpsDaemon:
     pipe_directory: str | None
     log_directory: str | None = None
     device_uuid: str | None = None
-    # The GPU it serves, and all of them where it serves several; None and () when unknown.
+    # The GPU that it serves, and all of them if there are several; None and () when unknown.
     gpu_index: int | None = None
     gpu_indexes: tuple[int, ...] = ()
     user: str | None = None
@@ -155,14 +155,14 @@ class MpsDaemon:
     servers: tuple[MpsServer, ...] = ()
     # Started by `gpushare run`, and stopped with its last client.
     transient: bool = False
-    # Why the daemon could not be asked, or None.
+    # Why the daemon did not answer, or None.
     error: str | None = None
-    # What else must be known of it: it was not asked, or its start was interrupted.
+    # Anything else to know: it was not asked, or its start was interrupted.
     note: str | None = None
 
     @property
     def unasked(self) -> bool:
-        """Return whether it was left alone: it is another user's."""
+        """Return whether it was not asked because it belongs to another user."""
         # Every daemon that answers has a thread percentage.
         return not self.ours and self.note is not None and self.threads_percent is None
 
@@ -171,16 +171,16 @@ class MpsDaemon:
         return tuple(client for server in self.servers for client in server.clients)
 
 
-# What a GPU whose MIG devices are hidden is shown with.
+# The note on a GPU whose MIG devices are hidden.
 HIDDEN_DEVICES: Final = (
-    "the driver does not tell this user which MIG devices are there: run as root, or let root open "
+    "the driver hides the MIG devices from this user: run as root, or let root grant access to "
     "/dev/nvidia-caps/nvidia-cap2 (mig/monitor)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU as NVML tells it. ``error`` is set, and the rest unknown, when it does not answer."""
+    """One GPU as NVML reports it. If it does not answer, ``error`` is set and the rest is unknown."""
 
     index: int
     uuid: str | None = None
@@ -196,16 +196,16 @@ class Gpu:
     mig_pending: bool | None = None
     time_slice: TimeSlice | None = None
     mig_instances: tuple[MigInstance, ...] = ()
-    # NVML would not tell all MIG devices: none of them does not mean that none is there.
+    # NVML hides MIG devices: an empty list does not mean that there are none.
     mig_hidden: bool = False
-    # None: NVML would not tell; empty: nobody is on the GPU.
+    # None: unknown; empty: no processes.
     processes: tuple[GpuProcess, ...] | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One look at a host: GPUs, MPS daemons, and what could not be seen."""
+    """A host as shown by status: GPUs, MPS daemons, and warnings about what could not be read."""
 
     host: str
     driver_version: str | None = None
@@ -218,7 +218,7 @@ class Snapshot:
 def device_key(uuid: str) -> str:
     """Return the short name of a device for directories and units: ``gpu-0d54321e-5f2c91aa``.
 
-    The end is a CRC of the whole UUID: the first digits alone are the same on some virtual and mocked GPUs.
+    It ends in a CRC of the whole UUID, because some virtual and mocked GPUs share the first digits.
     """
     import zlib
 
@@ -234,7 +234,7 @@ def old_device_key(uuid: str) -> str:
 def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
     """Return the way of sharing in force on a GPU; None when it is unknown.
 
-    Time-slicing is what the driver does when nothing else is set up (compute mode default).
+    Without any setup the driver time-slices (compute mode default).
     """
     if gpu.error is not None:
         return None
@@ -242,7 +242,7 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
         return Mechanism.MIG
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         return Mechanism.PROHIBITED
-    # Also one that hangs or is stopped: its clients have the GPU all the same.
+    # Including one that hangs or is stopped: its clients still have the GPU.
     live = [daemon for daemon in daemons if daemon.pid is not None]
     if any(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in live):
         return Mechanism.MPS
@@ -251,7 +251,7 @@ def mechanism(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> Mechanism | None:
         return Mechanism.MPS
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
         return Mechanism.EXCLUSIVE
-    # Whether a daemon whose environment may not be read serves this GPU is unknown.
+    # A daemon whose environment cannot be read may serve this GPU.
     return None if gpu.compute_mode is None or unreadable else Mechanism.TIME_SLICING
 
 

@@ -1,4 +1,4 @@
-"""Which device a user means: index, UUID or its prefix, PCI bus id, MIG UUID, a comma list, all. Pure."""
+"""Find the devices for ``-g``: index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, all. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gpushare.units import quoted
 _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
 # "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.
 _UUID: Final = re.compile(r"^(gpu|mig)-[0-9a-f-]{4,}$", re.IGNORECASE | re.ASCII)
-# What drivers before R470 called a MIG device, and CUDA and old scripts still do: by GPU instance and compute instance.
+# The MIG device names of drivers before R470, still used by CUDA and old scripts: GPU instance and compute instance.
 _OLD_MIG: Final = re.compile(r"^mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})$", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device that a command works on: a GPU, or one MIG instance of it."""
+    """A device that a command works on: a GPU, or one MIG instance of it."""
 
     gpu: Gpu
     mig: MigInstance | None = None
@@ -38,7 +38,7 @@ class Device:
 
     @property
     def selector(self) -> str:
-        """Return what ``-g`` takes to mean exactly this device."""
+        """Return the ``-g`` value for exactly this device."""
         return self.mig.uuid if self.mig is not None else str(self.gpu.index)
 
     @property
@@ -60,7 +60,7 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
 
     Raises:
         NotFound: no such device on this host.
-        BadUsage: empty, or a prefix that fits several.
+        BadUsage: empty, or an ambiguous prefix.
     """
     if text is None or text.strip().lower() == "all":
         return tuple(Device(gpu=gpu) for gpu in gpus)
@@ -77,7 +77,7 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
 
 
 def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
-    """Return the one device that a change works on. Without ``-g`` only a host with one GPU has one.
+    """Return the device that a change works on. ``-g`` may be absent only on a host with one GPU.
 
     Raises:
         NotFound: no such device, or no GPU at all.
@@ -97,7 +97,7 @@ def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
 
 
 def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
-    """Return the devices that a change works on: on a host with several GPUs it names its GPU.
+    """Return the devices that a change works on. On a host with several GPUs, ``-g`` is required.
 
     Raises:
         NotFound, BadUsage: as `select`, and BadUsage when several GPUs are there and none is named.
@@ -107,8 +107,8 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
         raise no_gpu()
     if text is None and len(gpus) > 1:
         raise BadUsage(
-            f"this host has {len(gpus)} GPUs, and a change names its GPU",
-            "name one: -g 0, or all of them: -g all",
+            f"this host has {len(gpus)} GPUs; say which to change",
+            "name one: -g 0; or all: -g all",
             code="gpu_not_named",
         )
     devices = select(text, gpus)
@@ -177,6 +177,6 @@ def _available(word: str, gpus: Sequence[Gpu]) -> str:
         return "this host has no GPU; see: gpushare doctor"
     indexes = ", ".join(str(gpu.index) for gpu in gpus[:16])
     if not word.isdigit() and any(gpu.mig_instances for gpu in gpus):
-        # A name, ids or a place: several commands take those, and -g does not.
-        return f"this host has GPU {indexes}; an instance is given by its UUID: -g MIG-<uuid>; see: gpushare mig status"
+        # Names, ids and placements are for other options, not for -g.
+        return f"this host has GPU {indexes}; name an instance by its UUID: -g MIG-<uuid>; see: gpushare mig status"
     return f"this host has GPU {indexes}; see: gpushare status"

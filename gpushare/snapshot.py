@@ -33,10 +33,10 @@ BLIND = (
 
 
 class HostState:
-    """A host at one moment. A part that cannot be read raises its GpushareError each time, but is asked once.
+    """A host at one moment. A part that cannot be read raises its GpushareError each time, but is read once.
 
-    ``gpus`` are GPUs that were read already; without them the first question sweeps all. ``strangers``: ask the MPS
-    daemons of other users, too.
+    ``gpus`` are GPUs that were read already; without them all are swept. ``strangers``: ask the MPS daemons of other
+    users, too.
     """
 
     def __init__(self, host: Host, gpus: Sequence[Gpu] | None = None, *, strangers: bool = False) -> None:

@@ -1,8 +1,7 @@
-"""Sizes, percentages and durations as users type them and as the drivers take them.
+"""Sizes, percentages and durations as users type them and as the drivers take them. Pure.
 
-Pure. MPS takes a memory limit only as a whole number of M or G: ``1.5G`` becomes 1M, ``1024K``
-becomes 1G, in silence (seen on nvidia-cuda-mps-control 550). So every size is parsed here, and
-leaves as whole mebibytes.
+MPS takes a memory limit only as a whole number of M or G: it silently turns ``1.5G`` into 1M and ``1024K`` into 1G
+(seen on nvidia-cuda-mps-control 550). So every size is parsed here and written as whole mebibytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
 
-# Compiled at the first use: a look at a host only formats. Binary throughout: nvidia-smi's MiB and MPS's M and G are
+# Compiled at the first use, because status does not parse. All units are binary: nvidia-smi's MiB and MPS's M and G are
 # powers of 1024.
 _SIZE: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(i?b)?\s*$"
 _FACTORS: Final = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
@@ -25,12 +24,12 @@ _PERCENT: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$"
 _SECONDS: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h)?\s*$"
 _SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _MAX_SIZE: Final = 1024 * TIB
-# A year: more is a typing error, and the system's clocks overflow.
+# A year: more is a typing error, and system clocks overflow.
 _MAX_SECONDS: Final = 366 * 86400.0
 
 
 def quoted(text: str, most: int = 60) -> str:
-    """Return what a user gave, in quotes; of a long text only the beginning and the end."""
+    """Return a user's text in quotes; of a long one only the beginning and the end."""
     return f"'{cut(text, most)}'"
 
 
@@ -56,8 +55,8 @@ def check_depth(text: str, loader: Any, most: int = 64) -> None:
 def parse_memory_limit(text: str) -> int:
     """Return a memory limit in bytes, rounded down to whole mebibytes (what MPS can hold).
 
-    ``4G``, ``4GiB``, ``4096M``, ``1.5g``, ``0.5 GB``: all binary. A bare number has no unit and is
-    refused, because MPS would take it as M and a user may mean bytes.
+    ``4G``, ``4GiB``, ``4096M``, ``1.5g``, ``0.5 GB``: all binary. A number without a unit is refused: MPS would take it
+    as M, and a user may mean bytes.
 
     Raises:
         BadUsage: not a size, no unit, below 1 MiB, or absurdly large.
@@ -87,7 +86,7 @@ def parse_memory_limit(text: str) -> int:
 def parse_thread_percentage(text: str) -> float:
     """Return an active thread percentage in (0, 100].
 
-    MPS keeps the old value, and exits 0, when it is given one out of range; so it is refused here.
+    Given a value out of range, MPS keeps the old one and exits 0; so it is refused here.
 
     Raises:
         BadUsage: not a number, or outside (0, 100].
@@ -101,7 +100,7 @@ def parse_thread_percentage(text: str) -> float:
         raise BadUsage(
             f"the thread percentage {cut(text.strip(), 60)} is outside (0, 100]", hint, code="bad_percentage"
         )
-    # The daemon keeps and prints one decimal; a value that it would round to 0.0 is not one.
+    # The daemon keeps one decimal, and would round this to 0.0.
     if round(value, 1) == 0.0:
         raise BadUsage(
             f"the thread percentage {cut(text.strip(), 60)} rounds to 0.0 in MPS", hint, code="bad_percentage"
@@ -127,12 +126,12 @@ def parse_seconds(text: str) -> float:
 
 
 def mps_memory(size_bytes: int) -> str:
-    """Return the size as the MPS control daemon takes it: whole M, never anything else."""
+    """Return the size as the MPS control daemon takes it: whole M."""
     return f"{size_bytes // MIB}M"
 
 
 def size_option(size_bytes: int) -> str:
-    """Return a size as users give it to an option: ``4G`` where it is whole, else ``1500M``."""
+    """Return a size as for an option: ``4G`` if it is whole, else ``1500M``."""
     return f"{size_bytes // GIB}G" if size_bytes % GIB == 0 else mps_memory(size_bytes)
 
 
@@ -177,13 +176,12 @@ def format_percent(value: float | None) -> str:
 def parse_pinned_limits(text: str, uuid: str) -> int | None:
     """Return the limit in bytes that ``CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`` sets for a process that sees one device.
 
-    ``0=1G`` or ``GPU-uuid=512M``. An entry that names another device makes CUDA drop all limits, so
-    then the answer is None; as it is for text that is no limit.
+    ``0=1G`` or ``GPU-uuid=512M``. None for other text, and if an entry names another device: then CUDA drops all limits.
     """
     limit = None
     for entry in filter(None, (part.strip() for part in text.split(","))):
         device, _, value = entry.partition("=")
-        # 12 digits: any process may set anything, and int() refuses numbers of thousands of digits.
+        # At most 12 digits: any process can set anything, and int() refuses numbers of thousands of digits.
         match = re.fullmatch(r"(\d{1,12})([MG])B?", value.strip(), re.IGNORECASE | re.ASCII)
         if match is None or device.strip().lower() not in {"0", uuid.lower()}:
             return None

@@ -1,4 +1,4 @@
-"""The MIG layouts of GPUs with everything that a change must know: names, and all who hold an instance."""
+"""MIG layouts with everything that a change must know: names, grants, and the holders of each instance."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def layouts_of(
     *,
     names: Mapping[str, NamedInstance] | None = None,
 ) -> list[Layout]:
-    """Return the layouts of GPUs (with their processes): what NVML tells, names, open files, leases.
+    """Return the layouts of GPUs (with their processes): from NVML, names, open files and leases.
 
-    Our own MPS daemons without a client hold nothing that matters: a change stops them first.
+    Our own MPS daemons without clients do not count as holders: a change stops them first.
 
-    ``hidden`` gets the GPUs whose instances the driver does not tell, with the error: their layouts stand there empty.
+    ``hidden`` gets the GPUs whose instances the driver hides, with the error; their layouts are empty.
 
     Raises:
-        NoPermission: the driver does not tell the instances of one, and there is no ``hidden``.
+        NoPermission: the driver hides the instances of a GPU, and there is no ``hidden``.
         GpushareError: NVML does not answer.
     """
     reader, names = MigReader(host.nvml), names_of(host) if names is None else names
-    # A change holds what goes meanwhile; on its way back its own leases are nobody in the way.
+    # A change holds leases on instances that go; during a rollback its own leases are not in the way.
     claims = claimed_instances(host)
     leases = None if claims is None else {uuid: one for uuid, one in claims.items() if one.pid != os.getpid()}
-    # NVML answers a foreign PID namespace with an empty list: that nobody is there is not known.
+    # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
     blind = host.processes.namespace_is_host() is False
     found, files = [], None
     for gpu in gpus:
@@ -64,7 +64,7 @@ def layouts_of(
 
 
 class _Seen:
-    """What is known of one GPU beside NVML."""
+    """What is known about one GPU from other sources than NVML."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class _Seen:
     def _joined(
         self, told: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
     ) -> tuple[GpuProcess | Holder, ...] | None:
-        # Who may have claimed it is not known either.
+        # Then its claims are unknown, too.
         if told is None or self._leases is None:
             return None
         return tuple(self._named(one) for one in (*told, *more) if one.pid not in self._idle)
 
     def _named(self, one: GpuProcess | Holder) -> GpuProcess | Holder:
-        """NVML tells numbers only."""
+        """Add name and user; NVML has only PIDs."""
         if one.name is not None:
             return one
         info = self._host.processes.describe(one.pid)

@@ -1,7 +1,7 @@
 """How the GPUs of a host are shared, as metrics in the text format of Prometheus. Pure.
 
-Base units; one info metric for identity; what is unknown is absent, never zero. Labels that dcgm-exporter has too are
-called as there (``UUID``, ``gpu``, ``GPU_I_ID``, ``GPU_I_PROFILE``), so that both join: ``* on (UUID) group_left ()``.
+Base units; one info metric for identity; an unknown value is absent, never zero. Labels have the names of dcgm-exporter
+(``UUID``, ``gpu``, ``GPU_I_ID``, ``GPU_I_PROFILE``), so that both join: ``* on (UUID) group_left ()``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ class Reading:
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     # By GPU UUID, profile and first memory slice.
     names: Mapping[tuple[str, str, int], str] = field(default_factory=dict)
-    # MIG UUIDs that `gpushare run --mig` holds.
-    # None: it cannot be told.
+    # MIG UUIDs that `gpushare run --mig` holds; None: unknown.
     leases: tuple[str, ...] | None = ()
     # By pipe directory: how many `gpushare run` use the daemon.
     mps_leases: Mapping[str, int] = field(default_factory=dict)
     mig_interrupted: bool | None = None
-    # UUIDs of the GPUs that the last gpushare.yaml that held gives to one program.
+    # UUIDs of the GPUs that the last applied gpushare.yaml gives to one program.
     exclusive_wanted: frozenset[str] = frozenset()
     # Programs of `gpushare run --opportunistic`: GPU UUID, PID, how often paused, whether now.
     pauses: tuple[tuple[str, int, int, bool], ...] = ()
@@ -61,36 +60,36 @@ class Family:
 _HELP = {
     "gpushare_build_info": "Version of gpushare; constant 1.",
     "gpushare_host_up": "Whether NVML answers on this host.",
-    "gpushare_last_run_timestamp_seconds": "Unix time at which the host was looked at.",
-    "gpushare_warnings": "How many things could not be seen (process list, time-slice).",
+    "gpushare_last_run_timestamp_seconds": "Unix time at which the host was read.",
+    "gpushare_warnings": "Number of things that could not be read (process list, time-slice).",
     "gpushare_driver_info": "Version of the NVIDIA driver; constant 1.",
     "gpushare_gpu_info": "Identity of a GPU; constant 1. Joins with dcgm-exporter on UUID.",
     "gpushare_gpu_up": "Whether the GPU answers.",
-    "gpushare_gpu_mechanism": "The way of sharing in force; 1 for it alone.",
-    "gpushare_gpu_compute_mode": "The compute mode; 1 for it alone.",
-    "gpushare_gpu_exclusive_wanted": "1 when the last gpushare.yaml that held gives the GPU to one program, else absent.",
-    "gpushare_gpu_time_slice_level": "Time-slice: 0 default, 1 short, 2 medium, 3 long.",
+    "gpushare_gpu_mechanism": "The way of sharing in force; 1 for that one only.",
+    "gpushare_gpu_compute_mode": "The compute mode; 1 for that one only.",
+    "gpushare_gpu_exclusive_wanted": "1 if the last applied gpushare.yaml gives the GPU to one program, else absent.",
+    "gpushare_gpu_time_slice_level": "Time-slice level: 0 default, 1 short, 2 medium, 3 long.",
     "gpushare_gpu_processes": "Processes on the GPU.",
-    "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 when it died or is silent.",
+    "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 if it died or hangs.",
     "gpushare_mps_clients": "Clients of the MPS daemon.",
-    "gpushare_mps_clients_limit": "How many client contexts a server of the daemon takes.",
+    "gpushare_mps_clients_limit": "Maximum number of client contexts per server of the daemon.",
     "gpushare_mps_servers": "MPS servers by status (ACTIVE, INITIALIZING, FAULT).",
     "gpushare_mps_threads_limit_ratio": "Share of the SMs that a future client gets, 0 to 1.",
     "gpushare_mps_memory_limit_bytes": "Pinned memory limit of each future client process.",
     "gpushare_mps_client_priority": "Priority of future clients: 0 normal, 1 low.",
-    "gpushare_mps_leases": "How many gpushare run use the daemon.",
-    "gpushare_mps_outside_processes": "CUDA processes on a GPU that MPS serves which are not its clients.",
-    "gpushare_opportunistic_pauses": "How often an opportunistic program was paused since its start.",
-    "gpushare_opportunistic_paused": "Whether an opportunistic program stands still now, for the production job.",
-    "gpushare_mig_enabled": "Whether MIG is on, of a GPU that has it.",
-    "gpushare_mig_mode_pending": "Whether a change of the MIG mode waits for a reset.",
-    "gpushare_mig_change_interrupted": "Whether a MIG change of gpushare was interrupted in the middle.",
+    "gpushare_mps_leases": "Number of gpushare run commands that use the daemon.",
+    "gpushare_mps_outside_processes": "CUDA processes on a GPU with MPS that are not its clients.",
+    "gpushare_opportunistic_pauses": "Number of pauses of an opportunistic program since its start.",
+    "gpushare_opportunistic_paused": "Whether an opportunistic program is paused now for the production job.",
+    "gpushare_mig_enabled": "Whether MIG is on, for a GPU that has it.",
+    "gpushare_mig_mode_pending": "Whether a change of the MIG mode is pending a reset.",
+    "gpushare_mig_change_interrupted": "Whether a MIG change of gpushare was interrupted.",
     "gpushare_mig_instance_info": "A GPU instance: place, name and size; constant 1.",
-    "gpushare_mig_instance_busy": "Whether somebody is, or may be, in the GPU instance.",
+    "gpushare_mig_instance_busy": "Whether the GPU instance is, or may be, in use.",
     "gpushare_mig_instance_leases": "MIG devices of the GPU instance that gpushare run --mig holds.",
-    "gpushare_mig_free_instances": "How many more of a profile fit, each counted alone.",
-    "gpushare_mig_free_compute_slices": "Compute slices that no instance has.",
-    "gpushare_mig_free_memory_slices": "Memory slices that no instance has.",
+    "gpushare_mig_free_instances": "How many more instances of a profile fit, each profile counted alone.",
+    "gpushare_mig_free_compute_slices": "Compute slices without an instance.",
+    "gpushare_mig_free_memory_slices": "Memory slices without an instance.",
     "gpushare_mig_lost_compute_slices": "Free compute slices that no further instance can use.",
     "gpushare_mig_lost_memory_slices": "Free memory slices that no further instance can use.",
     "gpushare_mig_fragmentation_slices": "Memory slices that another placement of the same instances would save.",
@@ -98,7 +97,7 @@ _HELP = {
 
 
 def families(reading: Reading) -> list[Family]:
-    """Return the metrics of a look; a metric without a value is left out, and so is a second one of the same labels."""
+    """Return the metrics without those that are unknown; of several with the same labels the first counts."""
     found: dict[str, dict[tuple[tuple[str, str], ...], Sample]] = {name: {} for name in _HELP}
     for name, labels, value in _values(reading):
         if value is not None:
@@ -163,7 +162,7 @@ def _values(reading: Reading) -> Iterator[Value]:
 
 
 def _labels(gpu: Gpu) -> dict[str, str]:
-    # An empty label is none in Prometheus: a lost GPU that does not tell its UUID has its index alone.
+    # Prometheus treats an empty label as absent: a lost GPU without a UUID has only its index.
     return {"gpu": str(gpu.index), **({"UUID": gpu.uuid} if gpu.uuid else {})}
 
 
@@ -194,7 +193,7 @@ def _outside(gpu: Gpu, snapshot: Snapshot) -> int:
     servers = {server.pid for daemon in snapshot.daemons for server in daemon.servers}
     clients = {client.pid for daemon in snapshot.daemons for client in daemon.clients}
     strangers = {process.pid for process in gpu.processes or () if process.compute and not process.mps}
-    # A server that is starting is not in its daemon's list yet.
+    # A starting server is not in its daemon's list yet.
     named = {process.pid for process in gpu.processes or () if process.name == "nvidia-cuda-mps-server"}
     return len(strangers - servers - clients - named)
 
@@ -205,7 +204,7 @@ def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator
     labels = {} if gpu is None else _labels(gpu)
     labels |= {key: value for key, value in known.items() if value} | {"ours": "true" if daemon.ours else "false"}
     if daemon.unasked:
-        # Whether it answers is unknown.
+        # It was not asked, so whether it answers is unknown.
         return
     up = daemon.pid is not None and daemon.error is None
     yield "gpushare_mps_daemon_up", labels, up

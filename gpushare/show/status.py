@@ -23,7 +23,7 @@ _ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "r
 
 
 def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
-    """Return the tables that have something to say; GPUs and processes always are among them."""
+    """Return the tables that have rows; GPUs and processes always."""
     tables = [_gpus(snapshot)]
     if any(gpu.mig_instances for gpu in snapshot.gpus):
         tables.append(_mig_instances(snapshot))
@@ -43,21 +43,21 @@ def _idle(value: Any) -> str | None:
 
 
 def used_of_total(value: tuple[int | None, int | None] | None) -> str:
-    """Return memory as ``23.4 / 79.6 GiB``: one unit, the total's, so that the eye compares digits."""
+    """Return memory as ``23.4 / 79.6 GiB``, both in the unit of the total."""
     if value is None or value == (None, None):
         return "-"
     used, total = value
     if total is None:
         return f"{format_bytes(used)} / -"
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    # A process's few hundred MiB must not read as nothing.
+    # A few hundred MiB must not look like nothing.
     small = used is not None and 0 < used < unit // 20
     shown = "-" if used is None else "<0.1" if small else f"{used / unit:.1f}"
     return f"{shown} / {total / unit:.1f} {name}"
 
 
 def age(seconds: float | None) -> str:
-    """Return how long ago in its largest unit: ``42s``, ``3m``, ``5h``, ``2d``; ``-`` when unknown."""
+    """Return an age in its largest unit: ``42s``, ``3m``, ``5h``, ``2d``; ``-`` when unknown."""
     if seconds is None:
         return "-"
     whole = max(int(seconds), 0)
@@ -68,7 +68,7 @@ def age(seconds: float | None) -> str:
 
 
 def command_of(process: GpuProcess) -> str | None:
-    """Return the command line as a shell would take it, or the program's name."""
+    """Return the command line, quoted for a shell, or the program's name."""
     if not process.command_line:
         return process.name
     import shlex
@@ -77,12 +77,12 @@ def command_of(process: GpuProcess) -> str | None:
 
 
 def is_lost(reason: str) -> bool:
-    """Return whether the text of an NVML error says that the GPU is gone (NVML_ERROR_GPU_IS_LOST)."""
+    """Return whether the text of an NVML error is about a lost GPU (NVML_ERROR_GPU_IS_LOST)."""
     return "lost" in reason.lower() or "fallen off the bus" in reason.lower()
 
 
 def container_name(value: Any) -> str:
-    """Return a container's name, or of a full id the 12 digits that ``docker ps`` shows and takes."""
+    """Return a container's name; of a full id the 12 digits that ``docker ps`` shows."""
     text = plain_value(value)
     return text[:12] if len(text) == 64 and set(text) <= _HEXADECIMAL else text
 
@@ -183,7 +183,7 @@ def _mig_row(gpu: Gpu, instance: MigInstance) -> Row:
 
 
 def _on(process: GpuProcess, instance: tuple[int | None, int | None]) -> bool:
-    """Return whether a process is on a MIG device; where NVML tells no CI, its GI decides."""
+    """Return whether a process is on a MIG device; if its compute instance is unknown, the GPU instance decides."""
     if process.compute_instance_id is None:
         return process.gpu_instance_id == instance[0]
     return (process.gpu_instance_id, process.compute_instance_id) == instance
@@ -308,10 +308,10 @@ def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
 
 def _nobody(gpus: tuple[Gpu, ...]) -> str:
     if all(gpu.processes is None for gpu in gpus):
-        return "who is on the GPUs is unknown"
+        return "the processes on the GPUs are unknown"
     if any(gpu.processes is None for gpu in gpus):
-        return "nobody is on the GPUs that answer"
-    return "nobody is on the GPU" if len(gpus) == 1 else "nobody is on the GPUs"
+        return "no processes on the GPUs that answer"
+    return "no processes on the GPU" if len(gpus) == 1 else "no processes on the GPUs"
 
 
 CSV_GPU: Final = (
@@ -327,8 +327,8 @@ CSV_PROCESS: Final = (
 def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -> Result:
     """Return the result of ``gpushare status``.
 
-    ``errors`` are those of single GPUs, known by ``error.gpu`` (index or UUID); a GPU with an error
-    that is not among them gets one made from its text. The command fails only if no GPU works.
+    ``errors`` are those of single GPUs, told apart by ``error.gpu`` (index or UUID); any other GPU with an error gets
+    one from its text. The command fails only if no GPU works.
     """
     working = [gpu for gpu in snapshot.gpus if gpu.error is None]
     return Result(
@@ -344,7 +344,7 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
 
 
 def status_data(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the data for machines: the model's own field names, processes and instances nested."""
+    """Return the JSON data: the model's field names, with processes and instances nested."""
     return {
         "host": snapshot.host,
         "driver_version": snapshot.driver_version,
@@ -361,7 +361,7 @@ def _gpu_data(gpu: Gpu, snapshot: Snapshot) -> dict[str, Any]:
     if gpu.processes is not None:
         data["processes"] = [{"type": process.type, **jsonable(process)} for process in gpu.processes]
     if gpu.error is not None:
-        # An empty list would say that there are none.
+        # An empty list would mean that there are none.
         data["mig_instances"] = jsonable(gpu.mig_instances) or None
         data["processes"] = data["processes"] or None
     if data.pop("mig_hidden"):
@@ -382,19 +382,19 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
         if gpu.error is not None:
             continue
         if gpu.processes is None:
-            yield f"GPU {gpu.index}: who is on it is unknown"
+            yield f"GPU {gpu.index}: its processes are unknown"
         if gpu.mig_hidden:
             yield f"GPU {gpu.index}: {HIDDEN_DEVICES}"
         elif gpu.mig_enabled and not gpu.mig_instances:
             yield (
-                f"GPU {gpu.index} is in MIG mode without instances, no CUDA program can use it: "
+                f"GPU {gpu.index} is in MIG mode without instances, so no CUDA program can use it: "
                 f"gpushare mig profiles -g {gpu.index} lists what can be created"
             )
     shown = _first_daemons(snapshot)
     for daemon in shown:
         place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
         if daemon.error is not None:
-            yield f"{place} could not be asked: {daemon.error}"
+            yield f"{place} cannot be queried: {daemon.error}"
         elif daemon.note is not None:
             yield f"{place}: {daemon.note}"
     if len(snapshot.daemons) > len(shown):
@@ -408,7 +408,7 @@ def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[Gpus
         if gpu.error is not None and not known & {str(gpu.index), gpu.uuid or str(gpu.index)}:
             yield _gpu_error(gpu, gpu.error)
     if not snapshot.gpus and not given:
-        hint = "gpushare doctor looks for the cause; gpushare sim list shows hosts to try without a GPU"
+        hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"
         yield OperationFailed(f"no GPU is visible on {snapshot.host}", hint, code="no_gpu")
 
 
@@ -416,9 +416,9 @@ def _gpu_error(gpu: Gpu, reason: str) -> GpushareError:
     # NVML's reasons begin with the GPU already.
     message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"
     if is_lost(reason):
-        hint = "the kernel log has the cause: sudo dmesg | grep -i xid; a lost GPU comes back with a reboot"
+        hint = "see the cause in the kernel log: sudo dmesg | grep -i xid; a reboot may bring the GPU back"
         return GpuLost(message, hint, gpu=str(gpu.index))
-    return OperationFailed(message, f"nvidia-smi -q -i {gpu.index} shows what the driver says", gpu=str(gpu.index))
+    return OperationFailed(message, f"see what the driver reports: nvidia-smi -q -i {gpu.index}", gpu=str(gpu.index))
 
 
 def csv_table(snapshot: Snapshot) -> Table:

@@ -225,12 +225,12 @@ def test_a_mistyped_key_gets_the_right_one() -> None:
     [
         ("a: [1\n", "host.yaml:2:1: this is not YAML"),
         ("a:\n  b: \x07\n", "host.yaml:2:6: this is not YAML"),
-        ("version: 1\nversion: 1\ngpus: []\n", "host.yaml:2:1: the key 'version' stands twice"),
-        (ONE + "timeslice: long\n  timeslice: short\n", "host.yaml:5:3: the key 'timeslice' stands twice"),
+        ("version: 1\nversion: 1\ngpus: []\n", "host.yaml:2:1: the key 'version' is given twice"),
+        (ONE + "timeslice: long\n  timeslice: short\n", "host.yaml:5:3: the key 'timeslice' is given twice"),
         ("!!python/object/apply:os.system [id]\n", "host.yaml:1:1: this is not YAML"),
         ("version: 1\ngpus: []\n---\nversion: 1\ngpus: []\n", "2 YAML documents"),
-        ("[" * 5000, "nested too deep"),
-        ("version: 2026-13-40\n", "this is no timestamp"),
+        ("[" * 5000, "nested too deeply"),
+        ("version: 2026-13-40\n", "this is not a valid timestamp"),
     ],
 )
 def test_what_is_no_file_at_all(text: str, what: str) -> None:

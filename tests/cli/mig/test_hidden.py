@@ -39,7 +39,7 @@ def test_status_does_not_show_an_empty_gpu(host: MigHost) -> None:
     said = host.run("status")
     first, second = said.document["data"]["gpus"]
     assert (first["mig_instances"], second["mig_instances"]) == (None, [])
-    assert "which MIG devices are there" in said.err
+    assert "hides the MIG devices" in said.err
     assert "GPU 0 is in MIG mode without instances" not in said.err
 
 
