@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         return 0
     old = stale(directory)
     for name in old:
-        print(f"{name} is stale; write it again: python -m tools.generate", file=sys.stderr)
+        print(f"{name} is stale; regenerate it: python -m tools.generate", file=sys.stderr)
     return 1 if old else 0
 
 

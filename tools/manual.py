@@ -10,63 +10,63 @@ from gpushare.errors import ExitCode
 from tools.tree import Node, Option
 
 _EXIT_STATUS = {
-    ExitCode.OK: "Done, and read back.",
-    ExitCode.FAILED: "The host refused, did not do what it accepted, or did not answer in time.",
+    ExitCode.OK: "Success: done, and read back.",
+    ExitCode.FAILED: "The host refused, did not make a change that it accepted, or did not answer in time.",
     ExitCode.USAGE: "The command line is wrong; nothing was changed.",
-    ExitCode.NOT_SUPPORTED: "This GPU, driver or program cannot do it.",
-    ExitCode.NO_PERMISSION: "This user may not do it.",
-    ExitCode.NOT_FOUND: "The GPU, instance, daemon or process is not there.",
-    ExitCode.NOT_AS_REQUESTED: "A check found the host different from what was asked.",
+    ExitCode.NOT_SUPPORTED: "This GPU, driver or program cannot do this.",
+    ExitCode.NO_PERMISSION: "This user is not allowed to do this.",
+    ExitCode.NOT_FOUND: "The GPU, instance, daemon or process does not exist.",
+    ExitCode.NOT_AS_REQUESTED: "The host differs from what was requested (diff, mig check).",
     ExitCode.DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded.",
-    ExitCode.NVML_MISSING: "libnvidia-ml.so.1 is not on this machine.",
-    ExitCode.IN_USE: "Somebody uses the GPU, the instance or the daemon.",
+    ExitCode.NVML_MISSING: "libnvidia-ml.so.1 is not installed.",
+    ExitCode.IN_USE: "The GPU, the instance or the daemon is in use.",
     ExitCode.INTERRUPTED: "Interrupted by Ctrl-C.",
 }
 
 _ENVIRONMENT = {
-    "GPUSHARE_HOST": "The host when --host is not given: local, or a simulated one like sim:h200.",
-    "GPUSHARE_RUN_DIR": "Where the MPS daemons of gpushare live, instead of the directories below. Short: "
-    "an MPS pipe directory has 87 bytes at most.",
-    "GPUSHARE_STATE_DIR": "Where names of MIG instances and what else outlives a reboot are kept, instead of the directories below.",
-    "GPUSHARE_SIM_DIR": "Where simulated hosts keep their state. Short, for the same reason.",
-    "GPUSHARE_NVIDIA_SMI": "The path of nvidia-smi, when it is not on PATH.",
-    "GPUSHARE_MPS_CONTROL": "The path of nvidia-cuda-mps-control, when it is not on PATH. With a simulated host: "
-    "use this real program beside the simulated GPUs.",
-    "NO_COLOR": "Set to anything: no colours.",
+    "GPUSHARE_HOST": "The host if --host is not given: local, or a simulated one like sim:h200.",
+    "GPUSHARE_RUN_DIR": "Directory of the MPS daemons of gpushare, instead of those below. Keep it short: "
+    "the path of an MPS pipe directory has at most 87 bytes.",
+    "GPUSHARE_STATE_DIR": "Directory for names of MIG instances and other state that outlives a reboot, instead of those below.",
+    "GPUSHARE_SIM_DIR": "Directory for the state of simulated hosts. Keep it short, for the same reason.",
+    "GPUSHARE_NVIDIA_SMI": "Path of nvidia-smi, if it is not on PATH.",
+    "GPUSHARE_MPS_CONTROL": "Path of nvidia-cuda-mps-control, if it is not on PATH. With a simulated host, "
+    "this real program is used with the simulated GPUs.",
+    "NO_COLOR": "If set to anything, output has no colors.",
 }
 
 _FILES = {
-    "/run/gpushare/mps/": "One directory per MPS daemon that root started: pipe/, log/, and what to restore.",
-    "$XDG_RUNTIME_DIR/gpushare/mps/": "The same for other users; /tmp/gpushare-UID/mps/ without that variable.",
+    "/run/gpushare/mps/": "One directory per MPS daemon that root started: pipe/, log/, and the state to restore.",
+    "$XDG_RUNTIME_DIR/gpushare/mps/": "The same for other users; /tmp/gpushare-UID/mps/ if that variable is not set.",
     "/var/lib/gpushare/": "Names and grants of MIG instances; ~/.local/state/gpushare/ for other users.",
     "$XDG_RUNTIME_DIR/gpushare-sim/": "The simulated hosts of a user.",
 }
 
 _EXAMPLES = (
-    ("See who is on the GPUs, every two seconds:", "gpushare status -w 2"),
+    ("See who uses the GPUs, every two seconds:", "gpushare status -w 2"),
     (
         "Let programs share GPU 0, each with at most half of its SMs and 8 GiB:",
         "gpushare mps start -g 0 --threads 50 --memory 8G",
     ),
     (
-        "Run a program under lower limits, and prove that they hold:",
+        "Run a program with lower limits, and prove that they are in force:",
         "gpushare run -g 0 --threads 25 --memory 4G -- python train.py",
     ),
-    ("Use the share from a program that is started by hand:", 'eval "$(gpushare mps env -g 0)"'),
-    ("Stop it: wait up to a minute for the programs, then force:", "gpushare mps stop -g 0 --drain 60"),
-    ("See what a change would do, with the plain commands:", "gpushare timeslice set long -g 0 --dry-run"),
+    ("Let programs of this shell join the share:", 'eval "$(gpushare mps env -g 0)"'),
+    ("Stop the daemon: wait up to a minute for its programs, then force:", "gpushare mps stop -g 0 --drain 60"),
+    ("Preview a change, with the equivalent vendor commands:", "gpushare timeslice set long -g 0 --dry-run"),
     ("Try all of it without a GPU:", "gpushare --host sim:8xh100 status"),
 )
 
 
 def manual(root: Node) -> str:
-    """Return the manual page (man(7) macros); it names the version and no date, so that it can be compared."""
+    """Return the manual page (man(7) macros), without a date so that it can be compared."""
     shared = root.options
     lines = [
         '.\\" Generated by "python -m tools.generate" from the command tree; do not edit.',
         f'.TH GPUSHARE 1 "" "gpushare {__version__}" "User Commands"',
         ".SH NAME",
-        "gpushare \\- share the GPUs of one host well",
+        "gpushare \\- share the GPUs of one host",
         ".SH SYNOPSIS",
         ".B gpushare",
         "[\\fIOPTIONS\\fR] \\fICOMMAND\\fR [\\fIARGUMENTS\\fR]",
@@ -74,12 +74,12 @@ def manual(root: Node) -> str:
         *_paragraphs(root.help),
         ".PP",
         _text(
-            "Every change is a plan of steps. Each step is read back after it was done, and undone when a later one "
-            "fails. Results go to standard output, notes and errors to standard error. An error is one line that says "
-            "what failed and one that says what to do next."
+            "Every change is a plan of steps. Each step is read back when it is done, and undone if a later one fails. "
+            "Results go to standard output, notes and errors to standard error. An error has two lines: what failed, "
+            "and what to do next."
         ),
         ".SH GLOBAL OPTIONS",
-        "All but \\fB\\-\\-version\\fR may stand before and after the command.",
+        "All but \\fB\\-\\-version\\fR may be given before or after the command.",
         *_options(shared),
         ".SH COMMANDS",
     ]
@@ -89,14 +89,14 @@ def manual(root: Node) -> str:
             lines += _command(node, names)
     lines += [
         ".SH EXIT STATUS",
-        "Codes read like those of nvidia\\-smi and NVML.",
+        "The codes follow those of nvidia\\-smi and NVML.",
         *_pairs({str(int(code)): _EXIT_STATUS[code] for code in ExitCode}),
     ]
     lines += [
         ".PP",
-        _text("gpushare doctor exits 0 when all is well, 1 when something warns and 2 when something fails."),
+        _text("gpushare doctor exits with 1 if a check fails; with --fail-on warning, also if one warns."),
     ]
-    lines += [".PP", _text("The exit code of gpushare run is its program's own, and 128 + N when signal N ended it.")]
+    lines += [".PP", _text("gpushare run exits with the exit code of its program, or 128 + N if signal N ended it.")]
     lines += [".SH ENVIRONMENT", *_pairs(_ENVIRONMENT), ".SH FILES", *_pairs(_FILES), ".SH EXAMPLES"]
     for what, command in _EXAMPLES:
         lines += [".TP", _verbatim(what), ".nf", _verbatim(command), ".fi"]
@@ -143,7 +143,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Return a text for roff: a sentence begins a line, no line is long, none is a macro by accident."""
+    """Return a text for roff: each sentence on a new line, no long lines, none a macro by accident."""
     sentences = re.split(r"(?<=[a-z0-9)\]][.:;])\s+(?=[A-Z\[])", text)
     return "\n".join(
         _verbatim(line)

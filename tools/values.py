@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-# Stands for the GPUs of the host, asked from gpushare itself at the time.
+# The GPUs of the host, which the completion asks gpushare for.
 GPUS = "@gpus"
-# Stands for a program and its arguments.
+# A program and its arguments.
 PROGRAM = "@program"
-# Stands for a file or directory.
+# A file or directory.
 FILES = "@files"
 
 

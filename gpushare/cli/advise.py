@@ -1,4 +1,4 @@
-"""``gpushare advise``: which way of sharing fits; answered by `gpushare/advice/`."""
+"""``gpushare advise``: recommend a way of sharing; done by `gpushare/advice/`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from gpushare.show.result import Result
 
 
-# The properties of workloads, by the names that a file has for them: option, value (None: yes or no), help.
+# The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
     ("--processes", "N", "Number of processes."),
     ("--memory", "SIZE", "Peak memory of one process, like 6G."),
@@ -96,7 +96,7 @@ _PROPERTIES: Final = (
 
 
 class _AdviseCommand(ChangingCommand):
-    """Takes the properties of a workload as options; ``--needs nccl`` also as the older ``--nccl``, which is hidden."""
+    """Adds the properties of a workload as options, and for each word of ``--needs`` a hidden older flag like ``--nccl``."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         options = [
@@ -145,7 +145,7 @@ def advise(
     context: typer.Context,
     program: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CMD...]", help="What to measure, with --measure.", show_default=False),
+        typer.Argument(metavar="[CMD...]", help="The program to measure, with --measure.", show_default=False),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="The GPU to share. [default: the first]")
@@ -153,16 +153,16 @@ def advise(
     file: Annotated[
         str | None, typer.Option("-f", "--file", metavar="FILE", help="Workloads from a YAML file; - is stdin.")
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Take what runs on the GPU now.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Use the workloads that run on the GPU now.")] = False,
     recording: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Take what a recording of `gpushare observe` saw.")
+        str | None, typer.Option("--from", metavar="FILE", help="Use the workloads in a recording of gpushare observe.")
     ] = None,
     mechanism: Annotated[
-        str | None, typer.Option("--mechanism", metavar="NAME", help="Explain why this way fits, or why not.")
+        str | None, typer.Option("--mechanism", metavar="NAME", help="Explain why this way fits or does not.")
     ] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Carry out the setup; preview it with --dry-run.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Carry out the setup; preview with --dry-run.")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure CMD under each way that fits (gpushare bench), then answer.")
+        bool, typer.Option("--measure", help="Measure CMD in each way that fits (gpushare bench), then answer.")
     ] = False,
     copies: Annotated[
         int | None, typer.Option("--copies", metavar="N", help="Number of copies to measure. [default: --processes]")
@@ -178,10 +178,10 @@ def advise(
     Give what you know. On a terminal, gpushare asks for what is missing and decides, unless -y is given. Every
     way gets a verdict; -v prints every rule with its source. Nothing is changed without --apply.
 
-    --measure runs copies of CMD under the ways that no rule rules out, as gpushare bench does, and says how the
+    --measure runs copies of CMD in each way that no rule excludes, as gpushare bench does, and shows how the
     result changes the answer: gpushare advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py
 
-    A file has the same names: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
+    A file uses the same names: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
     """
     words = dict(context.meta["workload"])
     root, command = words.pop("root"), words["command"]
@@ -233,11 +233,7 @@ def advise(
 def _wanted(
     program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
 ) -> Any:
-    """Return what is to be measured, or None.
-
-    Raises:
-        BadUsage: there is something to measure and no --measure, or the other way round.
-    """
+    """Return what to measure, or None."""
     given = [name for name, value in asked.items() if value is not None]
     if measure and explained:
         raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
@@ -277,13 +273,13 @@ def _number(option: str, text: str | None) -> int | None:
 def _case(
     words: dict[str, Any], file: str | None, root: bool | None, pair: tuple[int | None, int | None], *, seen: bool
 ) -> Case | None:
-    """Return the case as far as it needs no host; None: it is on the GPU, or in a recording."""
+    """Return the case of the options or a file; None if it is to be taken from the GPU or a recording."""
     if seen:
         case_of(words, root=root, pair=pair)
         return None
     if file is not None:
         return overlaid(case_from_file(file, root=root), words)
-    # Checked before the host is asked: a wrong word costs nothing.
+    # Checked before the host is asked, so that a typo costs nothing.
     return case_of(words, root=root, pair=pair)
 
 
@@ -297,13 +293,7 @@ def _seen(host: Host, index: int, words: dict[str, Any], root: bool | None, reco
 
 
 def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
-    """Return the GPU that is meant: the one that is named, or the first that answers.
-
-    Raises:
-        NotFound: there is none.
-        BadUsage: several are named.
-        GpuLost: it does not answer.
-    """
+    """Return the named GPU, or the first one that answers."""
     from gpushare.selection import select_one
 
     if not facts.gpus:
@@ -360,11 +350,7 @@ _MOST_CHARACTERS: Final = 256 << 10
 
 
 def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
-    """Return the case of the flags. ``pair`` is how many production and opportunistic processes there are.
-
-    Raises:
-        BadUsage: an invalid value, or flags that contradict each other.
-    """
+    """Return the case of the options. ``pair`` is the number of production and of opportunistic processes."""
     from gpushare.advice.case import Case, Role, workload_of
 
     production, opportunistic = pair
@@ -377,7 +363,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
             code="two_counts",
         )
     one = workload_of(words)
-    # What fills the GPU is the opportunistic job: for production that would be no case for sharing.
+    # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
     roles = [(Role.PRODUCTION, production), (Role.OPPORTUNISTIC, opportunistic)]
     if opportunistic is None:
         roles = roles[:1]
@@ -397,11 +383,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
-    """Return the case of a file; ``-`` is stdin.
-
-    Raises:
-        NotFound, OperationFailed, BadUsage: it is not there, cannot be read, or is no case.
-    """
+    """Return the case of a file; ``-`` is stdin."""
     from gpushare.advice.case import read_case
 
     try:
@@ -421,7 +403,7 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
 
 
 def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
-    """Return a case with what the flags say for all of its workloads."""
+    """Return a case with the options applied to all of its workloads."""
     from gpushare.advice.case import workload_of
 
     said = workload_of({key: value for key, value in words.items() if value is not None})
@@ -433,11 +415,7 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
-    """Return what runs on a GPU now, as if it were to be started again: one workload per user and program.
-
-    Raises:
-        NotFound: nothing runs on the GPU, or its processes cannot be seen.
-    """
+    """Return the programs on a GPU as a case: one workload per user and program."""
     from gpushare.snapshot import Observer
 
     gpu = next(one for one in Observer(host).look().gpus if one.index == index)
@@ -460,20 +438,15 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
 
 
 def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
-    """Return what a recording of ``gpushare observe`` saw on a GPU.
-
-    Raises:
-        NotFound: there is no such file, or nobody was on the GPU.
-        OperationFailed, NotSupported: it is no recording of ours.
-    """
+    """Return the programs on a GPU in a recording of ``gpushare observe`` as a case."""
     from gpushare.advice.case import Case, Pattern, Workload
     from gpushare.measure.recording import read_recording, workloads_of
 
     found = [one for one in workloads_of(read_recording(path)) if one.process.gpu == index]
     if not found:
         raise NotFound(
-            f"{path} saw no program on GPU {index}",
-            f"see what it has: gpushare observe --from {shlex.quote(str(path))}",
+            f"{path} has no program on GPU {index}",
+            f"see: gpushare observe --from {shlex.quote(str(path))}",
             code="nobody",
         )
     workloads = tuple(
@@ -502,7 +475,7 @@ def _observed_case(
 
 
 def _together(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
-    """Return equal programs of one user as one workload of several processes, with the largest memory."""
+    """Merge the processes of one user and program into one workload, with the largest memory."""
     counts = Counter((one.user, one.name) for one in workloads)
     merged = []
     for (user, name), count in counts.items():
@@ -521,7 +494,7 @@ def _together(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
 
 
 def _without_context(used: int | None) -> int | None:
-    """Return what a process holds without its CUDA context, which the budget adds again."""
+    """Return the memory of a process without its CUDA context, which the budget adds."""
     from gpushare.advice.situation import MPS_CONTEXT_BYTES
     from gpushare.units import MIB
 
@@ -532,7 +505,7 @@ def _without_context(used: int | None) -> int | None:
 
 
 def _prompt(text: str, words: list[str]) -> str:
-    """Return a question with its answers, on a line of their own where one line is too short."""
+    """Return a question with its answers, on two lines if one is too short."""
     answers = f"[{'/'.join(words)}, Enter: unknown] "
     width = max(shutil.get_terminal_size().columns, 40)
     if len(text) + len(answers) + max(map(len, words)) < width:
@@ -541,7 +514,7 @@ def _prompt(text: str, words: list[str]) -> str:
 
 
 def asked(situation: Situation) -> Situation:
-    """Ask what still decides, one question after the other; an empty answer leaves it open."""
+    """Ask the questions that still decide; an empty answer leaves one open."""
     from gpushare.advice.advise import next_question, with_answer
 
     skipped: set[str] = set()
@@ -563,10 +536,10 @@ def asked(situation: Situation) -> Situation:
 
 
 def applied(advice: Advice, notes: Sequence[str]) -> Any:
-    """Carry the set-up of the winner out as one plan, or with --dry-run only show it.
+    """Carry out the setup of the winner as one plan, or with --dry-run only show it.
 
     Raises:
-        NotSupported: nothing fits, or the lines belong into several shells.
+        NotSupported: nothing fits, or the lines need several shells.
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
     from gpushare.show.plan import plan_result
@@ -574,7 +547,7 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
     recipe = _set_up(advice)
     changes = [line.change for line in recipe.lines if line.change is not None]
     result = _carried(changes) if changes else plan_result("advise", (), dry_run=settings.dry_run)
-    # Where the way back is known only when it is done, the plan itself says it.
+    # Where the undo is known only afterwards, the plan itself names it.
     keeps_undo = any(line.command is None for line in recipe.undo)
     said = [*notes, *(one for one in result.notes if keeps_undo or not one.startswith("undo: "))]
     said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
@@ -584,7 +557,7 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
 
 
 def _carried(changes: Sequence[Change]) -> Result:
-    """Carry the changes out in order, as one: one transaction where MIG changes, else one plan."""
+    """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
     from gpushare.advice.recipe import Verb
     from gpushare.selection import select_one
 
@@ -605,7 +578,7 @@ def _carried(changes: Sequence[Change]) -> Result:
 
 
 def _mig_change(host: Host, journal: Journal, mig: Change, then: Sequence[Change]) -> MigChange:
-    """Return the change of MIG with what follows it. A daemon of ours that is in its way is stopped by it."""
+    """Return the MIG change with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
     from gpushare.advice.recipe import Verb
     from gpushare.cli.mig_change import change_of, current, planned_or_refused
     from gpushare.mig.planner import plan_add, plan_exact
@@ -620,7 +593,7 @@ def _mig_change(host: Host, journal: Journal, mig: Change, then: Sequence[Change
 
 
 def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
-    """Return the plan of changes without MIG: the first is planned now, what follows it when its turn comes."""
+    """Return the plan of changes without MIG: the first is planned now, the others when the first is done."""
     from gpushare.advice.recipe import Verb
     from gpushare.mps.limits import Limits
     from gpushare.mps.set import plan_limits
@@ -653,7 +626,7 @@ def _plan_stop(host: Host, device: Device) -> Plan:
 
 
 def _later(host: Host, gpu: Gpu, change: Change) -> Step:
-    """Return the step of a change that follows another: it is planned when that one is done."""
+    """Return the step of a change that follows another one; it is planned when it acts."""
     from gpushare.hostfile.file import MpsWish
     from gpushare.hostfile.steps import daemon_step, level_step
     from gpushare.mps.limits import Limits
@@ -684,13 +657,13 @@ def _set_up(advice: Advice) -> Recipe:
 
 
 _MOST_REPEATS = 100
-# Without a number of processes: the fewest that share.
+# The number of copies if the number of processes is unknown.
 _FEWEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be measured, and how; see `bench.Settings`."""
+    """What to measure, and how; see `bench.Settings`."""
 
     argv: Sequence[str]
     metric: Metric
@@ -701,11 +674,7 @@ class Wanted:
 
 
 def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
-    """Return what the options of ``--measure`` say.
-
-    Raises:
-        BadUsage: there is no command, or a value is invalid.
-    """
+    """Return the options of ``--measure``."""
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
@@ -738,12 +707,7 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
 
 
 def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: bool, apply: bool) -> Any:
-    """Ask the rules, measure what they leave, and return the final answer as a result.
-
-    Raises:
-        NotSupported: the case is a production job with another one.
-        GpushareError: the command is not there, or already one copy alone failed.
-    """
+    """Apply the rules, measure the ways that they leave, and return the final answer."""
     from gpushare.advice.advise import advise
     from gpushare.advice.measured import measured, unmeasured
 
@@ -770,7 +734,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
 
         data, measurement, number = measured_out(host, device, prepared)
     except NotSupported as error:
-        # The rules know an answer all the same.
+        # The rules still have an answer.
         found = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
         return _measured_answer(found, None, notes, apply=False, error=error)
     early = _ended_early(measurement)
@@ -785,7 +749,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
 
 
 def _counted(situation: Situation, copies: int | None) -> tuple[Situation, int]:
-    """Return how many copies are measured; without --processes, that is the number of processes."""
+    """Return the number of copies to measure, which without --processes is also the number of processes."""
     case = situation.case
     if case.processes is not None:
         return situation, copies or case.processes
@@ -876,9 +840,9 @@ def _measured_answer(
         return applied(found.final, [f"measured: {found.sentence}", *said])
     tables = [answer_table(data, whole=settings.verbose)]
     if bench is not None and bench["cells"]:
-        # The mark of the table is that of the final answer.
+        # The table marks the final answer.
         chosen = None if found.chosen is None else found.chosen.name
-        # With two copies a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
+        # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
         same = [cell["same_as"] for cell in bench["cells"] if cell["way"] == chosen and cell["copies"] == found.copies]
         chosen = next((one["way"] for one in same if one is not None and one["copies"] == found.copies), chosen)
         cells = [{**cell, "chosen": cell["way"] == chosen} for cell in bench["cells"]]

@@ -96,7 +96,7 @@ def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> Non
 
 
 def _facts(gpu: str | None) -> HostFacts:
-    """Return the facts of the host, of the chosen GPUs only.
+    """Return the facts of the host and the chosen GPUs.
 
     Raises:
         GpushareError: it does not answer, or none of the GPUs does.
@@ -116,12 +116,12 @@ def _facts(gpu: str | None) -> HostFacts:
     if not facts.gpus:
         raise no_gpu("see the general table: gpushare compare --view today")
     if not answering(facts):
-        raise GpuLost("no GPU answers", "see what is wrong: gpushare doctor", gpu=str(facts.gpus[0].index))
+        raise GpuLost("no GPU answers", "see: gpushare doctor", gpu=str(facts.gpus[0].index))
     return facts
 
 
 def _facts_or_why(gpu: str | None) -> tuple[HostFacts | None, str | None]:
-    """Return the facts of the host, or why there are none; a GPU or a host that is named wrongly is an error."""
+    """Return the facts of the host, or why there are none. A wrong name of a GPU or host is an error."""
     try:
         return _facts(gpu), None
     except GpushareError as error:
@@ -226,7 +226,7 @@ def _names(facts: HostFacts) -> str:
 
 def _notes(facts: HostFacts | None, why_not: str | None) -> tuple[str, ...]:
     if facts is None:
-        return (f"showing the view today; nothing is known about this host: {why_not}",) if why_not else ()
+        return (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
     return tuple(f"GPU {gpu.index} is omitted: {gpu.error}" for gpu in facts.gpus if gpu.error is not None)
 
 

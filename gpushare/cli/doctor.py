@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 class FailOn(str, Enum):
-    """The least finding that makes the exit code 1."""
+    """The least severe finding with exit code 1."""
 
     FAILURE = "failure"
     WARNING = "warning"
@@ -25,7 +25,7 @@ class FailOn(str, Enum):
 def doctor(
     fail_on: Annotated[
         FailOn,
-        typer.Option("--fail-on", help="What makes the exit code 1: a failed check (failure), or a warning too."),
+        typer.Option("--fail-on", help="Exit with 1 on: a failed check (failure), or also on a warning."),
     ] = FailOn.FAILURE,
 ) -> Any:
     """Check the host for common problems. Each finding has a stable id and a remedy; nothing is changed.

@@ -17,7 +17,9 @@ def register(app: typer.Typer) -> None:
 def explain(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="CODE|TEXT...", help="805, CUDA_ERROR_..., NVML_..., Xid 31, a log line; - is stdin."),
+        typer.Argument(
+            metavar="CODE|TEXT...", help="805, CUDA_ERROR_..., NVML_..., Xid 31, or a log line; - is stdin."
+        ),
     ],
 ) -> Any:
     """Explain a CUDA or NVML error, an Xid in the kernel log, or lines of MPS logs.
@@ -30,7 +32,7 @@ def explain(
     from gpushare.show.explain import explained_text
     from gpushare.show.result import Result
 
-    text = text_of("-", "log", "pipe a text in") if words == ["-"] else " ".join(words)
+    text = text_of("-", "log", "pipe a log into it") if words == ["-"] else " ".join(words)
     matches = facts.explain(text)
     data = [
         {"title": one.explanation.title, "line": one.line, "lines": one.lines, **vars(one.explanation)}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gpushare.advice.savings import Price, Savings, Work
     from gpushare.measure.recording import GpuUse, Recording
 
-# Ten years; more is a typing error.
+# Ten years; more is a typo.
 _MOST_HOURS: Final = Decimal(87_840)
 _MOST_PRICE: Final = Decimal(1_000_000)
 

@@ -1,4 +1,4 @@
-"""Advice on the screen: the answer in one line, what to type, how to go back, then every way with its verdict."""
+"""The advice as text: the answer, the commands, the undo, then every way with its verdict."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SHORT: Final = {"fits": "fits", "fits with a condition": "if", "refused": "no"}
 
 
 def answer_table(data: Mapping[str, Any], *, whole: bool = False) -> Table:
-    """Return the answer: rows of item and text off a terminal, a screen on one.
+    """Return the answer: drawn on a terminal, else rows of item and text.
 
-    Without ``whole`` the screen has only the first of what would change it.
+    Without ``whole``, a terminal shows only the first of the changes.
     """
     rows = tuple({"item": item, "text": text} for item, text in _items(data))
     columns = (Column(key="item", title="item"), Column(key="text", title="text", whole=True))
@@ -31,7 +31,7 @@ def answer_table(data: Mapping[str, Any], *, whole: bool = False) -> Table:
 
 
 def verdicts_table(data: Mapping[str, Any]) -> Table:
-    """Return every way with its verdict and the reason that counts most."""
+    """Return every way with its verdict and most important reason."""
     rows = tuple({"way": one["way"], "verdict": one["outcome"], "why": _why(one)} for one in data["verdicts"])
     columns = (
         Column(key="way", title="way"),
@@ -47,7 +47,7 @@ def verdicts_table(data: Mapping[str, Any]) -> Table:
 
 
 def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return every reason of some ways, with its rule and its source."""
+    """Return all reasons of some ways, with rule and source."""
     rows = tuple(
         {"way": one["way"], **{key: reason[key] for key in ("kind", "rule", "text", "source")}}
         for one in verdicts
@@ -86,7 +86,7 @@ def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for item, lines in (("do", data["commands"]), ("undo", data["undo"])):
         for line in lines:
             if item == "do" and line["command"] is not None:
-                # How often, and by whom: the line alone does not say it.
+                # The command alone does not say which program starts it, and how often.
                 yield "step", line["what"]
             yield item, line["command"] or line["what"]
     for text in data["measure"]:
@@ -96,7 +96,7 @@ def _items(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _measured(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rules' answer and what a measurement did to it, if one was asked for."""
+    """Yield the rules' answer and the effect of a measurement, if there was one."""
     if "measured" in data:
         rules = data["rules"]
         yield "rules", f"{rules['answer']} ({rules['confidence']} confidence: {rules['confidence_why']})"
@@ -108,7 +108,7 @@ def _change(change: Mapping[str, Any]) -> str:
 
 
 def _changes(changes: Sequence[Mapping[str, Any]], *, whole: bool) -> list[str]:
-    """Return what would change it, the open questions first, in their order."""
+    """Return what would change the answer, the open questions first."""
     ordered = [*(one for one in changes if one["open"]), *(one for one in changes if not one["open"])]
     texts = [_change(one) for one in ordered]
     if whole or len(texts) <= _MOST_CHANGES + 1:
@@ -117,7 +117,7 @@ def _changes(changes: Sequence[Mapping[str, Any]], *, whole: bool) -> list[str]:
 
 
 def _why(verdict: Mapping[str, Any]) -> str:
-    """Return the reason that counts most: why not, on what condition, what speaks for it, or against it."""
+    """Return the most important reason: a veto, a condition, for, against."""
     for kinds in (("veto",), ("condition",), ("for",), ("against",)):
         for reason in verdict["reasons"]:
             if reason["kind"] in kinds:
@@ -167,7 +167,7 @@ def _typed(data: Mapping[str, Any], width: int) -> list[Text]:
         for entry in entries:
             lines += _wrapped(entry["what"], width, "  ", style="" if entry["command"] is None else "dim")
             if entry["command"] is not None:
-                # Never wrapped: it is there to be copied.
+                # Not wrapped, so that it can be copied.
                 lines.append(Text(f"    {visible(entry['command'])}", style="bold"))
     return lines
 

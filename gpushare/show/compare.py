@@ -1,4 +1,4 @@
-"""The comparison of mechanisms: a grid of wrapped cells where it fits, one below the other where it does not."""
+"""The comparison of mechanisms: a grid of wrapped cells if it fits, else one below the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NOT_HERE: Final = "not here"
 GAP: Final = 2
-# A cell narrower than this is a column of single words.
+# A narrower cell would be a column of single words.
 NARROWEST: Final = 22
 WIDEST: Final = 44
 _INDENT: Final = 2
@@ -24,7 +24,7 @@ _NO_BREAK: Final = "\xa0"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCell:
-    """One cell as it is drawn; ``text`` None: the mechanism is not available here."""
+    """One cell as shown; ``text`` is None if the mechanism is not available."""
 
     text: str | None
     # Sources disagree on it.
@@ -97,7 +97,7 @@ def _cell(cell: ComparedCell, width: int) -> list[Text]:
 
 
 def _wrapped(text: str, width: int, style: str, *, whole: bool = False) -> list[Text]:
-    """Return text in lines of a width; with ``whole`` a word that is longer (an address) stays in one piece."""
+    """Return text wrapped to a width; with ``whole``, a longer word (an address) is not broken."""
     import textwrap
 
     from rich.text import Text
@@ -117,7 +117,7 @@ def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
 
 
 def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow]) -> Table:
-    """Return the table of a comparison: drawn on a terminal, one record per cell off one."""
+    """Return the table of a comparison: drawn on a terminal, else one record per cell."""
     columns = (
         Column(key="row", title="row", whole=True),
         Column(key="mechanism", title="mechanism", whole=True),
@@ -151,7 +151,7 @@ def csv_table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
-    """Return what is known about one cell: a heading and a text each, wrapped next to it on a terminal."""
+    """Return the table of one cell: headings, each with a text that is wrapped next to it on a terminal."""
     columns = (Column(key="what", title="what", whole=True), Column(key="says", title="says"))
     rows = tuple({"what": what, "says": says} for what, says in entries)
     return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _entries(entries, width))
@@ -164,7 +164,7 @@ def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
     lines: list[Text] = []
     above = None
     for what, says in entries:
-        # The eye rests between views, remarks and sources.
+        # A blank line between views, remarks and sources.
         if what != above and what in _PARTS:
             lines.append(Text(""))
         for at, part in enumerate(_wrapped(says, min(max(width - name - GAP, 20), 100), "", whole=True)):

@@ -16,7 +16,7 @@ _WIDTH: Final = 80
 
 
 class Explained(Protocol):
-    """What is shown of an explanation."""
+    """An explanation as it is shown."""
 
     @property
     def explanation(self) -> Any:
@@ -41,7 +41,7 @@ def _one(match: Explained) -> Iterator[str]:
     names = ", ".join(one.names)
     yield from _wrapped(f"{one.title}  {names}" if names else one.title, "")
     if one.pattern is not None:
-        more = f" (and {match.lines - 1} more such)" if match.lines > 1 else ""
+        more = f" (and {match.lines - 1} more like it)" if match.lines > 1 else ""
         yield from _labelled("line", visible(match.line) + more)
     if one.text is not None:
         yield from _labelled("says", one.text)

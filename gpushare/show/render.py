@@ -1,4 +1,4 @@
-"""Write a result: the one place that knows which format goes where."""
+"""Write a result in an output format, to stdout and stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-# A table that nobody's window cuts (``-o table | less -S``) keeps every column.
+# Without a terminal (``-o table | less -S``) a table keeps every column.
 UNLIMITED: Final = 10_000
 _ESCAPES: Final = {"red": "\x1b[1;31m", "yellow": "\x1b[33m", "dim": "\x1b[2m"}
 
@@ -35,7 +35,7 @@ def write(
 ) -> None:
     """Write a result to stdout, its notes and errors to stderr.
 
-    ``is_terminal`` and ``width`` (columns) are found out from stdout when None. ``quiet`` drops notes.
+    ``is_terminal`` and ``width`` (in columns) are taken from stdout if None. ``quiet`` drops notes.
 
     Raises:
         BrokenPipeError: the reader is gone.
@@ -59,16 +59,16 @@ def write(
 
 
 def resolve(output: OutputFormat, *, terminal: bool) -> OutputFormat:
-    """Return the format that ``auto`` stands for."""
+    """Return the format, with ``auto`` resolved."""
     if output is not OutputFormat.AUTO:
         return output
     return OutputFormat.TABLE if terminal else OutputFormat.PLAIN
 
 
 def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header: bool = True) -> str:
-    """Return a result as one document of plain, JSON, YAML or CSV for a stream's encoding."""
+    """Return a result as plain text, JSON, YAML or CSV in a stream's encoding."""
     if form is OutputFormat.PLAIN:
-        # Prose alone must not pay for tabulate.
+        # Text alone does not need tabulate.
         if not result.tables:
             return paragraphs(result.text).rstrip("\n") + "\n" if result.text else ""
 
@@ -84,12 +84,12 @@ def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header
 
 
 def speaks_unicode(stream: IO[str]) -> bool:
-    """Return whether a stream can carry any character."""
+    """Return whether a stream can encode any character."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def width_of(stream: IO[str], *, terminal: bool) -> int:
-    """Return the columns of a stream: ``COLUMNS``, the terminal's, 80, and off a terminal no limit."""
+    """Return the width of a stream in columns: ``COLUMNS``, the terminal's, or 80; unlimited without a terminal."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
@@ -108,14 +108,14 @@ def write_notes(notes: list[str] | tuple[str, ...], stream: IO[str]) -> None:
 
 
 def write_error(error: GpushareError, stream: IO[str]) -> None:
-    """Write an error as ``error: ...`` and ``hint: ...``, one line each, never wrapped or cut."""
+    """Write an error as ``error: ...`` and ``hint: ...``, one line each, not wrapped or cut."""
     put(stream, f"{_paint('error:', 'red', stream)} {one_line(error.message)}\n")
     if error.hint:
         put(stream, f"{_paint('hint:', 'yellow', stream)} {one_line(error.hint)}\n")
 
 
 def _paint(word: str, colour: str, stream: IO[str]) -> str:
-    """Colour one word by hand: an error must not wait for Rich to be imported."""
+    """Color one word without Rich, which takes long to import."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in {"", "dumb"} or not stream.isatty()
     return word if plain else f"{_ESCAPES[colour]}{word}\x1b[0m"
 
@@ -123,8 +123,8 @@ def _paint(word: str, colour: str, stream: IO[str]) -> str:
 def plain_text(result: Result) -> str:
     """Return the text and the tables of a result, a blank line between them.
 
-    A title is a comment, ``# GPUs``, and so is what an empty table says; the header line stays even
-    without rows. ``grep -v '^#'`` leaves headers and records.
+    A title is a comment, ``# GPUs``, as is the text of an empty table; the header line stays even without rows.
+    ``grep -v '^#'`` leaves headers and records.
     """
     blocks = [paragraphs(result.text).rstrip("\n")] if result.text else []
     blocks += [_block(table) for table in result.tables]
@@ -142,23 +142,23 @@ def _block(table: Table) -> str:
     if not rows:
         return "\n".join([*lines, "  ".join(titles)])
     align = ["right" if column.right else "left" for column in table.columns]
-    # As a row of its own the header is aligned like its column; tabulate would widen it.
+    # As a row, the header is aligned like its column; tabulate would widen it.
     text = tabulate([titles, *rows], tablefmt="plain", disable_numparse=True, colalign=align)
     return "\n".join([*lines, *(line.rstrip() for line in text.split("\n"))])
 
 
 def cell(column: Column, value: object) -> str:
-    """Return one value as the one line that a person reads."""
+    """Return one value as one line for people."""
     return visible(column.format(value))
 
 
-# What a spreadsheet takes for the beginning of a formula, in both widths, and the blanks that it drops before one.
+# What a spreadsheet takes for the start of a formula, in both widths, and the blanks that it drops before one.
 _FORMULA: Final = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 _NUMBER: Final = r"[-+]?\d{1,300}(?:\.\d{1,300})?|-"
 
 
 def document(result: Result) -> dict[str, Any]:
-    """Return the envelope with only what JSON can carry: no NaN, no lone surrogate."""
+    """Return the envelope without what JSON cannot represent: NaN, lone surrogates."""
     clean: dict[str, Any] = _clean(result.envelope())
     return clean
 
@@ -188,7 +188,7 @@ def csv_table(result: Result) -> Table | None:
 def csv_text(table: Table, *, header: bool = True) -> str:
     """Return a table as RFC 4180 CSV: a header of keys, plain values, nothing for unknown.
 
-    A text can neither drive the terminal nor be a formula: users choose the names of their processes.
+    No text can drive the terminal or be a formula: users choose the names of their processes.
     """
     import csv
     import io
@@ -229,13 +229,13 @@ def _clean(value: Any) -> Any:
 
 
 GAP: Final = 2
-# Text that has to give way when nothing is left to drop keeps this much.
+# Text is cut to this many characters when no column is left to drop.
 LAST_RESORT: Final = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a table are shown, how wide (character cells), and which were dropped for width."""
+    """The shown columns of a table, their widths in character cells, and the dropped columns."""
 
     columns: tuple[Column, ...]
     widths: tuple[int, ...]
@@ -250,9 +250,9 @@ class Layout:
 def layout(table: Table, width: int) -> Layout:
     """Return the layout of a table in a width.
 
-    Columns go by rank, the highest first and of equals the rightmost; one always stays. Ids (``whole``) and numbers
-    are never cut: when the columns of rank 0 do not fit, text is cut to LAST_RESORT, and then the
-    lines are longer than the width.
+    Columns are dropped by rank, the highest first, of equal ones the rightmost; one always stays. Ids (``whole``) and
+    numbers are never cut: if the columns of rank 0 do not fit, text is cut to LAST_RESORT, and then lines may be longer
+    than the width.
     """
     shown = [column for column in table.columns if not (column.optional and _nothing_in(table, column))]
     natural = {column.key: _natural(table, column) for column in shown}
@@ -295,7 +295,7 @@ def _line(columns: list[Column], widths: dict[str, int]) -> int:
 
 
 def _grow(columns: list[Column], least: dict[str, int], natural: dict[str, int], spare: int) -> list[int]:
-    """Share the spare cells evenly among the columns that were cut."""
+    """Distribute the spare cells evenly among the columns that were cut."""
     widths = [least[column.key] for column in columns]
     while spare > 0:
         cut = [place for place, column in enumerate(columns) if widths[place] < natural[column.key]]
@@ -308,7 +308,7 @@ def _grow(columns: list[Column], least: dict[str, int], natural: dict[str, int],
 
 
 def table_lines(table: Table, width: int) -> tuple[list[Text], tuple[Column, ...]]:
-    """Return the lines of one table, and the columns that were dropped for width."""
+    """Return the lines of one table, and the dropped columns."""
     from rich.text import Text
 
     title = [Text(table.title, style="bold")] if table.title else []
@@ -347,7 +347,7 @@ def _row(cells: list[Text], plan: Layout) -> Text:
 
 
 def result_lines(result: Result, width: int) -> list[Text]:
-    """Return all lines of a result: its text, its tables, and in one line what the width hides."""
+    """Return all lines of a result: its text, its tables, and a line on the dropped columns."""
     from rich.text import Text
 
     blocks: list[list[Text]] = []
@@ -375,9 +375,9 @@ def _wrapped(text: str, width: int) -> list[Text]:
 
 
 def table_text(result: Result, *, width: int, is_terminal: bool) -> str:
-    """Return a result as the characters for a terminal of this width; colour only ``is_terminal``.
+    """Return a result as text for a terminal of this width, in color only if ``is_terminal``.
 
-    Rich honours ``NO_COLOR`` and ``TERM=dumb``.
+    Rich respects ``NO_COLOR`` and ``TERM=dumb``.
     """
     from rich.console import Console
 
@@ -386,6 +386,6 @@ def table_text(result: Result, *, width: int, is_terminal: bool) -> str:
     )
     with console.capture() as captured:
         for line in result_lines(result, width):
-            # Lines are laid out; the console must neither wrap nor crop what a whole id made longer.
+            # Lines are laid out already; the console must not wrap or crop a long id.
             console.print(line, soft_wrap=True)
     return captured.get()

@@ -1,7 +1,7 @@
 """The result of a command: one frozen object, one JSON contract, many renderings.
 
-The envelope's keys are pinned by a test: ``schema, command, status, data, errors``. Numbers are
-numbers, units stand in the keys, unknown is null.
+A test fixes the keys of the envelope: ``schema, command, status, data, errors``. Numbers are numbers, units are part of
+the keys, unknown is null.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEMA: Final = 1
 
 
 class OutputFormat(str, Enum):
-    """How a result is written; ``auto`` is table on a terminal and plain off one."""
+    """The output format; ``auto`` is table on a terminal, else plain."""
 
     AUTO = "auto"
     TABLE = "table"
@@ -43,13 +43,12 @@ def plain_value(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column: ``key`` of the row, ``title`` for people, and when it goes.
+    """One column: the key of the row, the title for people, and how it is shown.
 
-    ``rank`` 0 stays always; on a narrow terminal the column with the highest rank is dropped first.
-    ``whole`` marks an id that is never cut. ``style`` gives the Rich style of a value, or None.
-    ``least`` lets long text (a command line) be cut to that many characters before any column is
-    dropped. ``group`` blanks a value that repeats the row above, ``optional`` leaves the column out
-    when no row has a value; both on a terminal only, so that plain output keeps its columns.
+    On a narrow terminal the column with the highest ``rank`` is dropped first; 0 is never dropped. ``whole`` marks an id
+    that is never cut. ``style`` returns the Rich style of a value, or None. Long text (a command line) may be cut to
+    ``least`` characters before a column is dropped. ``group`` blanks a value that repeats the row above, ``optional``
+    drops the column if no row has a value; both only on a terminal, so that plain output keeps its columns.
     """
 
     key: str
@@ -66,10 +65,10 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of raw values under columns. ``empty`` is what to say when there are no rows.
+    """Rows of raw values under columns. ``empty`` is the text for no rows.
 
-    ``lines``, if given, are what a terminal shows in place of the columns: text and Rich style;
-    ``draw``, if given, returns them as Rich texts for a width (columns).
+    ``lines``, if given, are what a terminal shows instead of the columns: text and Rich style; ``draw``, if given, returns
+    them as Rich texts for a width in columns.
     """
 
     name: str
@@ -83,11 +82,10 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a command answers with.
+    """The result of a command.
 
-    ``data`` is for machines, ``tables`` and ``text`` for people (text before tables), ``csv`` the one
-    rectangular table of ``-o csv`` (default: the first of ``tables``), ``notes`` go to stderr as
-    ``note:`` lines, ``errors`` to stderr as ``error:`` and ``hint:`` lines.
+    ``data`` is for machines; ``text`` and ``tables`` are for people, in this order. ``csv`` is the table of ``-o csv``, by
+    default the first of ``tables``. ``notes`` go to stderr as ``note:`` lines, ``errors`` as ``error:`` and ``hint:`` lines.
     """
 
     command: str
@@ -98,7 +96,7 @@ class Result:
     notes: tuple[str, ...] = ()
     errors: tuple[GpushareError, ...] = ()
     exit_code: ExitCode | int = ExitCode.OK
-    # Nothing of what was asked for succeeded; the data says what was tried.
+    # Nothing succeeded; the data says what was tried.
     all_failed: bool = False
 
     @property
@@ -128,7 +126,7 @@ def failure(command: str, error: GpushareError) -> Result:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a value as JSON types: dataclasses as objects, enums by their title, tuples as lists."""
+    """Return a value as JSON types: dataclasses as objects, enums by title, tuples as lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, IntEnum):

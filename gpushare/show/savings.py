@@ -12,7 +12,7 @@ _VERDICTS: Final = {"fits": "fits", "above_target": "above the target", "no_head
 
 
 def savings_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result:
-    """Return the result of ``gpushare savings`` from its data: keys as the JSON document has them."""
+    """Return the result of ``gpushare savings`` from the data of its JSON document."""
     lines = [_now(data), *(_line(option, data) for option in data["options"])]
     lines += [f"warning: {warning}" for warning in data["warnings"]]
     lines.append(_price(data["price"]))
@@ -32,7 +32,7 @@ def savings_result(data: Mapping[str, Any], notes: Sequence[str] = ()) -> Result
 
 
 def money(value: float | None) -> str:
-    """Return an amount for people: ``$2,165.76``, ``-`` when unknown."""
+    """Return an amount for people: ``$2,165.76``, or ``-`` if unknown."""
     return "-" if value is None else f"${value:,.2f}"
 
 
@@ -60,7 +60,7 @@ def _line(option: Mapping[str, Any], data: Mapping[str, Any]) -> str:
 def _price(price: Mapping[str, Any] | None) -> str:
     if price is None:
         return "price: none given, so no amounts; give the price of one GPU per hour: --price 0.752"
-    return f"price: ${price['per_hour']:g} per GPU and hour, {price['hours']:g} hours; source: {price['source']}"
+    return f"price: ${price['per_hour']:g} per GPU per hour, {price['hours']:g} hours; source: {price['source']}"
 
 
 def _together(places: Any) -> str:

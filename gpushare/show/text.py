@@ -1,4 +1,4 @@
-"""Text on its way out: one line stays one line, and nothing in it can drive the terminal."""
+"""Text for output: one line stays one line, and nothing in it can drive the terminal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from typing import IO, Final
 
 # Control characters, line separators, lone surrogates (undecodable bytes of a command line) and the
-# bidirectional marks and overrides: a process may put any of them into its own name.
+# bidirectional marks and overrides: a process may have any of them in its name.
 # Compiled at the first use: JSON of a host needs neither.
 _UNSAFE: Final = r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-# JSON has escaped the others, and its own line breaks stand.
+# JSON has escaped the others, and keeps its own line breaks.
 _UNSAFE_IN_JSON: Final = r"[\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _SURROGATES: Final = r"[\ud800-\udfff]"
-# What we draw ourselves has an ASCII spelling of the same width.
+# The characters that gpushare draws, in ASCII of the same width.
 _ASCII: Final = str.maketrans({"─": "-", "…": "~", "→": ">", "·": "-", "\u2013": "-"})
 
 
@@ -29,36 +29,36 @@ def visible(text: str) -> str:
 
 
 def in_json(text: str) -> str:
-    """Return JSON with what drives a terminal and is no control character to JSON (U+009B) escaped: the same data."""
+    """Return JSON with the characters escaped that drive a terminal but are no control characters in JSON (U+009B)."""
     if text.isascii() and "\x7f" not in text:
         return text
     return re.sub(_UNSAFE_IN_JSON, lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def one_line(text: str) -> str:
-    """Return a message as one line: line breaks and the blanks around them become one space."""
+    """Return a message as one line: a line break with the blanks around it becomes one space."""
     return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", text.strip()))
 
 
 def paragraphs(text: str) -> str:
-    """Return text of several lines with its line breaks and tabs kept and the rest made visible."""
+    """Return `visible` text, but keep line breaks and tabs."""
     return re.sub(r"[^\n\t]+", lambda match: visible(match.group()), text)
 
 
 def well_formed(text: str) -> str:
-    """Return text that UTF-8 can carry: a lone surrogate becomes U+FFFD."""
+    """Return text that UTF-8 can encode: a lone surrogate becomes U+FFFD."""
     return text if text.isascii() else re.sub(_SURROGATES, "\ufffd", text)
 
 
 class NotWritten(OSError):
-    """stdout or stderr takes no more."""
+    """stdout or stderr could not be written."""
 
 
 def put(stream: IO[str], text: str) -> None:
-    """Write text in one piece, spelled in ASCII where the stream's encoding needs it.
+    """Write text in one piece, in ASCII where the stream's encoding needs it.
 
     Raises:
-        BrokenPipeError: the reader is gone; the caller's matter.
+        BrokenPipeError: the reader is gone.
         NotWritten: the disk is full, or the stream is closed.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"

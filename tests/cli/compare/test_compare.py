@@ -141,7 +141,7 @@ def test_without_a_driver_the_table_is_there(cli, world, refused, fault, code, e
     world.fault(fault)
     answer = cli("compare").ok()
     assert answer.out.startswith("# Ways to share a GPU, today, newest drivers\n")
-    assert answer.lines("note") == [f"note: showing the view today; nothing is known about this host: {why}"]
+    assert answer.lines("note") == [f"note: showing the view today, because this host does not answer: {why}"]
     for view in ("published", "today"):
         quiet = cli("compare", "--view", view, output="json").ok()
         assert (quiet.data["view"], quiet.data["host"], quiet.err) == (view, None, "")
