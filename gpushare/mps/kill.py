@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,33 +23,33 @@ if TYPE_CHECKING:
 
 
 DRAIN_BOUND_SECONDS: Final = 5.0
-# The shortest wait that was seen to be safe.
+# The shortest wait that proved safe.
 _LEAST_SECONDS: Final = 0.25
 _IDLE_PERCENT: Final = 1.0
-# A fall of the GPU's activity that cannot be its neighbours' own ups and downs.
+# A fall of the GPU's activity that is larger than the fluctuation of its neighbours.
 _FALL_POINTS: Final = 10.0
 _FALL_SHARE: Final = 0.2
-# Readings of 0.1 s that must agree: one low reading may lie between two kernels.
+# Readings of 0.1 s that must agree: one low reading may fall between two kernels.
 _AGREEING: Final = 3
-# "utilization" averages over up to a second of the past.
+# "utilization" is an average of up to the last second.
 _UTILIZATION_LAG_SECONDS: Final = 1.2
 _STOP_SECONDS: Final = 1.0
 _GONE_SECONDS: Final = 5.0
 
 
 class Meter(Protocol):
-    """Reads how busy the GPU is; takes 0.1 s."""
+    """Reads how busy the GPU is, over 0.1 s."""
 
     def read(self) -> Activity | None:
-        """Return the activity, or None where the driver cannot tell."""
+        """Return the activity, or None where the driver has no reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """How the queue drained: seconds waited, and whether its end was seen or only the bound reached.
+    """How the queue drained: seconds waited, and whether its end was seen or the bound was reached.
 
-    ``by`` is ``idle`` (nothing runs on the GPU any more), ``fall`` (the activity fell and stayed down)
-    or ``bound`` (the neighbours hide it; the whole bound was waited).
+    ``by`` is ``idle`` (the GPU is idle), ``fall`` (the activity fell and stayed low) or ``bound`` (neighbours hide the
+    end, so the whole bound was waited).
     """
 
     seconds: float
@@ -61,15 +60,14 @@ class Drain:
 
     @property
     def measured(self) -> bool:
-        """Return whether the end of the queue was seen."""
         return self.by != "bound"
 
 
 class Ending:
     """The steps that end processes with work in flight on the GPU. ``drain`` says how the queue drained, once it has.
 
-    ``pids`` may have their start times, which are looked up otherwise: a process that gets one of the PIDs later gets no
-    signal. Undone before the kill, the processes that were running continue.
+    ``pids`` may come with start times, which are looked up otherwise: later processes with the same PIDs get no signal.
+    Undone before the kill, processes that were running continue.
     """
 
     def __init__(
@@ -108,11 +106,29 @@ class Ending:
     def _stop(self) -> None:
         self._before = self._meter.read()
         for pid, started_at in self._started.items():
-            _stop(self._host, pid, started_at, self._stopped)
+            self._stop_one(pid, started_at)
+
+    def _stop_one(self, pid: int, started_at: float) -> None:
+        processes = self._host.processes
+        info = processes.describe(pid)
+        if info is None or info.stopped:
+            # Stopped by its owner: it launches nothing, and continuing it is not our decision.
+            return
+        # Before the signal: Ctrl-C right after it must not leave the process stopped forever.
+        self._stopped.append(pid)
+        if not signal_known(processes, pid, started_at, signal.SIGSTOP):
+            return
+        deadline = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < deadline:
+            info = processes.describe(pid)
+            if info is None or info.stopped or not processes.alive(pid, started_at):
+                return
+            time.sleep(0.005)
+        # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
 
     def _go_on(self) -> None:
         for pid in self._stopped:
-            # Another user's was not stopped, and cannot be continued either.
+            # A process of another user was not stopped either.
             with contextlib.suppress(NoPermission):
                 signal_known(self._host.processes, pid, self._started[pid], signal.SIGCONT)
 
@@ -127,11 +143,11 @@ def end_clients(
     *,
     bound_seconds: float = DRAIN_BOUND_SECONDS,
 ) -> Drain:
-    """End processes as `Ending` does.
+    """End processes, see `Ending`.
 
     Raises:
         NoPermission: they belong to another user (nothing was changed).
-        OperationFailed: one would not go.
+        OperationFailed: one does not end.
     """
     ending = Ending(host, pids, meter, bound_seconds)
     carry_out(Plan(title="end MPS clients", steps=ending.steps()))
@@ -139,11 +155,11 @@ def end_clients(
 
 
 def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
-    """Kill processes and see that they are gone; ``pids`` as `end_clients` takes them.
+    """Kill processes and check that they are gone; ``pids`` as for `Ending`.
 
     Raises:
         NoPermission: one belongs to another user.
-        OperationFailed: one would not go.
+        OperationFailed: one does not end.
     """
     started = known(host.processes, pids)
     for pid in started:
@@ -151,28 +167,10 @@ def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
     left = wait_gone(host.processes, started, _GONE_SECONDS)
     if left:
         raise OperationFailed(
-            f"process {', '.join(map(str, left))} was killed and is still there",
+            f"process {', '.join(map(str, left))} was killed and still exists",
             "it may hang in the driver; see: sudo dmesg | tail",
             code="process_stays",
         )
-
-
-def _stop(host: Host, pid: int, started_at: float, stopped: list[int]) -> None:
-    info = host.processes.describe(pid)
-    if info is None or info.stopped:
-        # A stopped one launches nothing already; to be continued is its owner's wish, not ours.
-        return
-    # Noted before it is done: Ctrl-C right behind the signal must not leave it stopped for ever.
-    stopped.append(pid)
-    if not signal_known(host.processes, pid, started_at, signal.SIGSTOP):
-        return
-    deadline = time.monotonic() + _STOP_SECONDS
-    while time.monotonic() < deadline:
-        info = host.processes.describe(pid)
-        if info is None or info.stopped or not host.processes.alive(pid, started_at):
-            return
-        time.sleep(0.005)
-    # It is on its way out, or waits in the driver: no stop reaches it there, and it launches nothing.
 
 
 def wait_for_drain(
@@ -180,9 +178,8 @@ def wait_for_drain(
 ) -> Drain:
     """Wait until the GPU has drained the queue of a stopped client, at most ``bound_seconds``.
 
-    No driver tells how much of a client's queue is left. What can be seen is the activity of the GPU:
-    it falls to nothing, or it falls by a lot and stays down. Neighbours that fill the GPU on their own
-    hide the fall; then the bound is waited, and the answer says so.
+    No driver reports how much of a client's queue is left. But the GPU's activity can be seen to end, or to fall by a lot
+    and stay low. Neighbours that fill the GPU by themselves hide the fall; then the whole bound is waited.
     """
     started = clock()
     readings: list[float] = []
@@ -228,8 +225,8 @@ def _percent(activity: Activity | None) -> float | None:
 
 
 FAULT_HINT: Final = (
-    "its other clients have lost their contexts: end them (gpushare mps kill PID), the server then recovers by itself; "
-    "or start afresh: gpushare mps stop -g {gpu} --force, gpushare mps start -g {gpu}"
+    "its other clients have lost their contexts: end them (gpushare mps kill PID), and the server recovers; "
+    "or restart MPS: gpushare mps stop -g {gpu} --force, gpushare mps start -g {gpu}"
 )
 
 
@@ -254,7 +251,6 @@ class Client:
 
     @property
     def daemon(self) -> MpsDaemon:
-        """Return its daemon."""
         return self.found.daemon
 
 
@@ -264,36 +260,30 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
     Raises:
         NotFound: no such process (code ``no_process``), or it is no MPS client (``not_a_client``).
     """
-    # Daemons of other users are asked only where the process is not a client of ours or of root's, and believed about
-    # processes of their own user only.
+    # Daemons of other users are asked only if the process is no client of ours or of root's.
     for strangers in (False, True):
         for found in find_daemons(host, gpus, strangers=strangers):
             for client in found.daemon.clients:
                 info = host.processes.describe(pid) if client.pid == pid else None
-                # A daemon of another user is believed about that user's own processes only.
+                # A daemon of another user may name any PID: only that user's processes count.
                 if info is not None and (found.trusted or info.uid == found.uid):
                     return Client(found, client, info.started_at)
             if pid == found.daemon.pid or pid in [server.pid for server in found.daemon.servers]:
-                raise _serves(found.daemon, pid)
+                raise _serves(found, pid)
     if not host.processes.alive(pid):
         raise NotFound(f"there is no process {pid}", "see the clients: gpushare mps status", code="no_process")
     raise NotFound(
-        f"process {pid} is not a client of any MPS daemon that can be seen here",
-        f"outside MPS a plain kill hurts no neighbour: kill {pid}; see the clients: gpushare mps status",
+        f"process {pid} is not a client of any visible MPS daemon",
+        f"outside MPS a plain kill does no harm to neighbours: kill {pid}; see the clients: gpushare mps status",
         code="not_a_client",
     )
 
 
-def _serves(daemon: MpsDaemon, pid: int) -> BadUsage:
-    what = "control daemon" if pid == daemon.pid else "server"
-    which = (
-        f"-g {daemon.device_uuid}"
-        if daemon.ours
-        else f"--pipe-directory {shlex.quote(daemon.pipe_directory or '')} --yes"
-    )
+def _serves(found: FoundDaemon, pid: int) -> BadUsage:
+    what = "control daemon" if pid == found.daemon.pid else "server"
     return BadUsage(
-        f"process {pid} is the MPS {what}: all of its clients would lose the GPU with it",
-        f"stop it the orderly way: gpushare mps stop {which}",
+        f"process {pid} is the MPS {what}: without it all of its clients lose the GPU",
+        f"stop the daemon instead: {found.stop_command}",
         code="not_a_client",
     )
 

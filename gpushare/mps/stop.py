@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
 
-# How long a daemon and its servers may take to go once told to (measured on an H200: 59 to 82 ms).
+# How long a daemon and its servers may take to end (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.5
-# A daemon that says nothing for so long hangs (it answers within 2 ms on an H200).
+# A daemon that does not answer for so long hangs (2 ms are usual on an H200).
 _PROBE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """What a stop did: seconds waited for clients, whether it had to force, what was restored."""
+    """What a stop did: seconds waited for clients, whether force was needed, what was restored."""
 
     pid: int | None
     waited_seconds: float
@@ -48,9 +48,8 @@ class Stopped:
 class Stop:
     """The stop of one daemon: ``steps`` are what ``--dry-run`` prints and `run` carries out.
 
-    It waits up to ``drain_seconds`` for the clients. If some are left: with ``force`` the servers are forced down and
-    the clients lose their contexts; without, nothing is changed. A daemon of another user is never told anything: its
-    process gets the signals.
+    It waits up to ``drain_seconds`` for the clients. If some are left, ``force`` shuts the servers down and the clients
+    lose their contexts; without it nothing is changed. A daemon of another user gets signals, and no command.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class Stop:
     ) -> None:
         self._host, self._found, self._device = host, found, device
         self._seconds, self._force, self._on_wait = drain_seconds, force, on_wait
-        # To its process, and not a word to it: who listens at its directory may be another at the next conversation.
+        # Signals to its process, no commands: another process may listen at its directory by the time of the next one.
         self._by_signals = False
         self._pid, self._waited, self._forced = found.daemon.pid, 0.0, False
         self._restored: ComputeMode | None = None
 
     @property
     def command(self) -> str | None:
-        """Return the plain command that it equals, or None where a dead daemon left only files."""
+        """Return the equivalent plain command, or None where a dead daemon left only files."""
         daemon = self._found.daemon
         if daemon.pid is None:
             return None
@@ -114,7 +113,7 @@ class Stop:
                 )
             )
         if home is not None:
-            # Last: until here the record tells the next command what is still to be done.
+            # Last: until then the record tells the next command what is still to be done.
             steps.append(
                 Step(
                     what=f"clear away the files of {'a dead' if dead else 'the'} MPS daemon{where}",
@@ -125,20 +124,20 @@ class Stop:
         return steps
 
     def run(self) -> Stopped:
-        """Stop the daemon, and see that its process is gone.
+        """Stop the daemon and check that its process is gone.
 
         Raises:
             InUse: clients are left and ``force`` is False.
             TimedOut: the daemon does not answer and ``force`` is False.
             NoPermission: it belongs to another user.
-            OperationFailed: its process would not go.
+            OperationFailed: its process does not end.
         """
         host, found = self._host, self._found
         title = f"stop the MPS daemon{self._where()}"
-        # Before the lock: another user's home cannot even be locked.
+        # Before the lock: another user's home cannot be locked.
         _may_stop(host, found)
         self._by_signals = not _may_tell(host, found, force=self._force)
-        # Also before it: a `gpushare run` that ends needs the lock, and is a client that we wait for.
+        # Also before the lock: a `gpushare run` that ends, a client that we wait for, needs it.
         carry_out(Plan(title=title, steps=tuple(self._waiting())))
         with found.home.locked() if found.home is not None else contextlib.nullcontext():
             if not _ended_by_its_last_run(host, found):
@@ -147,58 +146,72 @@ class Stop:
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
     def _wait(self) -> None:
-        if not self._by_signals:
-            self._waited = self._without_clients(self._seconds)[0]
-        elif not self._force:
-            self._waited = self._without_shown_clients(self._seconds)
+        if not (self._by_signals and self._force):
+            started = time.monotonic()
+            self._without_clients(self._seconds)
+            self._waited = time.monotonic() - started
 
-    def _without_clients(self, seconds: float) -> tuple[float, list[int]]:
-        """Wait for the clients to go; return the seconds waited and, with ``force``, those left; else raise InUse."""
-        control = self._found.control(self._host)
-        waited, left = _wait_for_clients(control, seconds, force=self._force, on_wait=self._on_wait)
+    def _without_clients(self, seconds: float) -> list[int]:
+        """Wait for the clients to end; return those left.
+
+        Raises:
+            InUse: some are left and ``force`` is False.
+        """
+        started, daemon = time.monotonic(), self._found.daemon
+        control = None if self._by_signals else self._found.control(self._host)
+        if control is not None and self._force:
+            try:
+                control.answers(timeout=_PROBE_SECONDS)
+            except TimedOut:
+                return []
+        while True:
+            left = _shown_clients(self._host, self._found) if control is None else clients_of(control)
+            waited = time.monotonic() - started
+            if not left or waited >= seconds:
+                break
+            if self._on_wait is not None:
+                self._on_wait(left, seconds - waited)
+            time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
         if left and not self._force:
-            raise _still_used(self._found, left, waited)
-        return waited, left
-
-    def _without_shown_clients(self, seconds: float) -> float:
-        """Wait for the clients that the driver shows to go; return the seconds waited."""
-        waited, left = _wait_for(lambda: _shown_clients(self._host, self._found), seconds, on_wait=self._on_wait)
-        if left:
-            raise _still_used(self._found, left, waited)
-        return waited
+            raise InUse(
+                f"the MPS daemon {daemon.pid} still has {counted(len(left), 'client')} after {waited:.1f} s: "
+                + ", ".join(map(str, left[:8])),
+                f"wait longer and then force: {self._found.stop_command} --drain 60; or force now: --force",
+                gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
+                code="clients_left",
+            )
+        return left
 
     def _end(self) -> None:
         host, found = self._host, self._found
         started_at = found.started_at
         if self._pid is None and found.home is not None and found.record is not None:
-            # A start that was killed since we looked may have left one.
+            # A start that was killed meanwhile may have left one.
             self._pid, started_at = live_pid(host, found.home, found.record), None
         if self._pid is None:
             return
-        # Who listens may have changed while we waited.
+        # Another process may listen there by now.
         if not _may_tell(host, found, force=self._force) and not self._by_signals:
             self._by_signals = True
             if not self._force:
-                self._without_shown_clients(0.0)
+                self._without_clients(0.0)
         if self._by_signals:
             self._forced = self._force
             self._end_foreign(self._pid)
             return
-        # Somebody may have come while we waited for the lock.
-        left = self._without_clients(0.0)[1]
-        self._forced = bool(left)
-        self._forced |= end_daemon(
-            host, found.control(host), self._pid, started_at=started_at, seconds=1.0, force=self._force
-        )
+        # Clients may have come while we waited for the lock.
+        left, control = self._without_clients(0.0), found.control(host)
+        ended = end_daemon(host, control, self._pid, started_at=started_at, seconds=1.0, force=self._force)
+        self._forced = bool(left) or ended
 
     def _end_foreign(self, pid: int) -> None:
         info = self._host.processes.describe(pid)
         if info is None or info.started_at is None or self._found.started_at not in {None, info.started_at}:
             return
-        # A process keeps its PID and its start where it becomes another program, even another user's.
+        # A process keeps its PID and start time when it becomes another program, even another user's.
         if info.uid != self._found.uid or not _end_by_signals(self._host, pid, info.started_at):
             raise OperationFailed(
-                f"the MPS daemon {pid} (user {self._found.daemon.user or 'unknown'}) is still there after SIGTERM and SIGKILL",
+                f"the MPS daemon {pid} (user {self._found.daemon.user or 'unknown'}) survived SIGTERM and SIGKILL",
                 f"look at it: ps -fp {pid}",
                 code="daemon_stays",
             )
@@ -214,16 +227,12 @@ def stop(host: Host, found: FoundDaemon, device: Device | None, *, drain_seconds
 
 
 def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
-    """Return the MPS clients of the user of a daemon on its GPUs, as the driver shows them.
-
-    Raises:
-        InUse: the driver does not show them here.
-    """
+    """Return the MPS clients that the driver shows for a daemon's user on its GPUs; raise InUse where it shows none."""
     indexes = found.daemon.gpu_indexes or range(host.nvml.count())
     shown = [host.nvml.processes(index) for index in indexes]
     if host.processes.namespace_is_host() is False or None in shown:
         raise InUse(
-            f"whether the MPS daemon {found.daemon.pid} (user {found.daemon.user or 'unknown'}) has clients cannot be told",
+            f"the clients of the MPS daemon {found.daemon.pid} (user {found.daemon.user or 'unknown'}) are unknown",
             f"end it with its clients: {found.stop_command} --force",
             code="clients_unknown",
         )
@@ -233,7 +242,7 @@ def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
-    """Return whether the daemon that a `gpushare run` started was ended by the last one while we waited: as wanted."""
+    """Return whether the last `gpushare run` ended the daemon while we waited."""
     record, home = found.record, found.home
     if record is None or home is None or not record.transient or found.daemon.pid is None:
         return False
@@ -245,26 +254,25 @@ def end_daemon(
 ) -> bool:
     """Tell a daemon to quit and wait until its process is gone; return whether signals were needed.
 
-    ``quit`` says nothing of value by its exit code. With ``force`` a daemon that does not go gets
-    SIGTERM and then SIGKILL (its files are harmless to a later start). ``started_at`` is when it started, if the
-    caller has known it for longer: nothing is told or sent to whoever has its PID since.
+    With ``force`` a daemon that does not end gets SIGTERM and then SIGKILL (its files do not disturb a later start).
+    ``started_at`` is its start time, if known: a later process with its PID gets no command and no signal.
 
     Raises:
         TimedOut: it does not answer and ``force`` is False.
-        OperationFailed: it would not go.
+        OperationFailed: it does not end.
     """
     started = known(host.processes, [pid] if started_at is None else {pid: started_at})
     if not started or not host.processes.alive(pid, started[pid]):
-        # It ended by itself; who listens at its directory now is not meant.
+        # It has ended; what listens at its directory now is another daemon.
         return False
     answers, woken = _woken(host, control, pid, started[pid]) if force else (True, False)
     tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
     for patience in tries:
-        # A "quit" that met another conversation is dropped in silence: it is said again.
+        # A "quit" that collides with another conversation is silently dropped, so it is repeated.
         try:
             control.quit(seconds if force else None)
         except NotFound:
-            # It went between our look and our word.
+            # It ended just before the command.
             pass
         except TimedOut:
             if not force:
@@ -275,7 +283,7 @@ def end_daemon(
     if force and _end_by_signals(host, pid, started[pid]):
         return True
     raise OperationFailed(
-        f"the MPS daemon {pid} was told to quit and its process is still there",
+        f"the MPS daemon {pid} was told to quit and still runs",
         "see its log: gpushare mps logs; end it: "
         f"gpushare mps stop --pipe-directory {shlex.quote(control.pipe_directory)} --force --yes",
         code="daemon_stays",
@@ -283,7 +291,7 @@ def end_daemon(
 
 
 def _woken(host: Host, control: MpsControl, pid: int, started_at: float) -> tuple[bool, bool]:
-    """Return whether a daemon answers, and whether it had to be let go on for it (somebody may have stopped it)."""
+    """Return whether a daemon answers, and whether it needed SIGCONT for that (it may have been stopped)."""
     for woken in (False, True):
         try:
             control.answers(timeout=_PROBE_SECONDS)
@@ -295,7 +303,7 @@ def _woken(host: Host, control: MpsControl, pid: int, started_at: float) -> tupl
 
 
 def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
-    """End a daemon by SIGTERM, then SIGKILL, and the servers that it leaves; return whether it is gone."""
+    """End a daemon by SIGTERM, then SIGKILL, and the servers it leaves behind; return whether it is gone."""
     daemon = host.processes.describe(pid)
     if daemon is None or not host.processes.alive(pid, started_at):
         return True
@@ -307,7 +315,7 @@ def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
             return False
         signal_known(host.processes, pid, started_at, number)
         if not wait_gone(host.processes, {pid: started_at}, 3.0):
-            # Nobody tells them to end any more.
+            # No daemon is left to end them.
             for server in wait_gone(host.processes, servers, 1.0):
                 signal_known(host.processes, server, servers[server], signal.SIGKILL)
             return True
@@ -317,8 +325,7 @@ def _end_by_signals(host: Host, pid: int, started_at: float) -> bool:
 def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
     """Return the MPS servers that a daemon has started, with their start times.
 
-    By name, and of its own user unless it is root's, which starts servers for others: whatever else descends from it
-    is not ours to end.
+    Only by name, and of the daemon's user unless that is root, whose daemon starts servers for others.
     """
     found = {}
     for pid in host.processes.descendants(daemon.pid):
@@ -331,12 +338,12 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, float]:
 
 
 def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
-    """Return whether a daemon may be told to end by its directory; False: signals only, to its process.
+    """Return whether a daemon may get commands through its directory, and not only signals.
 
-    Another user may turn the way to his directory to a third one's between two looks.
+    Another user can redirect the path of a directory to that of a third user at any time.
 
     Raises:
-        InUse: another process listens at the pipe directory that it only names, or, without ``force``, it cannot be told who.
+        InUse: another process listens at the pipe directory, or, without ``force``, the listener is unknown.
     """
     if found.daemon.ours or found.daemon.pid is None:
         return True
@@ -348,8 +355,8 @@ def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
         if force:
             return False
         raise InUse(
-            f"it cannot be told who listens at the pipe directory {directory}, which process {found.daemon.pid} "
-            f"(user {found.daemon.user or 'unknown'}) names",
+            f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) names the pipe directory {directory}, "
+            "and it is unknown which process listens there",
             f"look at it: ps -fp {found.daemon.pid}; end that process: {found.stop_command} --force",
             code="other_daemon",
         )
@@ -362,7 +369,7 @@ def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
 
 
 def _still_there(found: FoundDaemon) -> None:
-    """Raise when another gpushare stopped the daemon, or started a new one, while we waited for the lock."""
+    """Raise NoDaemon if another gpushare stopped or replaced the daemon while we waited for the lock."""
     noted = None if found.record is None or found.record.state == ADOPTED else found.record
     if found.home is not None and found.home.read() != noted:
         raise NoDaemon(
@@ -381,51 +388,15 @@ def _may_stop(host: Host, found: FoundDaemon) -> None:
 
 
 def clients_of(control: MpsControl) -> list[int]:
-    """Return the PIDs of all clients of a daemon; none when it is gone."""
+    """Return the PIDs of all clients of a daemon, none if it is gone."""
     try:
         return [client.pid for client in control.clients()]
     except NotFound:
         return []
 
 
-def _wait_for_clients(
-    control: MpsControl, seconds: float, *, force: bool, on_wait: Callable[[list[int], float], None] | None
-) -> tuple[float, list[int]]:
-    started = time.monotonic()
-    if force:
-        try:
-            control.answers(timeout=_PROBE_SECONDS)
-        except TimedOut:
-            return time.monotonic() - started, []
-    return _wait_for(lambda: clients_of(control), seconds, on_wait=on_wait)
-
-
-def _wait_for(
-    clients: Callable[[], list[int]], seconds: float, *, on_wait: Callable[[list[int], float], None] | None
-) -> tuple[float, list[int]]:
-    started = time.monotonic()
-    while True:
-        left = clients()
-        waited = time.monotonic() - started
-        if not left or waited >= seconds:
-            return waited, left
-        if on_wait is not None:
-            on_wait(left, seconds - waited)
-        time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
-
-
-def _still_used(found: FoundDaemon, left: list[int], waited: float) -> InUse:
-    pids = ", ".join(map(str, left[:8]))
-    return InUse(
-        f"the MPS daemon {found.daemon.pid} still has {counted(len(left), 'client')} after {waited:.1f} s: {pids}",
-        f"wait longer and then force: {found.stop_command} --drain 60; or force now: --force",
-        gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
-        code="clients_left",
-    )
-
-
 def restore_mode(host: Host, record: DaemonRecord, device: Device | None = None) -> ComputeMode | None:
-    """Give a GPU the compute mode back that a record notes, and return it; None: it notes none.
+    """Restore the compute mode in a record, and return it; None: the record has none.
 
     Raises:
         OperationFailed: it could not be restored (code ``not_restored``).

@@ -299,7 +299,7 @@ def test_another_users_process_changes_nothing(idle: FakeMeter) -> None:
 
 def test_one_that_will_not_go_is_said(idle: FakeMeter) -> None:
     processes = FakeProcesses({1: False}, immortal={1})
-    with pytest.raises(OperationFailed, match="process 1 was killed and is still there") as caught:
+    with pytest.raises(OperationFailed, match="process 1 was killed and still exists") as caught:
         ended(processes, [1], idle, bound=0.5)
     assert caught.value.code == "process_stays"
 

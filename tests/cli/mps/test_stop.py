@@ -342,7 +342,7 @@ def test_two_stops_at_once(real: Callable[..., Started], world: World) -> None:
 def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpushare.mps.home import home_of
 
-    pid, proper, entered = world.client(), stop._wait_for_clients, []
+    pid, proper, entered = world.client(), stop.clients_of, []
 
     def waiting(*more: object, **named: object) -> object:
         if not entered:
@@ -351,7 +351,7 @@ def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, m
             world.send(pid, signal.SIGKILL)
         return proper(*more, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stop, "_wait_for_clients", waiting)
+    monkeypatch.setattr(stop, "clients_of", waiting)
     cli("mps", "stop", "--drain", "600").ok()
     assert entered == [pid]
     assert world.state.daemons == []
