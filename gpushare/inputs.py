@@ -94,8 +94,10 @@ class _Refused(Exception):
         self.problem, self.at = problem, _at(node)
 
 
-def documents(text: str, shown: str, hint: str) -> list[Any]:
+def documents(text: str, shown: str, hint: str, *, texts: bool = False) -> list[Any]:
     """Return the YAML documents of a text; an empty one is one document, None. ``shown`` is the file, for errors.
+
+    With ``texts`` every scalar but null is returned as it is written: ``yes``, ``007``, ``20ms``.
 
     Raises:
         BadUsage: it is not YAML, or has what we do not accept: a key twice, huge values (code ``bad_file``).
@@ -103,7 +105,7 @@ def documents(text: str, shown: str, hint: str) -> list[Any]:
     import yaml
 
     try:
-        return list(yaml.load_all(text, _loader())) or [None]
+        return list(yaml.load_all(text, _loader(texts=texts))) or [None]
     except _Refused as error:
         raise BadUsage(f"{shown}:{error.at}: {error.problem}", hint, code="bad_file") from None
     except yaml.YAMLError as error:
@@ -130,7 +132,7 @@ def _at(node: Any) -> Mark:
     return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
+def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
     """Return PyYAML's safe loader with places; it refuses duplicate keys and huge values."""
     import yaml
 
@@ -146,6 +148,8 @@ def _loader() -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
             return node
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - PyYAML's
+            if texts and node.id == "scalar" and node.tag != "tag:yaml.org,2002:null":
+                return node.value
             try:
                 return super().construct_object(node, deep=deep)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):

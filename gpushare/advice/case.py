@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from gpushare.errors import BadCombination, BadUsage
-from gpushare.units import check_depth, parse_memory_limit, parse_seconds, quoted
+from gpushare.inputs import Located, LocatedList, Mark, documents
+from gpushare.units import parse_memory_limit, parse_seconds, quoted
+
+T = TypeVar("T")
 
 
 def any_of(values: Iterable[bool | None]) -> bool | None:
@@ -366,91 +370,51 @@ def read_case(text: str, path: str) -> Case:
     """Return the case of a file: a workload, a list of workloads, or ``workloads:`` next to ``root:``.
 
     Raises:
-        BadUsage: not valid YAML, an unknown key, or an invalid value; the message names the line.
+        BadUsage: not valid YAML, an unknown key, or an invalid value; the message names its place.
     """
-    import yaml
-
-    try:
-        check_depth(text, yaml.SafeLoader)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f" line {mark.line + 1}:"
-        raise BadUsage(
-            f"{path}:{where} not valid YAML: {getattr(error, 'problem', None) or error}", _HINT, code="bad_file"
-        ) from None
-    except RecursionError:
-        raise BadUsage(f"{path}: nested too deeply", _HINT, code="bad_file") from None
-    if node is None:
-        raise BadUsage(f"{path} is empty", _HINT, code="bad_file")
+    found, *more = documents(text, path, _HINT, texts=True)
+    if found is None or more:
+        what = "has several documents" if more else "is empty"
+        raise BadUsage(f"{path} {what}", _HINT, code="bad_file")
     root = None
-    if isinstance(node, yaml.MappingNode) and any(_key(key) in _TOP for key, _ in node.value):
-        entries = _entries(node, path)
-        for name, (key, _) in entries.items():
+    if isinstance(found, Located) and not found.keys().isdisjoint(_TOP):
+        for name, at in found.keys_at.items():
             if name not in _TOP:
-                raise BadUsage(
-                    f"{path}: line {key.start_mark.line + 1}: unknown key {quoted(name)}",
-                    f"the only other key is: {', '.join(_TOP[1:])}",
-                    code="unknown_key",
-                )
-        if "root" in entries:
-            root = _at(entries["root"][1], path, lambda: _yes_or_no("root", _plain(entries["root"][1])))
-        if "workloads" not in entries:
+                hint = f"the only other key is: {', '.join(_TOP[1:])}"
+                raise BadUsage(f"{path}:{at}: unknown key {quoted(str(name))}", hint, code="unknown_key")
+        if "root" in found:
+            root = _placed(path, found.values_at["root"], lambda: _yes_or_no("root", _flat(found["root"])))
+        if "workloads" not in found:
             raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
-        node = entries["workloads"][1]
-    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    workloads = tuple(_workload(one, path) for one in nodes)
+        found = found["workloads"]
+    if isinstance(found, LocatedList):
+        workloads = [_workload(one, path, at) for one, at in zip(found, found.items_at, strict=True)]
+    else:
+        workloads = [_workload(found, path, Mark())]
     if not workloads:
         raise BadUsage(f"{path}: the list of workloads is empty", _HINT, code="bad_file")
-    return Case(workloads=workloads, root=root)
+    return Case(workloads=tuple(workloads), root=root)
 
 
-def _workload(node: Any, path: str) -> Workload:
-    import yaml
-
-    if not isinstance(node, yaml.MappingNode):
-        raise BadUsage(f"{path}: line {node.start_mark.line + 1}: a workload is a mapping", _HINT, code="bad_file")
-    words: dict[str, Any] = {}
-    for name, (key, value) in _entries(node, path).items():
-        # One by one, so that an error can name its line.
-        found = _plain(value)
-        _at(key, path, lambda name=name, found=found: workload_of({name: found}))
-        words[name] = found
-    return workload_of(words)
+def _workload(words: Any, path: str, at: Mark) -> Workload:
+    if not isinstance(words, Located):
+        raise BadUsage(f"{path}:{at}: a workload is a mapping", _HINT, code="bad_file")
+    for name, value in words.items():
+        # One by one, so that an error can name its place.
+        _placed(path, words.keys_at[name], functools.partial(workload_of, {str(name): _flat(value)}))
+    flat = {str(name): _flat(value) for name, value in words.items()}
+    return _placed(path, at, lambda: workload_of(flat))
 
 
-def _entries(node: Any, path: str) -> dict[str, tuple[Any, Any]]:
-    entries: dict[str, tuple[Any, Any]] = {}
-    for key, value in node.value:
-        name = _key(key)
-        if name in entries:
-            raise BadUsage(
-                f"{path}: line {key.start_mark.line + 1}: {quoted(name)} appears twice", "keep one", code="bad_file"
-            )
-        entries[name] = (key, value)
-    return entries
+def _flat(value: Any) -> Any:
+    """Return a value without nested ones: no property has them, and an alias may lead back to the list itself."""
+    if isinstance(value, list):
+        return [one if isinstance(one, str) else "..." for one in value]
+    return dict.fromkeys(map(str, value), "...") if isinstance(value, Mapping) else value
 
 
-def _key(node: Any) -> str:
-    return str(getattr(node, "value", "")) if isinstance(getattr(node, "value", ""), str) else "?"
-
-
-def _plain(node: Any) -> Any:
-    """Return a value as text, a list of texts, or None; `workload_of` interprets them, as on a command line."""
-    import yaml
-
-    if isinstance(node, yaml.SequenceNode):
-        # Not deeper: no property has a list of lists, and an alias may lead back to the list itself.
-        return [one.value if isinstance(one, yaml.ScalarNode) else "..." for one in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {_key(key): "..." for key, _ in node.value}
-    return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
-
-
-def _at(node: Any, path: str, act: Any) -> Any:
+def _placed(path: str, at: Mark, act: Callable[[], T]) -> T:
     try:
         return act()
     except BadUsage as error:
-        raise BadUsage(
-            f"{path}: line {node.start_mark.line + 1}: {error.message}", error.hint, code=error.code
-        ) from None
+        raise error.restated(message=f"{path}:{at}: {error.message}") from None
