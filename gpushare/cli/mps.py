@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def status(gpu: GpuOption = None) -> Any:
-    """Show every MPS daemon of the host, ours or not, with limits, servers and clients."""
+    """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     from dataclasses import replace
 
     from gpushare.cli.status import of_gpus
@@ -46,12 +46,12 @@ def status(gpu: GpuOption = None) -> Any:
     from gpushare.snapshot import Observer
 
     snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
-    # A daemon whose GPUs cannot be told is shown for any of them.
+    # A daemon with unknown GPUs is shown for every GPU.
     chosen = of_gpus(snapshot, gpu)
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
     result = status_result(replace(chosen, daemons=chosen.daemons + hidden))
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
-    # A change names its GPU where there are several.
+    # On a host with several GPUs a change must name its GPU.
     name = " -g 0" if len(snapshot.gpus) > 1 else ""
     return replace(
         result,
@@ -77,7 +77,7 @@ def logs(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     homes = [home_of(directory, device.uuid) for directory in (host.run_directory, *host.shared_run_directories)]
-    # A directory that others may write comes last: it hides no other.
+    # Directories that others may write come last.
     written = [home for home in homes if (home.log / "control.log").exists()]
     home = min(written, key=lambda one: not one.is_trusted(), default=None)
     if home is None:
@@ -89,8 +89,8 @@ def logs(
         )
     if not home.is_trusted():
         raise NoPermission(
-            f"others may have written the logs in {home.directory}: it, or a directory above it, is not yours or root's alone",
-            f"see who may write there: ls -ld {shlex.join(str(one) for one in (home.directory, *home.directory.parents[:2]))}",
+            f"other users may have written the logs in {home.directory}: they can write there or in a directory above",
+            f"see the permissions: ls -ld {shlex.join(str(one) for one in (home.directory, *home.directory.parents[:2]))}",
             gpu=str(device.gpu.index),
             code="directory_open",
         )
@@ -104,11 +104,6 @@ _MOST_OF_A_LOG: Final = 16 << 20
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a file; none when it does not exist.
-
-    Raises:
-        OperationFailed: it may not be read, or others may have written it.
-    """
     from gpushare.host.records import understood_tail
 
     name = shlex.quote(str(path))
@@ -117,7 +112,9 @@ def tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise OperationFailed(f"cannot read {path}: {error.strerror}", f"look as its owner: sudo tail {name}") from None
+        raise OperationFailed(
+            f"cannot read {path}: {error.strerror}", f"read it as its owner: sudo tail {name}"
+        ) from None
     except ValueError as error:
         raise OperationFailed(f"cannot read {path}: {error}", f"look at it: ls -l {name}; sudo tail {name}") from None
 
@@ -130,7 +127,7 @@ def env(
 ) -> Any:
     """Print the export lines that make a shell's programs clients of the daemon: eval "$(gpushare mps env)".
 
-    A program that runs so is not watched: `gpushare run` also proves that it is attached.
+    gpushare does not watch these programs; `gpushare run` also checks that its program is attached.
     """
     from gpushare.mps.daemons import own_daemon
     from gpushare.mps.home import client_environment
@@ -149,11 +146,11 @@ def env(
 
 
 def stopping(host: Host, gpu: str | None, pipe_directory: str | None) -> list[tuple[FoundDaemon, Device | None]]:
-    """Return the daemons that a `stop` means, with their devices.
+    """Return the daemons to stop, with the GPUs whose compute mode is to be restored.
 
     Raises:
         NotFound: there is none.
-        BadUsage: a daemon of somebody else without --yes, or both ways of naming one.
+        BadUsage: a daemon of others without --yes, or both a GPU and a directory are given.
     """
     from gpushare.mps.daemons import find_daemons
 
@@ -176,7 +173,7 @@ def _by_gpu(
     if gpu is None and not ours:
         raise _none_there(found, [])
     if gpu is None and len(ours) == 1 and len(gpus) == 1:
-        # Also that of a MIG instance: there is nothing else that could be meant.
+        # The only one, also if it serves a MIG instance.
         return [*ours]
     try:
         devices = select_for_change(gpu, gpus)
@@ -189,7 +186,7 @@ def _by_gpu(
 
 
 def _lost(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
-    """Return the error with the way that works: a lost GPU tells no UUID, its daemon still has its directory."""
+    """Return the error with a hint that works: a lost GPU has no UUID, but its daemon still has its directory."""
     ways = [
         f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
         for item in ours
@@ -200,7 +197,6 @@ def _lost(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
 
 
 def _device_of(found: FoundDaemon, gpus: Sequence[Gpu]) -> Device | None:
-    """Return the GPU whose compute mode is to be restored."""
     from gpushare.selection import Device
 
     uuid = found.daemon.device_uuid
@@ -208,7 +204,7 @@ def _device_of(found: FoundDaemon, gpus: Sequence[Gpu]) -> Device | None:
 
 
 def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
-    """A GPU in MIG mode stands for the daemons of its instances when all are meant, or it has one."""
+    """Return whether a daemon serves a device; with ``all_of`` a GPU includes its MIG instances."""
     if found.daemon.device_uuid == device.uuid:
         return True
     return all_of and device.mig is None and found.daemon.gpu_index == device.gpu.index
@@ -223,9 +219,9 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotF
     indexes = {device.gpu.index for device in devices if device.mig is None}
     instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
     if instances:
-        hint = f"its MIG instances have some: -g all, or -g {instances[0]}"
+        hint = f"its MIG instances have daemons: -g all, or -g {instances[0]}"
     elif foreign is not None and foreign.pipe_directory is not None:
-        hint = f"the daemon {foreign.pid} (user {foreign.user or 'unknown'}) is not gpushare's; stop it by: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
+        hint = f"gpushare did not start the daemon {foreign.pid} (user {foreign.user or 'unknown'}); stop it: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
     return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
@@ -241,16 +237,19 @@ def _by_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> F
     if not item.daemon.ours and not settings.yes and not settings.dry_run:
         raise BadUsage(
             f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
-            f"stop it all the same: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
+            f"stop it anyway: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
             code="foreign_daemon",
         )
     return item
 
 
 def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
-    """Return the daemon of a pipe directory. Anybody can start a process that names it.
+    """Return the daemon of a pipe directory, which any user's process can name.
 
-    Of several, root's or our own is meant if it is the one that listens; else somebody has to look.
+    Of several, root's or our own is taken if it is the one that listens there.
+
+    Raises:
+        InUse: there are several, and that does not decide.
     """
     ours = next((item for item in same if item.daemon.ours), None)
     if ours is not None or len(same) < 2:
@@ -259,17 +258,17 @@ def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> Found
     chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
     if chosen is None or not chosen.trusted:
         names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
-        who = "it is not known who listens" if listener is None else f"process {listener.pid} listens"
+        who = "it is unknown which listens" if listener is None else f"process {listener.pid} listens"
         raise InUse(
             f"{len(same)} processes name the pipe directory {directory}: {names}; {who} there",
-            f"look at them, and end the one that you mean: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
+            f"look at them, and end the right one: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
             code="several_daemons",
         )
     return chosen
 
 
 def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> dict[str, Any]:
-    """Return what is said of the stop of one daemon; ``done`` is None in a dry run."""
+    """Return the result of stopping one daemon; ``done`` is None in a dry run."""
     row = {
         "pid": found.daemon.pid,
         "gpu": found.daemon.gpu_index,
@@ -290,7 +289,7 @@ def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> dic
 
 
 def _waiting() -> Callable[[list[int], float], None]:
-    """Return what says for which clients a stop waits, each set of them once."""
+    """Return a function that reports the clients a stop waits for, each set of them once."""
     told: set[tuple[int, ...]] = set()
 
     def say(left: list[int], more: float) -> None:
@@ -302,10 +301,9 @@ def _waiting() -> Callable[[list[int], float], None]:
 
 
 def sentence(row: dict[str, Any]) -> str:
-    """Return what became of a daemon, in one line."""
     where = f" of GPU {row['gpu']}" if row["gpu"] is not None else f" at {row['pipe_directory']}"
     if row["pid"] is None:
-        text = f"cleared away what a dead MPS daemon{where} left"
+        text = f"cleared away the files of a dead MPS daemon{where}"
     else:
         text = f"MPS daemon{where} is gone (process {row['pid']}{', forced' if row['forced'] else ''})"
     return text + (f"; compute mode {row['compute_mode']} restored" if row["compute_mode"] else "")
@@ -350,12 +348,12 @@ def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
     group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
-    group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and prove that it is gone.")(stop)
+    group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and check that it is gone.")(stop)
     group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(status)
     group.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
-    group.command("kill", cls=ChangingCommand, short_help="End one client, its neighbours unharmed.")(kill)
+    group.command("kill", cls=ChangingCommand, short_help="End one client without harm to its neighbours.")(kill)
     group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(logs)
-    group.command("env", cls=Command, short_help="Print what a shell needs to join.")(env)
+    group.command("env", cls=Command, short_help="Print the environment of a client.")(env)
 
 
 def start(
@@ -367,14 +365,14 @@ def start(
         bool,
         typer.Option(
             "--exclusive",
-            help="Compute mode exclusive-process, so that nothing runs beside MPS (root; restored by stop).",
+            help="Set compute mode exclusive-process: no program runs outside MPS (root; restored by stop).",
         ),
     ] = False,
 ) -> Any:
     """Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back.
 
-    The limits hold for each client process, not for a job: two processes under 4G can use 8G. A thread
-    percentage caps the SMs that a client may use; it reserves nothing.
+    Limits apply to each client process, not to a job: two processes with 4G can use 8G. A thread percentage
+    caps the SMs that a client may use; it reserves none.
     """
     from gpushare.cli.options import carried_out, one_plan
     from gpushare.mps.home import home_of
@@ -391,7 +389,7 @@ def start(
     def plan() -> Plan:
         return one_plan([plan_start(host, device, limits[device.uuid], exclusive=exclusive) for device in devices])
 
-    # Once before the locks, which need directories: a start that is refused leaves nothing behind.
+    # Once before the locks, which need directories: a refused start must leave nothing behind.
     homes = [home_of(host.run_directory, one.uuid) for one in devices]
     return carried_out("mps start", plan(), homes=homes, again=plan)
 
@@ -401,8 +399,7 @@ def set_limits(
 ) -> Any:
     """Change the limits of a running daemon, for clients that start from now on, and read each one back.
 
-    A running client keeps what it started with: the driver accepts a new percentage for its server
-    and changes nothing for it.
+    A running client keeps the limits that it started with, even where the driver accepts new ones for its server.
     """
     from gpushare.cli.options import carried_out, one_plan
     from gpushare.mps.daemons import own_daemon
@@ -436,13 +433,13 @@ def stop(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Do not wait, and end also a daemon that does not answer.")
+        bool, typer.Option("--force", help="Do not wait, and end even a daemon that does not answer.")
     ] = False,
 ) -> Any:
-    """Stop the MPS daemon: wait for its clients, then force (with --drain or --force), then prove that it is gone.
+    """Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone.
 
-    Forcing takes the clients' GPU contexts away: they fail. A daemon that gpushare did not start is
-    stopped only by its pipe directory and --yes.
+    When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is stopped only with
+    --pipe-directory and --yes.
     """
     from dataclasses import replace
 
@@ -464,7 +461,7 @@ def stop(
         planned = plan_result("mps stop", [step for work, _ in works for step in work.steps], dry_run=True)
         return replace(planned, data={**planned.data, "stopped": [stop_row(work, found) for work, found in works]})
     rows, errors = [], []
-    # One deadline for all: their clients end at the same time, not one daemon after another.
+    # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + seconds
     for found, device in chosen:
         left = max(0.0, deadline - time.monotonic())
@@ -472,7 +469,7 @@ def stop(
         try:
             rows.append(stop_row(work, found, work.run()))
         except GpushareError as error:
-            # One that is in use must not keep the others from being stopped, nor hide that they were.
+            # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)
     if errors and not rows and len(errors) == 1:
         raise errors[0]
@@ -497,8 +494,8 @@ def kill(
 ) -> Any:
     """End one MPS client without breaking its neighbours: SIGSTOP, wait until the GPU has drained, SIGKILL.
 
-    The documented order (terminate_client, then kill) broke a busy neighbour in 13 of 17 tries on our
-    H200, a plain SIGKILL in 6 of 9; this order in none.
+    On our H200, NVIDIA's documented order (terminate_client, then kill) broke a busy neighbour in 13 of 17 tries, a
+    plain SIGKILL in 6 of 9, and this order in none.
     """
     from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Kill, find_client
     from gpushare.show.plan import plan_result
@@ -518,7 +515,7 @@ def kill(
 
 
 def confirm_other_user(uid: int, user: str | None, pid: int) -> None:
-    """Ask before another user's client is ended: root may, and may not have meant to."""
+    """Ask before ending another user's client, which root may not have meant."""
     import pwd
 
     try:
@@ -530,11 +527,10 @@ def confirm_other_user(uid: int, user: str | None, pid: int) -> None:
 
 
 def killed_sentence(done: Any) -> str:
-    """Return what became of a client, in one line."""
     how = {
-        "idle": "the GPU was seen idle",
-        "fall": "the GPU's activity was seen to fall",
-        "bound": "its neighbours hide the end of its queue, so the whole bound was waited",
+        "idle": "the GPU became idle",
+        "fall": "the GPU's activity fell",
+        "bound": "neighbours hide the end of its queue, so this is the whole bound",
     }[done.drain.by]
     server = f"; MPS server {done.server_pid} is {done.server_status}" if done.server_status else ""
     return f"client {done.pid} is gone: stopped, drained for {done.drain.seconds:.2f} s ({how}), killed{server}"
