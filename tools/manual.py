@@ -16,7 +16,7 @@ _EXIT_STATUS = {
     ExitCode.NOT_SUPPORTED: "This GPU, driver or program cannot do this.",
     ExitCode.NO_PERMISSION: "This user is not allowed to do this.",
     ExitCode.NOT_FOUND: "The GPU, instance, daemon or process does not exist.",
-    ExitCode.NOT_AS_REQUESTED: "The host differs from what was requested (diff, mig check).",
+    ExitCode.NOT_AS_REQUESTED: "The host differs from what was requested (diff, mig check, mig fits).",
     ExitCode.DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded.",
     ExitCode.NVML_MISSING: "libnvidia-ml.so.1 is not installed.",
     ExitCode.IN_USE: "The GPU, the instance or the daemon is in use.",
@@ -112,7 +112,9 @@ def _command(node: Node, shared: set[tuple[str, ...]]) -> list[str]:
     own = [option for option in node.options if option.names not in shared]
     heading = " ".join(words[:1] + (["COMMAND"] if node.children else []) + (["[OPTIONS]"] if own else []) + words[1:])
     lines = [f'.SS "{_verbatim(heading)}"', *_paragraphs(node.help)]
-    lines += _pairs({argument.name.strip("[]"): argument.help for argument in node.arguments if argument.help})
+    lines += _pairs(
+        {re.sub(r"[\[\]]", "", argument.name): argument.help for argument in node.arguments if argument.help}
+    )
     return lines + _options(tuple(own))
 
 

@@ -21,6 +21,7 @@ from gpushare.units import MIB
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload
     from gpushare.advice.situation import Situation
+    from gpushare.mig.profile import Profile
     from gpushare.mig.wish import Wish
 
 
@@ -93,8 +94,7 @@ class Recipe:
     several_shells: bool = False
 
 
-def sudo(situation: Situation) -> str:
-    """Return the prefix of a command that needs root."""
+def _sudo(situation: Situation) -> str:
     return "" if situation.host.root else "sudo "
 
 
@@ -102,21 +102,20 @@ def _visible_to(situation: Situation) -> str:
     return f"CUDA_VISIBLE_DEVICES={situation.gpu.uuid or situation.gpu.index}"
 
 
-def program(workload: Workload) -> str:
-    """Return the workload's command, or a placeholder."""
+def _program(workload: Workload) -> str:
     return workload.command or "CMD"
 
 
-def who(workload: Workload) -> str | None:
+def _label(workload: Workload) -> str | None:
     """Return the name of a workload, else its role; None if it has neither."""
     return workload.name or (None if workload.role is None else workload.role.value)
 
 
-def again(processes: int | None, name: str | None = None, how: str | None = None) -> str:
+def _which(processes: int | None, name: str | None = None, how: str | None = None) -> str:
     """Return which program a line starts, and how often."""
-    who = "each program" if name is None and processes is None else name or "the program"
+    label = "each program" if name is None and processes is None else name or "the program"
     times = "" if processes in {None, 1} else f", {processes} times"
-    return f"{who}{times}" + (f", {how}" if how else "")
+    return f"{label}{times}" + (f", {how}" if how else "")
 
 
 _MEASURE = (
@@ -134,13 +133,13 @@ def _mig_lines(situation: Situation, way: Way) -> Recipe:
     else:
         lines, undo, names = _layout(situation, way)
     for name, one, count in _runs(situation, way, names):
-        lines.append(Line(again(count, who(one)), f"gpushare run --mig {name or 'PROFILE'} -- {program(one)}"))
+        lines.append(Line(_which(count, _label(one)), f"gpushare run --mig {name or 'PROFILE'} -- {_program(one)}"))
     return Recipe(lines=tuple(lines), undo=undo, measure=_MEASURE)
 
 
 def _mig_as_it_was(situation: Situation) -> Line:
     """Return the line that restores the current state of MIG: on, with its instances at their placements."""
-    gpu, root, layout = str(situation.gpu.index), sudo(situation), situation.gpu.layout
+    gpu, root, layout = str(situation.gpu.index), _sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
         return command("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
     before = map(str, wish_of(layout.instances))
@@ -154,12 +153,12 @@ def _off_first(situation: Situation) -> list[Line]:
 
 
 def _mig_off(situation: Situation, what: str) -> Line:
-    return change(what, Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index), sudo(situation))
+    return change(what, Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index), _sudo(situation))
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
     """Return the lines that create the instances, those that undo it, and the profile of each share."""
-    gpu, root = ("-g", str(situation.gpu.index)), sudo(situation)
+    gpu, root = ("-g", str(situation.gpu.index)), _sudo(situation)
     slices = situation.slices(way)
     on, layout = situation.gpu.mig_enabled, situation.gpu.layout
     off = _mig_off(situation, "turn MIG off again")
@@ -197,14 +196,9 @@ def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | 
     return found
 
 
-def _mig_shared_lines(
-    situation: Situation, way: Way, limits: Callable[[Workload, int, int | None], list[str]] | None
-) -> Recipe:
-    """Return the lines for several processes per instance: each instance has a name and a shell.
-
-    ``limits`` returns the MPS options for a number of processes and the memory that they share; None: time-slicing.
-    """
-    gpu, root = f"-g {situation.gpu.index}", sudo(situation)
+def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
+    """Return the lines for several processes per instance: each instance has a name and a shell."""
+    gpu, root = f"-g {situation.gpu.index}", _sudo(situation)
     slices = situation.slices(way)
     on = [] if situation.gpu.mig_enabled else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
     if slices is None or not slices.profiles:
@@ -219,14 +213,12 @@ def _mig_shared_lines(
     lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
         lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
-        run = program(one)
-        if limits is not None:
-            words = " ".join(limits(one, inside, profile.memory_bytes))
-            lines.append(
-                Line("start MPS in the instance", f'gpushare mps start -g "$CUDA_VISIBLE_DEVICES" {words}'.strip())
-            )
+        run = _program(one)
+        if way is Way.MIG_MPS:
+            words = ['gpushare mps start -g "$CUDA_VISIBLE_DEVICES"', *_limits_inside(situation, one, inside, profile)]
+            lines.append(Line("start MPS in the instance", " ".join(words)))
             run = f'gpushare run -g "$CUDA_VISIBLE_DEVICES" -- {run}'
-        lines.append(Line(again(inside, who(one)), run))
+        lines.append(Line(_which(inside, _label(one)), run))
     if on:
         undo = _mig_off(situation, "undo all of it, after the programs have ended")
     else:
@@ -239,9 +231,16 @@ def _mig_shared_lines(
     )
 
 
+def _limits_inside(situation: Situation, one: Workload, processes: int, profile: Profile) -> list[str]:
+    wanted = None if one.memory is None else limit_for(one.memory)
+    room = None if profile.memory_bytes is None else equal_limit(profile.memory_bytes * 98 // 100, processes)
+    fitting = wanted if wanted is not None and (room is None or wanted <= room) else room
+    return _limits(_threads_for(situation, processes), fitting).options()
+
+
 def _made(situation: Situation, parties: list[tuple[str, Workload, int]], profiles: list[str]) -> list[Line]:
     """Return the lines that create a named instance for each party; equal ones are created at once and numbered."""
-    create, root = ("mig", "create", "-g", str(situation.gpu.index)), sudo(situation)
+    create, root = ("mig", "create", "-g", str(situation.gpu.index)), _sudo(situation)
     if len(situation.case.workloads) == 1 and len(parties) > 1:
         words = (f"{profiles[0]}*{len(parties)}", "--name", "group")
         return [command("create an instance for each group", *create, *words, root=root)]
@@ -354,6 +353,11 @@ def _limits_back(situation: Situation) -> Line:
     return _set_limits(situation, "restore the limits", now)
 
 
+def _run(situation: Situation, what: str, one: Workload, limits: Limits | None = None) -> Line:
+    words = ["gpushare run -g", str(situation.gpu.index), *(limits or Limits()).options(), "--", _program(one)]
+    return Line(what, " ".join(words))
+
+
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
         return (_limits_back(situation),)
@@ -361,22 +365,19 @@ def _back(situation: Situation) -> tuple[Line, ...]:
 
 
 def _mps_lines(situation: Situation) -> Recipe:
-    case, gpu = situation.case, f"-g {situation.gpu.index}"
-    ones, limits = case.workloads, memory_limits(situation)
-    processes = case.processes
+    case = situation.case
+    ones, limits, processes = case.workloads, memory_limits(situation), case.processes
     share = None if processes is None or situation.before_volta else _threads_for(situation, processes)
     lines = _off_first(situation)
     if len(ones) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None:
         lines += _weighted(situation, processes, limits[0])
     elif len(ones) == 1:
         lines.append(_daemon(situation, "start MPS with limits for each process", _limits(share, limits[0])))
-        lines.append(Line(again(processes), f"gpushare run {gpu} -- {program(ones[0])}"))
+        lines.append(_run(situation, _which(processes), ones[0]))
     else:
         lines.append(_daemon(situation, "start MPS"))
         for one, limit in zip(ones, limits, strict=True):
-            words = shlex.join(_limits(share, limit).options())
-            command = " ".join(filter(None, [f"gpushare run {gpu}", words, f"-- {program(one)}"]))
-            lines.append(Line(again(one.processes or 1, who(one)), command))
+            lines.append(_run(situation, _which(one.processes or 1, _label(one)), one, _limits(share, limit)))
     return Recipe(
         lines=tuple(lines),
         undo=_back(situation),
@@ -392,16 +393,12 @@ _OTHER_CAPS: Final = "the same with --threads 100 and with half the cap: the bes
 
 def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
     """Return the lines for unequal shares: one process gets twice the share of each other one, together 100 %."""
-    gpu, one = f"-g {situation.gpu.index}", situation.case.workloads[0]
-    small = 100.0 / (processes + 1)
-    larger, other = (shlex.join(_limits(share, limit).options()) for share in (2 * small, small))
+    one, small = situation.case.workloads[0], 100.0 / (processes + 1)
+    larger = "the program with the larger share (any shares that add up to 100)"
     return [
         _daemon(situation, "start MPS"),
-        Line(
-            "the program with the larger share (any shares that add up to 100)",
-            f"gpushare run {gpu} {larger} -- {program(one)}",
-        ),
-        Line(again(processes - 1, "with a smaller share"), f"gpushare run {gpu} {other} -- {program(one)}"),
+        _run(situation, larger, one, _limits(2 * small, limit)),
+        _run(situation, _which(processes - 1, "with a smaller share"), one, _limits(small, limit)),
     ]
 
 
@@ -412,17 +409,16 @@ def _mps_streams_lines(situation: Situation) -> Recipe:
 
 
 def _mps_priority_lines(situation: Situation) -> Recipe:
-    ones, gpu = situation.case.workloads, f"-g {situation.gpu.index}"
+    ones = situation.case.workloads
     giving = [one for one in ones if one.role is Role.OPPORTUNISTIC] or [ones[-1]]
     count = sum(one.processes or 1 for one in giving)
     lines = [*_off_first(situation), _daemon(situation, "start MPS without a cap for production")]
     limits = dict(zip(map(id, ones), memory_limits(situation), strict=True))
     for one in ones:
         # Production has no limit: the other job gets what production does not need.
-        words = replace(_limits(OPPORTUNISTIC_CAP / count, limits[id(one)]), priority=Priority.LOW).options()
-        words = words if one in giving else []
+        given = replace(_limits(OPPORTUNISTIC_CAP / count, limits[id(one)]), priority=Priority.LOW)
         lines.append(
-            Line(again(one.processes or 1, who(one)), " ".join([f"gpushare run {gpu}", *words, "--", program(one)]))
+            _run(situation, _which(one.processes or 1, _label(one)), one, given if one in giving else Limits())
         )
     return Recipe(
         lines=tuple(lines),
@@ -450,7 +446,7 @@ def _mps_static_lines(situation: Situation) -> Recipe:
             Line("gpushare cannot start static partitions yet: use NVIDIA's commands", None),
             Line("start the daemon in static mode", "nvidia-cuda-mps-control -d -S"),
             Line(
-                again(processes, f"add a partition of {chunks} chunks on GPU {index}"),
+                _which(processes, f"add a partition of {chunks} chunks on GPU {index}"),
                 f"echo 'sm_partition add {situation.gpu.uuid or index} {chunks}' | nvidia-cuda-mps-control",
             ),
             Line("list the partitions with their ids", "echo lspart | nvidia-cuda-mps-control"),
@@ -491,7 +487,7 @@ def _whole_lines(situation: Situation) -> Recipe:
         return _one_each(situation)
     if situation.several:
         return _queue(situation)
-    run = Line("no setup needed: run it", f"{_visible_to(situation)} {program(situation.case.workloads[0])}")
+    run = Line("no setup needed: run it", f"{_visible_to(situation)} {_program(situation.case.workloads[0])}")
     return Recipe(lines=(*_off_first(situation), run))
 
 
@@ -503,7 +499,7 @@ def _queue(situation: Situation) -> Recipe:
         lines.append(Line("create a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
         lock = f"flock /tmp/gpu-{index}.queue env {_visible_to(situation)}"
     lines += [
-        Line(_turn(situation, one, count), f"{lock} {program(one)}")
+        Line(_turn(situation, one, count), f"{lock} {_program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
     ]
     if _may_pause(situation):
@@ -519,9 +515,9 @@ def _queue(situation: Situation) -> Recipe:
 
 def _turn(situation: Situation, one: Workload, count: int | None) -> str:
     if not situation.pair:
-        return again(count, who(one), "one after the other")
+        return _which(count, _label(one), "one after the other")
     first = one.role is Role.PRODUCTION
-    return again(count, who(one), "first: waits for running programs" if first else "when production has ended")
+    return _which(count, _label(one), "first: waits for running programs" if first else "when production has ended")
 
 
 def _may_pause(situation: Situation) -> bool:
@@ -544,7 +540,7 @@ def _one_each(situation: Situation) -> Recipe:
         what = f"one process per GPU: {processes} are requested, and {len(gpus)} GPUs are free here"
     else:
         what = f"start it once: each of its {processes} processes gets a GPU"
-    lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {program(one)}") for one in situation.case.workloads]
+    lines = [Line(what, f"CUDA_VISIBLE_DEVICES={devices} {_program(one)}") for one in situation.case.workloads]
     return Recipe(
         lines=(*_off_first(situation), *lines),
         measure=("the rate with one process, and with one process per GPU",) if len(gpus) > 1 else (),
@@ -586,12 +582,12 @@ def _timeslice(situation: Situation) -> Recipe:
     undo: tuple[Line, ...] = ()
     if situation.gpu.time_slice_settable is not False and (level or blocked) and situation.may_be_root is not False:
         what, wanted = level or ("admit several programs", TimeSlice.DEFAULT)
-        lines.append(change(what, Change(verb=Verb.TIMESLICE_SET, gpu=index, level=wanted), sudo(situation)))
+        lines.append(change(what, Change(verb=Verb.TIMESLICE_SET, gpu=index, level=wanted), _sudo(situation)))
         undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
         lines.append(Line("running programs share the GPU as they do now; see", f"gpushare status -g {index}"))
     lines += [
-        Line(again(count, who(one)), f"{_visible_to(situation)} {program(one)}")
+        Line(_which(count, _label(one)), f"{_visible_to(situation)} {_program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
         if not one.running
     ]
@@ -607,7 +603,7 @@ def _timeslice(situation: Situation) -> Recipe:
 
 def _level_back(situation: Situation, *, blocked: bool) -> tuple[Line, ...]:
     """Return the lines that restore the level, and the compute mode where that was in the way."""
-    index, root = str(situation.gpu.index), sudo(situation)
+    index, root = str(situation.gpu.index), _sudo(situation)
     level = situation.gpu.time_slice
     level = None if level is TimeSlice.DEFAULT else level
     if level is not None and not blocked:
@@ -635,7 +631,7 @@ def _streams(situation: Situation) -> Recipe:
                 "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory",
                 None,
             ),
-            Line("run it", f"{_visible_to(situation)} {program(one)}"),
+            Line("run it", f"{_visible_to(situation)} {_program(one)}"),
         ),
         undo=(),
         measure=("whether kernels overlap: nsys profile CMD",),
@@ -669,7 +665,7 @@ def _measure(situation: Situation) -> Recipe:
             *_off_first(situation),
             Line(
                 "run it under each way in turn; the host is restored afterwards",
-                f"gpushare bench -g {situation.gpu.index} --copies {copies}{ways} -- {program(one)}",
+                f"gpushare bench -g {situation.gpu.index} --copies {copies}{ways} -- {_program(one)}",
             ),
         ),
         measure=("total runs per second, and p99; overlapping intervals mean no difference",),
@@ -690,24 +686,6 @@ def _fix(situation: Situation) -> Recipe:
     )
 
 
-def _mig(situation: Situation) -> Recipe:
-    return _mig_lines(situation, Way.MIG)
-
-
-def _mig_mps(situation: Situation) -> Recipe:
-    def limits(one: Workload, inside: int, memory: int | None) -> list[str]:
-        wanted = None if one.memory is None else limit_for(one.memory)
-        room = None if memory is None else equal_limit(memory * 98 // 100, inside)
-        fitting = wanted if wanted is not None and (room is None or wanted <= room) else room
-        return _limits(_threads_for(situation, inside), fitting).options()
-
-    return _mig_shared_lines(situation, Way.MIG_MPS, limits)
-
-
-def _mig_timeslice(situation: Situation) -> Recipe:
-    return _mig_shared_lines(situation, Way.MIG_TIMESLICE, None)
-
-
 _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
     Way.WHOLE: _whole_lines,
     Way.STREAMS: _streams,
@@ -715,10 +693,10 @@ _RECIPES: Final[dict[Way, Callable[[Situation], Recipe]]] = {
     Way.MPS: _mps_lines,
     Way.MPS_PRIORITY: _mps_priority_lines,
     Way.MPS_STATIC: _mps_static_lines,
-    Way.MIG: _mig,
+    Way.MIG: lambda situation: _mig_lines(situation, Way.MIG),
     Way.VGPU: _vgpu,
-    Way.MIG_MPS: _mig_mps,
-    Way.MIG_TIMESLICE: _mig_timeslice,
+    Way.MIG_MPS: lambda situation: _mig_shared_lines(situation, Way.MIG_MPS),
+    Way.MIG_TIMESLICE: lambda situation: _mig_shared_lines(situation, Way.MIG_TIMESLICE),
     Way.MPS_STREAMS: _mps_streams_lines,
     Way.MEASURE: _measure,
     Way.FIX: _fix,
