@@ -1,4 +1,4 @@
-"""How busy a GPU is right now: the measure of a drained queue (GPM on Hopper and later, else utilisation)."""
+"""How busy a GPU is now, to see that its queue has drained (GPM on Hopper and later, else utilization)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WINDOW_SECONDS: Final = 0.1
 
 @dataclass(frozen=True)
 class Activity:
-    """One reading: percent of the SMs that were busy, and where from (``gpm`` or ``utilization``)."""
+    """One reading: percentage of busy SMs, and its source (``gpm`` or ``utilization``)."""
 
     percent: float
     source: str
@@ -37,17 +37,16 @@ class ActivityMeter:
 
     @property
     def gpm(self) -> bool:
-        """Return whether the driver tells it by GPM here (nvmlGpmQueryDeviceSupport: Hopper and later)."""
+        """Return whether the driver supports GPM here (nvmlGpmQueryDeviceSupport: Hopper and later)."""
         if self._gpm is None:
             self._gpm = self._supported()
         return self._gpm
 
     def read(self) -> Activity | None:
-        """Return the activity over the next 0.1 s, or None where the driver cannot tell.
+        """Return the activity over the next 0.1 s, or None when unknown, as on a lost GPU.
 
-        GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates,
-        which averages over the driver's own period (up to 1 s) and knows no MIG. A GPU that is lost tells
-        nothing: None, so that whoever ends a program on it goes on by its bounds.
+        GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates, which averages over
+        the driver's own period (up to 1 s) and does not cover MIG.
         """
         if self.gpm:
             percent = self._gpm_percent()
@@ -101,15 +100,15 @@ class ActivityMeter:
 class ActivityRecorder(ActivityMeter):
     """Reads the SM activity of a GPU, or of one GPU instance on it, since the last reading.
 
-    GPM counts between two samples, so that nothing in between is missed, however long it is. Only GPM does that.
+    Only GPM counts between two samples, so that nothing in between is missed.
     """
 
     _last: Any = None
 
     def since_last(self) -> float | None:
-        """Return percent of the SMs that were busy since the last call (GPM, NVML_GPM_METRIC_SM_UTIL), or None.
+        """Return the percentage of SMs that were busy since the last call (GPM, NVML_GPM_METRIC_SM_UTIL), or None.
 
-        None at the first call, without GPM (before Hopper), and of a lost GPU. Never waits.
+        None at the first call, without GPM (before Hopper), and for a lost GPU. Never waits.
         """
         if not self.gpm:
             return None
@@ -120,7 +119,7 @@ class ActivityRecorder(ActivityMeter):
             return None
 
     def close(self) -> None:
-        """Free the sample that is kept (nvmlGpmSampleFree)."""
+        """Free the last sample (nvmlGpmSampleFree)."""
         last, self._last = self._last, None
         if last is not None:
             with contextlib.suppress(GpushareError):
@@ -141,16 +140,16 @@ class ActivityRecorder(ActivityMeter):
 
 
 class BandwidthRecorder(ActivityRecorder):
-    """Reads the share of the memory's bandwidth that was used since the last reading (GPM, DRAM_BW_UTIL)."""
+    """Reads the share of the memory bandwidth used since the last reading (GPM, DRAM_BW_UTIL)."""
 
     _metric = "NVML_GPM_METRIC_DRAM_BW_UTIL"
 
 
 def samples_since(nvml: NvmlReader, index: int, since: float) -> list[tuple[int, int]] | None:
-    """Return PID and SM % of every sample since then (seconds of the epoch; nvmlDeviceGetProcessUtilization).
+    """Return PID and SM % of every sample since a Unix time (nvmlDeviceGetProcessUtilization).
 
-    A sample tells of the time before it, and idle processes have none. None where the driver does not tell (MIG, old
-    GPUs), and of a lost GPU. Under MPS all work is booked on the server's PID.
+    A sample covers the time before it; idle processes have none. None without support (MIG, old GPUs) and for a lost
+    GPU. Under MPS all work counts for the server's PID.
     """
     try:
         handle = nvml.handle(index)
@@ -168,5 +167,5 @@ def _percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | No
     request.metrics[0].metricId = getattr(nvml, metric_name)
     nvml.nvmlGpmMetricsGet(request)
     metric = request.metrics[0]
-    # Two samples of one moment give no number.
+    # Two samples of the same moment give no number.
     return float(metric.value) if metric.nvmlReturn == 0 and math.isfinite(metric.value) else None

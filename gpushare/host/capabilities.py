@@ -1,9 +1,9 @@
-"""Who may use a MIG instance: the driver's capability files and their device nodes. The only place that touches both.
+"""Who may use a MIG instance: the driver's capability files and their device nodes.
 
-``/proc/driver/nvidia/capabilities/gpu<minor>/mig/gi<G>/access`` and ``.../ci<C>/access`` tell the minor number and the
+``/proc/driver/nvidia/capabilities/gpu<minor>/mig/gi<G>/access`` and ``.../ci<C>/access`` have the minor number and the
 mode of ``/dev/nvidia-caps/nvidia-cap<minor>``. nvidia-modprobe gives a node this mode, and root, at each use, unless
 ``DeviceFileModify: 0`` was written to the file (MIG User Guide, "Device Nodes and Capabilities"; nv-caps.c of
-NVIDIA's open kernel modules). Files, and what was written to them, go with their instance.
+NVIDIA's open kernel modules). The files, and what was written to them, disappear with their instance.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _READ: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """One capability of the driver: the right to use a GPU instance, or a compute instance of it."""
+    """A capability of the driver: the right to use a GPU instance, or a compute instance of it."""
 
     # Its file below /proc/driver/nvidia/capabilities.
     path: str
     minor: int
-    # What nvidia-modprobe gives the node: 0444.
+    # The mode that nvidia-modprobe gives the node: 0444.
     mode: int = DEFAULT_MODE
     # nvidia-modprobe may change the node.
     modify: bool = True
@@ -54,7 +54,7 @@ class Capability:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAccess:
-    """Who may open a node: its owner and mode, and the users of its access control list (user ids)."""
+    """Access to a node: its owner and mode, and the user ids of its access control list."""
 
     owner: int = 0
     mode: int = DEFAULT_MODE
@@ -65,19 +65,19 @@ class Capabilities(Protocol):
     """The capabilities of a host."""
 
     def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
-        """Return those of the instances of a GPU, by its minor number; none where the driver shows none."""
+        """Return the capabilities of the instances of a GPU, given by minor number."""
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
-        """Return one of them, or None when its file is absent."""
+        """Return one capability, or None if it has no file."""
 
     def access(self, capability: Capability) -> NodeAccess | None:
-        """Return who may open its node, or None when there is no node."""
+        """Return the access to its node, or None if there is no node."""
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
-        """Let nvidia-modprobe change its node, or not. Raises NoPermission, NotFound."""
+        """Allow nvidia-modprobe to change its node, or not. Raises NoPermission, NotFound."""
 
     def set_access(self, capability: Capability, access: NodeAccess) -> None:
-        """Decide who may open its node. Raises NoPermission, NotFound, NotSupported."""
+        """Set the access to its node. Raises NoPermission, NotFound, NotSupported."""
 
 
 class LocalCapabilities:
@@ -107,17 +107,17 @@ class LocalCapabilities:
         return parse(path, text)
 
     def access(self, capability: Capability) -> NodeAccess | None:
-        """Return who may open the node (stat, and its POSIX ACL), or None when there is no node."""
+        """Return the access to the node (stat and its POSIX ACL), or None if there is no node."""
         try:
             status = self._real(capability.node).stat()
         except OSError:
             return None
         users: tuple[int, ...] = ()
-        # ENODATA: no list; ENOTSUP: this file system has none.
+        # ENODATA: no list; ENOTSUP: not on this file system.
         with contextlib.suppress(OSError, struct.error):
             users = _acl_users(os.getxattr(self._real(capability.node), _ACL))
         mode = stat.S_IMODE(status.st_mode)
-        # With a list the group's bits are its mask.
+        # With a list, the group bits are its mask.
         return NodeAccess(owner=status.st_uid, mode=mode & ~0o070 if users else mode, users=users)
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
@@ -128,7 +128,7 @@ class LocalCapabilities:
             NotFound: the instance is gone.
         """
         try:
-            # One write: the driver parses what it got when the file is closed.
+            # One write: the driver parses it when the file is closed.
             descriptor = os.open(self._real(capability.path), os.O_WRONLY)
             try:
                 os.write(descriptor, modify_line(modify=modify).encode())
@@ -143,13 +143,13 @@ class LocalCapabilities:
         Raises:
             NoPermission: not root.
             NotFound: there is no node.
-            NotSupported: its file system keeps no access control lists.
+            NotSupported: its file system has no access control lists.
         """
         node = self._real(capability.node)
         try:
             with contextlib.suppress(OSError):
                 os.removexattr(node, _ACL)
-            # Closed before it changes hands: a new owner could open it wider in between.
+            # Mode before owner: a new owner could widen the mode in between.
             os.chmod(node, access.mode)
             os.chown(node, access.owner, 0)
             if access.users:
@@ -162,7 +162,7 @@ class LocalCapabilities:
 
 
 def parse(path: str, text: str) -> Capability | None:
-    """Return the capability that a file's text tells; None when it tells no minor number."""
+    """Return the capability from the text of its file; None without a minor number."""
     fields = {name: int(value) for name, value in re.findall(_FIELD, text)}
     if "Minor" not in fields:
         return None
@@ -175,7 +175,7 @@ def parse(path: str, text: str) -> Capability | None:
 
 
 def modify_line(*, modify: bool) -> str:
-    """Return what is written to a capability's file."""
+    """Return the line for a capability's file."""
     return f"DeviceFileModify: {int(modify)}\n"
 
 
@@ -183,7 +183,7 @@ def user_id(name: str) -> int:
     """Return the id of a user of this machine, given by name or id.
 
     Raises:
-        NotFound: there is none.
+        NotFound: there is no such user.
     """
     import pwd
 
@@ -243,7 +243,7 @@ def _refused(path: str, error: OSError) -> GpushareError:
         )
     if error.errno == errno.ENOTSUP:
         return NotSupported(
-            f"the file system of {path} keeps no access control lists, which several users need",
+            f"the file system of {path} has no access control lists, which access for several users needs",
             "grant the instance to one user",
             code="no_acl",
         )

@@ -1,8 +1,8 @@
-"""The Container Device Interface specifications of NVIDIA GPUs on a host: what Docker and Podman know of them.
+"""The Container Device Interface specifications of NVIDIA GPUs on a host, for Docker and Podman.
 
-`nvidia-ctk cdi generate` (NVIDIA Container Toolkit) writes them; since 1.18 its unit nvidia-cdi-refresh writes
+`nvidia-ctk cdi generate` (NVIDIA Container Toolkit) writes them. Since 1.18 its unit nvidia-cdi-refresh writes
 /var/run/cdi/nvidia.yaml at boot and after a driver change, but not after a MIG change (nvidia-container-toolkit#1828):
-containers then get a device that is gone, or another one.
+containers then get a wrong device, or none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PROGRAM: Final = "nvidia-ctk"
 KIND: Final = "nvidia.com/gpu"
-# Where container engines look (CDI specification); the second is empty after a boot.
+# Where container engines look (CDI specification); the second directory is empty after a boot.
 DIRECTORIES: Final = ("/etc/cdi", "/var/run/cdi")
 DEFAULT_PATH: Final = "/var/run/cdi/nvidia.yaml"
 REFRESH_SECONDS: Final = 60.0
@@ -45,7 +45,7 @@ class CdiDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class CdiSpec:
-    """One specification file of kind nvidia.com/gpu; ``path`` as the host names it."""
+    """One specification file of kind nvidia.com/gpu; ``path`` is the path on the host."""
 
     path: str
     devices: tuple[CdiDevice, ...] = ()
@@ -53,30 +53,30 @@ class CdiSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """What a specification says wrongly: UUIDs (or names, where it has no UUIDs) that are gone, missing, or moved."""
+    """What is wrong in a specification: UUIDs (or names, if it has no UUIDs) that are gone, missing or moved."""
 
     path: str
     gone: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    # Names by index that mean another MIG device now.
+    # Names by index that now belong to another MIG device.
     moved: tuple[str, ...] = ()
 
 
 def root_of(host: Host) -> Path:
-    """Return the directory that is ``/`` of this host: of a simulated one, its own directory."""
+    """Return the directory that is ``/`` on this host; a simulated one has its own directory."""
     return host.run_directory.parent if host.is_simulated else Path("/")
 
 
 def local_path(host: Host, path: str, *, root: Path | None = None) -> Path:
-    """Return where a file of the host lies on this machine."""
+    """Return the path of a host's file on this machine."""
     return (root or root_of(host)) / path.lstrip("/")
 
 
 def find_specs(host: Host, *, root: Path | None = None) -> tuple[CdiSpec, ...]:
-    """Return the specifications that nvidia-ctk wrote; ``root`` stands in for ``/``.
+    """Return the specifications that nvidia-ctk wrote; ``root`` replaces ``/``.
 
-    Files of other kinds (k8s.device-plugin.nvidia.com/gpu is the device plugin's own) and files that cannot be read
-    are left out, and so are those in which no device has a name of nvidia-ctk: somebody wrote them by hand.
+    Left out are files of other kinds (k8s.device-plugin.nvidia.com/gpu belongs to the device plugin), files that cannot
+    be read, and files written by hand, in which no device has a name as from nvidia-ctk.
     """
     found = []
     for directory in DIRECTORIES:
@@ -109,7 +109,7 @@ def _read(file: Path, path: str) -> CdiSpec | None:
 def _parsed(text: str) -> Any:
     import yaml
 
-    # JSON is YAML. Nothing but texts: YAML 1.1 takes a name like 1:0 for the number 60.
+    # JSON is YAML. Read everything as text: YAML 1.1 takes a name like 1:0 for the number 60.
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
         check_depth(text, loader)
@@ -131,9 +131,9 @@ def _is_generated(name: str) -> bool:
 
 
 def stale(host: Host, gpus: Sequence[Gpu], *, root: Path | None = None) -> tuple[Staleness, ...]:
-    """Return which specifications name MIG devices that are gone, lack devices that exist, or name others by index.
+    """Return the specifications that name MIG devices that are gone, lack devices, or have wrong indexes.
 
-    ``gpus`` are all GPUs of the host with their MIG devices. While one of them does not answer, nothing is called gone.
+    ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, no device counts as gone.
     """
     found = (_compared(spec, gpus) for spec in find_specs(host, root=root))
     return tuple(one for one in found if one.gone or one.missing or one.moved)
@@ -165,7 +165,7 @@ def _is_index(name: str, index: int) -> bool:
 
 
 def _by_index(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the MIG devices that are named by index, with the UUID of what they are; the name itself when unknown."""
+    """Return the UUIDs of MIG devices that are named by index; the name itself when unknown."""
     same = {device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")}
     found = {}
     for device in spec.devices:
@@ -177,7 +177,7 @@ def _by_index(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 def _by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
-    """Return the UUID of the MIG device whose capability nodes a device has.
+    """Return the UUID of the MIG device with the same capability nodes.
 
     The minor of a GPU instance is 3 + 135 * GPU + 9 * id, of its compute instance that + 1 + id (nvidia-caps.c).
     """
@@ -193,7 +193,7 @@ def _by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
 def _moved(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
     for prefix in ("", "mig"):
         for gpu in gpus:
-            # NVML's indices may have gaps: the order counts.
+            # NVML's indexes may have gaps: compare by order.
             head = f"{prefix}{gpu.index}:"
             names = sorted(
                 (name for name in by_index if name.startswith(head)), key=lambda name: int(name[len(head) :])
@@ -206,7 +206,7 @@ def _moved(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
 def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
     """Return the command that rewrites a specification at its path, with names of the same kinds.
 
-    nvidia-ctk names by index and UUID (before 1.16 by index alone) unless ``--device-name-strategy`` says otherwise.
+    nvidia-ctk uses index and UUID (before 1.16 only the index) unless ``--device-name-strategy`` is given.
     """
     if spec is None:
         return (PROGRAM, "cdi", "generate", f"--output={DEFAULT_PATH}")
@@ -220,10 +220,9 @@ def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
 
 
 def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
-    """Rewrite a specification and read back that it names what exists.
+    """Rewrite a specification and check that it matches the devices.
 
-    While every GPU is in MIG mode without an instance there is no device to name: nvidia-ctk refuses ("empty device
-    edits"), and the file stays as it is.
+    If every GPU is in MIG mode without an instance, nvidia-ctk refuses ("empty device edits"), so the file stays.
 
     Raises:
         NotSupported: the toolkit is not installed.
@@ -247,7 +246,7 @@ def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
     wrong = next((one for one in stale(host, gpus, root=root) if one.path == spec.path), None)
     if wrong is not None:
         raise OperationFailed(
-            f"nvidia-ctk wrote {spec.path}, and it {describe(wrong)}", by_hand, code="cdi_still_stale"
+            f"nvidia-ctk wrote {spec.path}, but it {describe(wrong)}", by_hand, code="cdi_still_stale"
         )
 
 
@@ -255,21 +254,21 @@ def check_toolkit(host: Host) -> None:
     """Raise NotSupported unless nvidia-ctk is installed."""
     if host.programs.find(PROGRAM) is None:
         raise NotSupported(
-            f"{PROGRAM} is not installed, and writes the CDI specification of this host",
-            "it is in the package nvidia-container-toolkit-base; install it, or leave --refresh-cdi out",
+            f"{PROGRAM}, which writes the CDI specification of this host, is not installed",
+            "install the package nvidia-container-toolkit-base, or drop --refresh-cdi",
             code="program_missing",
         )
 
 
 def describe(one: Staleness) -> str:
-    """Return in words what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
+    """Describe what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
     parts = []
     if one.gone:
         parts.append(f"names devices that are gone ({_some(one.gone)})")
     if one.missing:
         parts.append(f"lacks {_some(one.missing)}")
     if one.moved:
-        parts.append(f"means other MIG devices by {_some(one.moved)}")
+        parts.append(f"has wrong MIG devices for {_some(one.moved)}")
     return " and ".join(parts)
 
 

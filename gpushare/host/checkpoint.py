@@ -1,9 +1,9 @@
 """The driver's lock on another process's GPU work: cuCheckpointProcessLock and Unlock of libcuda, driver 570 and later.
 
 Works from any process of the same user, without cuInit and without preparing the target. A lock blocks new CUDA calls
-and waits for the work that was submitted; it outlives the locker. Seen on an H200 (driver 580): 1 to 10 ms, 801 for an
-MPS client, 600 when the time is up (the job runs on), 401 for a second lock or unlock. A stopped (SIGSTOP) target hangs
-the lock for ever, so every call here has a bound of its own.
+and waits for submitted work; it outlives the process that locked. Seen on an H200 (driver 580): 1 to 10 ms, 801 for an
+MPS client, 600 on timeout (the job continues), 401 for a second lock or unlock. With a stopped (SIGSTOP) target the lock
+hangs forever, so every call here has its own time limit.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Checkpoint:
 
     def __init__(self, library: Any = None) -> None:
         self._library = library
-        # By process: the call that did not come back.
+        # By process: the call that has not returned.
         self._hanging: dict[int, threading.Thread] = {}
 
     def lock(self, pid: int, seconds: float) -> None:
-        """Block a process's CUDA calls and wait until its work has drained, at most so long.
+        """Block the CUDA calls of a process and wait until its work has drained, ``seconds`` at most.
 
         Raises:
-            TimedOut: its queue is longer; it runs on (or the driver did not answer).
+            TimedOut: its queue is longer, and it continues; or the driver did not answer.
             NotSupported: an MPS client, or a driver before 570.
             OperationFailed: it is locked already, has no CUDA context, or the driver refused.
         """
@@ -54,14 +54,14 @@ class Checkpoint:
         code = self._call("cuCheckpointProcessLock", pid, ctypes.byref(arguments), seconds=seconds + CALL_SECONDS)
         if code == NOT_READY:
             raise TimedOut(
-                f"the GPU work of process {pid} did not drain within {seconds:g} s; it runs on",
-                "wait, or give it more time",
+                f"the GPU work of process {pid} did not drain within {seconds:g} s; it continues",
+                "wait, or allow more time",
                 code="lock_timeout",
             )
         _demand(code, "lock", pid)
 
     def unlock(self, pid: int) -> None:
-        """Let a locked process go on; one that is not locked stays as it is.
+        """Let a locked process continue; does nothing if it is not locked.
 
         Raises:
             NotSupported, OperationFailed, TimedOut: the driver refused, or did not answer.
@@ -72,7 +72,7 @@ class Checkpoint:
             _demand(code, "unlock", pid)
 
     def is_locked(self, pid: int) -> bool:
-        """Return whether a process is locked; False where the driver knows no locks, or knows nothing of the process."""
+        """Return whether a process is locked; False if the driver has no locks or does not know the process."""
         state = ctypes.c_int(-1)
         try:
             code = self._call("cuCheckpointProcessGetState", pid, ctypes.byref(state), seconds=CALL_SECONDS)
@@ -81,14 +81,14 @@ class Checkpoint:
         return code == SUCCESS and state.value == LOCKED
 
     def _call(self, name: str, pid: int, argument: Any, *, seconds: float) -> int:
-        """Call in a thread of its own: what hangs in the driver must not hang gpushare."""
+        """Call in a thread: a hanging driver must not hang gpushare."""
         function = self._function(name)
         before = self._hanging.get(pid)
         if before is not None and before.is_alive():
-            # A lock that hangs still locks when its process goes on: an unlock that overtook it would be in vain.
+            # A hanging lock takes effect once its process continues: an unlock before that would be in vain.
             raise _hangs(name, pid)
         answers: list[int] = []
-        # The argument is kept alive by the thread's own reference to it.
+        # The thread's reference keeps the argument alive.
         thread = threading.Thread(target=lambda: answers.append(int(function(pid, argument))), daemon=True)
         thread.start()
         thread.join(seconds)
@@ -128,7 +128,7 @@ def _demand(code: int, what: str, pid: int) -> None:
     if code == 801:
         raise NotSupported(
             f"the driver cannot {what} process {pid}: it is a client of MPS",
-            "inside MPS a pause is SIGSTOP",
+            "use SIGSTOP to pause a client of MPS",
             code="not_supported",
         )
     reason = "it is locked already" if code == ILLEGAL_STATE else f"CUDA error {code}"

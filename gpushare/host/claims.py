@@ -1,12 +1,12 @@
-"""Claims: which job has what, told by one file per job that only its owner can write.
+"""Claims: which job has which device, recorded in one file per job that only its owner can write.
 
-All users meet in one sticky directory that root made. Nobody opens another's file to write or to lock it, so nobody can
-keep another out by holding one. A claim counts only while its file's owner is the real user of a live process with a PID
-and a start time that it names: a claim for another's process is worth nothing, and so is that of a process that is gone.
+All users share one sticky directory made by root. Nobody opens another user's file to write or lock it, so nobody can
+block others by holding one. A claim counts only while it names a live process (PID and start time) whose real user owns
+the file: a claim for another user's process, or for one that has ended, is void.
 
-Taking is a try, as in Lamport's bakery. A claim is first *choosing*; then it draws a ticket (CLOCK_BOOTTIME); the
-lowest live ticket has the thing, and whoever is not first withdraws. A file only grows, by lines, under one name: to
-replace it would hide it from whoever lists the directory at that moment (tmpfs), and two would be first.
+Taking is an attempt, as in Lamport's bakery algorithm. A claim is first *choosing*, then draws a ticket
+(CLOCK_BOOTTIME). The lowest live ticket gets the device, and everybody else withdraws. A file only grows, by lines, under
+one name: replacing it would hide it from a directory listing at that moment (tmpfs), and two claims would be first.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _TEXT: Final = re.compile(
 _PROCESS: Final = re.compile(rb"process (\d+) (\d+)\n", re.ASCII)
 _MOST_BYTES: Final = 1024
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# More of one user are his own affair: those beyond do not count. Dead ones are removed as they are met.
+# Further claims of one user do not count. Dead ones are removed when found.
 _MOST_OF_ONE_USER: Final = 256
 _MOST_FILES: Final = 50_000
-# A claim chooses for microseconds; one that does so for longer has the thing.
+# Choosing takes microseconds; a claim that chooses for longer counts as holding the device.
 _CHOOSING_SECONDS: Final = 0.5
-# What cannot be read may be in the writing.
+# An unreadable file may still be being written.
 _UNREADABLE_SECONDS: Final = 60.0
 _CODE: Final = "lease_unusable"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a claim says: what is claimed, by whom; ``ticket`` is None while it is choosing."""
+    """A claim: what is claimed, and by whom; ``ticket`` is None while it is choosing."""
 
     path: Path
     key: str
     uid: int
-    # Those of its processes that live, the one that made it first.
+    # Its live processes, the creator first.
     processes: tuple[Identity, ...]
     ticket: int | None
 
@@ -70,27 +70,27 @@ class Claim:
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """Return its place in the order: whoever is lowest has the thing."""
+        """Return its rank: the lowest gets the device."""
         return -1 if self.ticket is None else self.ticket, self.uid, self.path.name
 
 
 @dataclass(frozen=True)
 class HeldClaim:
-    """A claim of this user's; it may be given on to another of his processes by its path."""
+    """A claim of this user; another process of the user can take it over by its path."""
 
     path: Path
 
     def release(self) -> None:
-        """Give it back, for all the processes that hold it."""
+        """Release it for all processes that hold it."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
     def held(self) -> bool:
-        """Return whether it has not been given back; its name is never another's."""
+        """Return whether it has not been released; names are never reused."""
         return os.path.lexists(self.path)
 
     def add(self, pid: int) -> None:
-        """Let another process of this user hold it too; its place in the order stays.
+        """Let another process of this user hold it too; its rank stays.
 
         Raises:
             OperationFailed: the process is gone, or there is no room.
@@ -102,11 +102,11 @@ class HeldClaim:
 
 
 def claim_directory(host: Host) -> Path:
-    """Return where the claims of a host lie: the same for all its users.
+    """Return the directory of a host's claims: the same for all users.
 
-    ``/run/lock``, or ``/tmp`` where only root may write the former (Fedora, RHEL): which of them is seen from owner and
-    mode alone, so that everybody chooses the same. A service with PrivateTmp=, or a container with a /tmp or PIDs of its
-    own, does not see the others' claims; there only NVML's processes tell.
+    ``/run/lock``, or ``/tmp`` where only root may write the former (Fedora, RHEL). Only owner and mode decide, so that
+    everybody chooses the same. A service with PrivateTmp=, or a container with its own /tmp or PIDs, does not see the
+    others' claims; there only NVML's process lists help.
     """
     own = host.run_directory / "claims"
     if host.is_simulated:
@@ -115,7 +115,7 @@ def claim_directory(host: Host) -> Path:
 
 
 def take_claim(host: Host, key: str) -> HeldClaim | Claim:
-    """Take something for this process, or return the claim of who has it. Never waits for the holder.
+    """Claim ``key`` for this process, or return the claim that has it. Never waits for the holder.
 
     Raises:
         NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).
@@ -125,7 +125,7 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
         make_private_directory(directory)
     held = _made(directory, key)
     try:
-        # Drawn when everybody can see that this one is choosing.
+        # Draw the ticket once everybody can see that this claim is choosing.
         ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         _append(held.path, f"ticket {ticket}\n")
         first = _first(directory, key, held, ticket)
@@ -139,7 +139,7 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
 
 
 def live_claims(host: Host) -> dict[str, Claim] | None:
-    """Return who has what now, by key; None: it cannot be told."""
+    """Return the claims in force by key; None: unknown."""
     found: dict[str, Claim] = {}
     try:
         claims = list(_claims(claim_directory(host)))
@@ -154,7 +154,7 @@ def live_claims(host: Host) -> dict[str, Claim] | None:
 
 
 def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
-    """Return the live claim that comes before this one; None: there is none."""
+    """Return the live claim before this one, or None."""
     deadline = time.monotonic() + _CHOOSING_SECONDS
     mine = ticket, os.geteuid(), held.path.name
     while True:
@@ -169,7 +169,7 @@ def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | N
 
 
 def _claims(directory: Path, key: str | None = None) -> Iterator[Claim]:
-    """Yield the claims that count. Dead ones are removed, by their owner and by root.
+    """Yield the live claims. Their owner and root also remove dead ones.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -201,10 +201,10 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
         return None
     try:
         seen = os.fstat(descriptor)
-        # A second name would outlive the release of the first.
+        # A second hard link would survive the release.
         if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
             return None
-        # One more than is taken: what is longer is none.
+        # One byte more than allowed: a longer file does not match.
         match = _TEXT.fullmatch(os.read(descriptor, _MOST_BYTES + 1))
     except OSError:
         return None
@@ -215,7 +215,7 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
             _remove(path)
         return None
     if match[1].decode() == boot and int(match[2]) != space:
-        # Its PIDs mean nothing here.
+        # Its PIDs belong to another namespace.
         return None
     told = [Identity(int(match[4]), int(match[5])), *(Identity(int(a), int(b)) for a, b in _PROCESS.findall(match[7]))]
     alive = tuple(one for one in told if match[1].decode() == boot and lives(one, seen.st_uid))
@@ -237,21 +237,21 @@ def _made(directory: Path, key: str) -> HeldClaim:
     me = identity_of(os.getpid())
     if me is None or real_uid(os.getpid()) != os.geteuid():
         raise OperationFailed(
-            "gpushare runs under another user than who started it, so nobody would believe its claim",
+            "gpushare runs as another user than the one who started it, so its claim would not count",
             "run it as one user: sudo gpushare ..., or without sudo",
             code=_CODE,
         )
     text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {_pid_space()}\nkey {key}\n{_process_line(me)}"
     if not _TEXT.fullmatch(text.encode()):
         raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
-    # Random: nobody can be there before.
+    # Random: nobody can create it in advance.
     path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
     except OSError as error:
         raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
     try:
-        # Whatever the umask: the others must read it.
+        # Others must be able to read it, whatever the umask.
         os.fchmod(descriptor, 0o644)
         _written(descriptor, text)
     except OSError as error:
@@ -271,14 +271,14 @@ def _append(path: Path, line: str) -> None:
             os.close(descriptor)
     except FileNotFoundError:
         raise OperationFailed(
-            f"{path} was removed while it was being used", f"see who does: ls -ld {path.parent}", code=_CODE
+            f"{path} was removed while in use", f"see who can do that: ls -ld {path.parent}", code=_CODE
         ) from None
     except OSError as error:
         raise unwritable(path, "the claim of an instance", error, code=_CODE) from error
 
 
 def _written(descriptor: int, text: str) -> None:
-    # One call: a reader sees all of it or nothing.
+    # One call: a reader sees all or nothing.
     if os.write(descriptor, text.encode()) != len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -288,7 +288,7 @@ def _process_line(one: Identity) -> str:
 
 
 def _pid_space() -> int:
-    """Return which PID namespace this is: PIDs mean nothing in another."""
+    """Return the inode of this PID namespace: PIDs are only valid in their own."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -298,14 +298,14 @@ def _pid_space() -> int:
 def _flooded(directory: Path, met: Counter[int]) -> OperationFailed:
     (uid, number), *_ = met.most_common(1)
     return OperationFailed(
-        f"{directory} holds {number} or more claims of user {uid}; who has what cannot be told",
+        f"{directory} holds {number} or more claims of user {uid}, so the claims cannot be read",
         f"remove them: sudo find {directory} -maxdepth 1 -name '{_PREFIX}*' -uid {uid} -delete",
         code=_CODE,
     )
 
 
 def _is_shared(path: Path) -> bool:
-    """Return whether everybody may put files there, and only root and their owners may remove them."""
+    """Return whether everybody may create files there, and only root and their owners may remove them."""
     try:
         seen = os.lstat(path)
     except OSError:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def compute_mode_step(
     host: Host, device: Device, mode: ComputeMode, *, before: ComputeMode | None, why: str = ""
 ) -> Step:
-    """Return the step that sets a compute mode; ``before`` is the mode at planning, ``why`` follows what it does."""
+    """Return the step that sets a compute mode; ``before`` is the mode when planning, ``why`` is added to its text."""
     index, nvml = device.gpu.index, host.nvml
     setting = f"the compute mode of {device.title}"
     return setting_step(

@@ -1,4 +1,4 @@
-"""One host: its NVML, its programs, its processes, and where gpushare keeps what dies with a reboot."""
+"""One host: its NVML, programs, processes, and the directories of gpushare."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
 
 
 def _local_machine() -> Machine:
-    # Only the doctor asks it.
+    # Only doctor needs it.
     from gpushare.host.machine import LocalMachine
 
     return LocalMachine()
@@ -36,11 +36,11 @@ def _local_machine() -> Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Everything that commands need of a host, real or simulated.
+    """A host, real or simulated.
 
-    ``run_directory`` holds our MPS daemons and undo records; ``shared_run_directories`` are those
-    of others that this user may use (root's). ``state_directory`` is kept across reboots, and
-    ``shared_state_directories`` are those of others. ``uid`` is the user that commands run as there.
+    ``run_directory`` has our MPS daemons and undo records; ``shared_run_directories`` are those of others that this user
+    may use (root's). ``state_directory`` survives reboots; ``shared_state_directories`` are those of others. ``uid`` is
+    the user that commands run as.
     """
 
     spec: str
@@ -85,10 +85,10 @@ def local_host() -> Host:
 
 
 def local_run_directory(uid: int) -> Path:
-    """Return where the daemons of a user live.
+    """Return the directory of a user's daemons.
 
-    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; ``$XDG_RUNTIME_DIR/gpushare``; else a directory
-    in ``/tmp``. Short, because a pipe directory may have 87 bytes.
+    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; ``$XDG_RUNTIME_DIR/gpushare``; else a directory in ``/tmp``. Short,
+    because a pipe directory may have 87 bytes.
     """
     explicit = os.environ.get("GPUSHARE_RUN_DIR")
     if explicit:
@@ -104,7 +104,7 @@ def local_run_directory(uid: int) -> Path:
 
 
 def local_state_directory(uid: int) -> Path:
-    """Return where names and what else outlives a reboot are kept.
+    """Return the directory of what survives a reboot, like names.
 
     ``GPUSHARE_STATE_DIR``; ``/var/lib/gpushare`` for root; ``$XDG_STATE_HOME/gpushare``, or
     ``~/.local/state/gpushare``.
@@ -119,7 +119,7 @@ def local_state_directory(uid: int) -> Path:
 
 
 def _make(path: Path, mode: int) -> None:
-    """Create a directory and its parents with this mode, whatever the umask; what is there stays as it is."""
+    """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are."""
     try:
         path.mkdir(mode)
     except FileNotFoundError:
@@ -135,8 +135,8 @@ def _make(path: Path, mode: int) -> None:
 def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GPUSHARE_RUN_DIR") -> None:
     """Create a directory (and its parents) that only its owner may write.
 
-    The MPS daemon itself would create it 0777 without a sticky bit. An existing directory must be ours
-    or root's and not writable for others: its pipe decides who talks to whose GPU. ``variable`` is the one that moves it.
+    The MPS daemon would create it with mode 0777, without a sticky bit. An existing directory must be ours or root's, and
+    not writable for others: its pipe decides who reaches which GPU. ``variable`` is the one that moves it.
 
     Raises:
         NoPermission: it cannot be created, belongs to somebody else, or others may write into it.
@@ -152,7 +152,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
             else f"set {variable} to a {'short ' if variable == 'GPUSHARE_RUN_DIR' else ''}directory that you may write",
             code="directory_unwritable",
         ) from None
-    # A link is another's way to choose where our files go.
+    # Through a link another user could choose where our files go.
     strangers = {found.st_uid, itself.st_uid} - {os.geteuid(), 0}
     if strangers:
         raise NoPermission(
@@ -175,11 +175,10 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
 
 
 def is_trusted_directory(directory: Path, *below: str) -> bool:
-    """Return whether what is read in a directory counts: `make_private_directory` could have made it so.
+    """Return whether files in a directory can be trusted: `make_private_directory` could have made it.
 
-    ``directory`` is a run or state directory, ``below`` leads down from it; each on the way must be this user's or
-    root's, as must be a link in its place, and not writable for others. Opening a file without following links looks at
-    the last name only.
+    ``directory`` is a run or state directory, and ``below`` the path from there. Each directory on the way, and any link
+    in its place, must belong to this user or root and not be writable for others. O_NOFOLLOW checks only the last name.
     """
     trusted = {os.geteuid(), 0}
     path = str(directory)

@@ -1,4 +1,4 @@
-"""Which process a PID means: the same PID is given out again, its start time is not."""
+"""Identify processes by PID and start time, because PIDs are reused."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from gpushare.errors import NoPermission
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL | re.ASCII)
-# libnvidia-ml.so is NVML's, libcuda.so CUDA's; each has the driver's version behind it.
+# libnvidia-ml.so (NVML) and libcuda.so (CUDA); the driver version follows the name.
 _DRIVER: Final = re.compile(rb"/lib(?:cuda|nvidia-ml)\.so[^/\n]*$", re.MULTILINE)
 _MOST_MAPS: Final = 16 << 20
 _KERNEL_THREAD: Final = 0x00200000
-# Linux before 5.3, a sandbox that allows no such call, or no descriptor is left: then the look just before must do.
+# Linux before 5.3, a sandbox without this call, or no descriptor left: then rely on the check just before.
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _GONE: Final = frozenset({"Z", "X", "x"})
 
 
 class Identity(NamedTuple):
-    """A process: its PID, and when it started, in clock ticks since boot. That does not move when the clock is set."""
+    """A process: its PID and start, in clock ticks since boot, which does not change when the clock is set."""
 
     pid: int
     started: int
 
 
 def identity_of(pid: int) -> Identity | None:
-    """Return who has a PID now; None: nobody, a zombie, or it cannot be seen."""
+    """Return the process that has a PID now; None: no process, a zombie, or not visible."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in _GONE else Identity(pid, int(fields[19]))
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` from the state on; None: there is no such file for this user."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; None if this user cannot read it."""
     try:
-        # comm is any bytes; it ends at the last parenthesis.
+        # comm can contain any bytes; it ends at the last parenthesis.
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
@@ -48,7 +48,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def real_uid(pid: int) -> int | None:
-    """Return the real user id of a process; None: it cannot be seen, or the number is a thread's."""
+    """Return the real user id of a process; None: not visible, or the number is a thread's."""
     try:
         found = _UID.search(Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -57,9 +57,9 @@ def real_uid(pid: int) -> int | None:
 
 
 def lives(one: Identity, uid: int) -> bool:
-    """Return whether this very process lives, and is this user's.
+    """Return whether exactly this process is alive and belongs to this user.
 
-    Where /proc hides the processes of others (hidepid), one that this user must not signal counts: it is somebody's.
+    If /proc hides the processes of others (hidepid), one that this user may not signal counts as alive.
     """
     if one.pid <= 0:
         return False
@@ -71,18 +71,18 @@ def lives(one: Identity, uid: int) -> bool:
         return True
     except (OSError, OverflowError):
         return False
-    # Ours, and gone since the look.
+    # Our own process, gone since the check.
     return False
 
 
 def is_kernel_thread(pid: int) -> bool:
-    """Return whether a PID is a thread of the kernel (PF_KTHREAD in ``/proc/PID/stat``)."""
+    """Return whether a PID is a kernel thread (PF_KTHREAD in ``/proc/PID/stat``)."""
     fields = _stat(pid)
     return fields is not None and bool(int(fields[6]) & _KERNEL_THREAD)
 
 
 def ancestors() -> frozenset[int]:
-    """Return the PIDs of this process and of all above it, up to init."""
+    """Return the PIDs of this process and its ancestors, up to init."""
     found, pid = {1, os.getpid()}, os.getppid()
     while pid > 1 and pid not in found:
         found.add(pid)
@@ -92,7 +92,7 @@ def ancestors() -> frozenset[int]:
 
 
 def boot_id() -> str | None:
-    """Return what this boot of the machine is called (``/proc/sys/kernel/random/boot_id``)."""
+    """Return the id of this boot (``/proc/sys/kernel/random/boot_id``)."""
     try:
         return _BOOT_ID.read_bytes().decode("ascii", "replace").strip()
     except OSError:
@@ -100,9 +100,9 @@ def boot_id() -> str | None:
 
 
 def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
-    """Send a signal to the process that ``same`` finds under a PID; return whether it was still there.
+    """Send a signal to a process if ``same`` still recognizes it; return whether it did.
 
-    ``same`` is asked when the process is held by a descriptor: whoever gets the PID later is not meant by it.
+    ``same`` is called while a descriptor holds the process: a process that gets the PID later gets no signal.
 
     Raises:
         NoPermission: it belongs to another user.
@@ -113,7 +113,7 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
         return False
     except OSError as error:
         if error.errno not in _NO_DESCRIPTOR:
-            # Gone, or no process but a thread of one.
+            # Gone, or a thread's number.
             return False
         descriptor = -1
     try:
@@ -126,7 +126,7 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
         return False
     except PermissionError:
         raise NoPermission(
-            f"may not send {signals.Signals(signal).name} to process {pid}: it belongs to another user",
+            f"not allowed to send {signals.Signals(signal).name} to process {pid}: it belongs to another user",
             f"ask its owner, or run as root: sudo kill {pid}",
         ) from None
     else:
@@ -137,7 +137,7 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
 
 
 def has_driver(pid: int) -> bool | None:
-    """Return whether a process has the driver's library loaded; None when it cannot be seen."""
+    """Return whether a process has the driver's library loaded; None when unknown."""
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
             return _DRIVER.search(file.read(_MOST_MAPS)) is not None

@@ -1,4 +1,4 @@
-"""What the machine itself gives to those who share its GPUs: shared memory, limits, environments, the kernel's log."""
+"""The machine around the GPUs: shared memory, limits, environments of processes, the kernel log."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _PROGRAM_SECONDS: Final = 5.0
 
 
 class Space(NamedTuple):
-    """A file system: bytes in all, and bytes that are free."""
+    """A file system: total and free bytes."""
 
     total: int
     free: int
 
 
 class Xid(NamedTuple):
-    """One error of a GPU in the kernel's log: its number, and the PCI address as the driver writes it."""
+    """A GPU error in the kernel log: its number, and the PCI address as the driver writes it."""
 
     number: int
     pci: str
 
 
 class Machine(Protocol):
-    """The machine of a host. What cannot be told is None."""
+    """The machine of a host. Unknown is None."""
 
     def shared_memory(self) -> Space | None:
-        """Return the file system in which MPS servers and their clients meet (``/dev/shm``)."""
+        """Return the file system that MPS servers share with their clients (``/dev/shm``)."""
 
     def descriptor_limit(self, pid: int) -> int | None:
-        """Return how many files a process may have open (its soft limit, ``ulimit -n``)."""
+        """Return the maximum number of open files of a process (its soft limit, ``ulimit -n``)."""
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
-        """Return these variables of every process that has one of them, as far as this user may look."""
+        """Return these variables of every process that has one of them and that this user may read."""
 
     def xids(self) -> tuple[Xid, ...] | None:
-        """Return the Xids since the boot, oldest first; None when this user may not read the kernel's log."""
+        """Return the Xids since the boot, oldest first; None if this user may not read the kernel log."""
 
 
 class LocalMachine:
@@ -95,7 +95,7 @@ class LocalMachine:
                 done = programs.run(argv, timeout=_PROGRAM_SECONDS)
             except GpushareError:
                 continue
-            # Without the right to read it journalctl says nothing, and ends well.
+            # Without permission journalctl prints nothing and exits 0.
             if done.exit_code == 0 and done.stdout.strip():
                 return xids_in(done.stdout)
         return None

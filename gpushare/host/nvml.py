@@ -1,7 +1,7 @@
-"""NVML, read through one choke point. The only importer of pynvml.
+"""NVML. The only importer of pynvml.
 
-Every call goes through `NvmlReader.ask`, which turns return codes into None (the driver cannot tell)
-or into an error of ours. Nothing starts NVML at import: `nvmlInit` runs at the first question.
+Every call goes through `NvmlReader.ask`, which turns return codes into None (unknown) or one of our errors. NVML is
+initialized at the first call, not at import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpushare.errors import (
 )
 from gpushare.model import ComputeMode, Gpu, GpuProcess, MigInstance
 
-# nvmlReturn_t (nvml.h). Literals, because they are needed before pynvml is imported.
+# nvmlReturn_t (nvml.h), as literals because pynvml is imported later.
 NOT_SUPPORTED: Final = 3
 NO_PERMISSION: Final = 4
 NOT_FOUND: Final = 6
@@ -36,7 +36,7 @@ FUNCTION_NOT_FOUND: Final = 13
 NO_DATA: Final = 21
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
-# What the driver cannot tell is None, not an error.
+# These mean unknown: None, not an error.
 CANNOT_TELL: Final = frozenset(
     {NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, NO_DATA, ARGUMENT_VERSION_MISMATCH, DEPRECATED}
 )
@@ -82,10 +82,10 @@ def nvml_error(code: int, text: str, gpu: str | None = None) -> GpushareError:
 
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _NO_VALUE: Final = 0xFFFFFFFFFFFFFFFF
-# One C call instead of two: the size is asked for again only when a GPU holds more processes than this.
+# One C call instead of two: ask again only if a GPU has more processes than this.
 _PROCESS_ROOM: Final = 64
 _SAMPLE_ROOM: Final = 256
-# Samples of the last two seconds: older ones speak of work that is over.
+# Two seconds: older samples are about finished work.
 _SAMPLE_WINDOW_US: Final = 2_000_000
 _MOST_ROOM: Final = 2**16
 
@@ -148,7 +148,7 @@ def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, i
             nvml._nvmlCheckReturn(code)
             break
         room = max(2 * room, count.value + 16)
-    # Some drivers report nonsense above 100 % for a process that just ended.
+    # Some drivers report values above 100 % for a process that just ended.
     return [(row.pid, row.timeStamp, row.smUtil) for row in rows[: count.value] if row.pid and row.smUtil <= 100]
 
 
@@ -156,10 +156,10 @@ T = TypeVar("T")
 
 
 class NvmlReader:
-    """Reads GPUs through NVML. Static facts are read once per reader, moving ones at each sweep.
+    """Reads GPUs through NVML: static facts once, the rest at each sweep.
 
-    ``library`` stands in for libnvidia-ml.so.1 beneath the real bindings: an object with methods of
-    the C entry points' names. None is the real library.
+    ``library`` replaces libnvidia-ml.so.1 below the real bindings: an object whose methods have the names of the C entry
+    points. None is the real library.
     """
 
     def __init__(self, library: object | None = None) -> None:
@@ -171,7 +171,7 @@ class NvmlReader:
     # -- the choke point ---------------------------------------------------------------------------
 
     def ask(self, call: Callable[[Any], T], gpu: str | None = None) -> T | None:
-        """Return what NVML answers, or None where the driver cannot tell (NotSupported and its like).
+        """Return NVML's answer, or None if the driver does not know (NotSupported and the like).
 
         Raises:
             GpushareError: as `nvml_error` says; a lost GPU is GpuLost.
@@ -184,11 +184,11 @@ class NvmlReader:
                 return None
             raise nvml_error(error.value, str(error), gpu) from None
         except UnicodeDecodeError:
-            # A dying GPU answers with garbage instead of a name.
+            # A failing GPU answers with garbage instead of a name.
             return None
 
     def demand(self, call: Callable[[Any], T], gpu: str | None = None) -> T:
-        """Return what NVML answers; here NotSupported and NoPermission are errors too."""
+        """Return NVML's answer; here NotSupported and NoPermission are errors, too."""
         bindings = self._api()
         try:
             return call(bindings)
@@ -197,7 +197,7 @@ class NvmlReader:
         except UnicodeDecodeError:
             where = "" if gpu is None else f"GPU {gpu}: "
             raise OperationFailed(
-                f"{where}NVML answers garbage instead of a text",
+                f"{where}NVML answers with garbage instead of text",
                 "see what is wrong: gpushare doctor",
                 gpu=gpu,
                 code="nvml",
@@ -218,17 +218,17 @@ class NvmlReader:
         return self._bindings
 
     def _attach(self, bindings: Any) -> None:
-        """Put our library beneath the bindings; another reader of this process may have had its own there."""
+        """Put our library below the bindings; another reader in this process may have put its own there."""
         if self._library is None and not hasattr(bindings.nvmlLib, "is_simulated"):
             return
         bindings.nvmlLib = self._library
         bindings._nvmlGetFunctionPointer_cache.clear()
 
     def restart(self) -> None:
-        """Let go of NVML and of every handle; the next question starts it again.
+        """Shut NVML down and drop every handle; the next call initializes it again.
 
-        Around a change of MIG: handles on MIG devices keep their instances in use (go-nvml issue 146), the list of
-        MIG devices is stale until then, and a mode change may reset the GPU (nvml.h, nvmlDeviceSetMigMode).
+        For MIG changes: handles on MIG devices keep their instances in use (go-nvml issue 146), the list of MIG devices
+        is stale until then, and a mode change may reset the GPU (nvml.h, nvmlDeviceSetMigMode).
         """
         self._handles.clear()
         self._static.clear()
@@ -249,13 +249,13 @@ class NvmlReader:
         return int(self.demand(lambda nvml: nvml.nvmlDeviceGetCount()))
 
     def identities(self) -> tuple[Gpu, ...]:
-        """Return index, UUID, name, PCI bus id and MIG instances of every GPU; no moving values."""
+        """Return index, UUID, name, PCI bus id and MIG instances of every GPU."""
         return tuple(self._guarded(index, self._identity) for index in range(self.count()))
 
     def sweep(self) -> tuple[Gpu, ...]:
         """Return every GPU with memory, utilisation, modes and processes.
 
-        A GPU that does not answer becomes a row with its error; the others stay.
+        A GPU that does not answer has its error; the others are complete.
         """
         return tuple(self._guarded(index, self._gpu) for index in range(self.count()))
 
@@ -274,13 +274,13 @@ class NvmlReader:
     # -- one GPU -----------------------------------------------------------------------------------
 
     def handle(self, index: int) -> Any:
-        """Return the NVML handle of a GPU (nvmlDeviceGetHandleByIndex_v2), asked for once."""
+        """Return the cached NVML handle of a GPU (nvmlDeviceGetHandleByIndex_v2)."""
         if index not in self._handles:
             self._handles[index] = self.demand(lambda nvml: nvml.nvmlDeviceGetHandleByIndex(index), str(index))
         return self._handles[index]
 
     def _value(self, index: int, name: str) -> Any:
-        """Return what a getter of one GPU answers, or None where the driver cannot tell."""
+        """Return the answer of a getter with only a handle, or None when unknown."""
         handle = self.handle(index)
         return self.ask(lambda nvml: getattr(nvml, name)(handle), str(index))
 
@@ -298,7 +298,7 @@ class NvmlReader:
         mig = self._value(index, "nvmlDeviceGetMigMode")
         enabled = None if mig is None else bool(mig[0])
         return {
-            # NotSupported is NVML's way to say that this GPU has no MIG.
+            # NotSupported means that this GPU has no MIG.
             "mig_capable": mig is not None,
             "mig_enabled": enabled,
             "mig_pending": None if mig is None else bool(mig[1]),
@@ -326,14 +326,14 @@ class NvmlReader:
         )
 
     def _memory(self, handle: Any, gpu: str) -> Any:
-        """Return nvmlMemory_v2: with v1 "used" holds the reserved part and disagrees with nvidia-smi."""
+        """Return nvmlMemory_v2: in v1, "used" includes the reserved part, unlike in nvidia-smi."""
         memory = self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2), gpu)
         return memory if memory is not None else self.ask(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(handle), gpu)
 
     def compute_mode(self, index: int) -> ComputeMode | None:
         """Return the compute mode (nvmlDeviceGetComputeMode; ``nvidia-smi --query-gpu=compute_mode``)."""
         mode = self._value(index, "nvmlDeviceGetComputeMode")
-        # A mode of a newer driver is unknown here.
+        # A newer driver may have other modes.
         return ComputeMode(mode) if mode in set(ComputeMode) else None
 
     def set_compute_mode(self, index: int, mode: ComputeMode) -> None:
@@ -354,7 +354,7 @@ class NvmlReader:
     def pci_ids(self, index: int) -> tuple[int | None, int | None]:
         """Return the PCI ids of a GPU and of its subsystem, device above vendor: 0x233510DE (nvmlDeviceGetPciInfo).
 
-        What mig-parted's ``device-filter`` compares. None is unknown (NVML answers 0, or not at all).
+        mig-parted's ``device-filter`` compares them. None is unknown (NVML answers 0, or not at all).
         """
         info = self._value(index, "nvmlDeviceGetPciInfo")
         if info is None:
@@ -369,7 +369,7 @@ class NvmlReader:
     def multiprocessors(self, index: int, compute_capability: tuple[int, int] | None) -> int | None:
         """Return the SMs of a GPU (nvmlDeviceGetNumGpuCores by the cores of one SM), or None when unknown.
 
-        Not the largest MIG profile's: on an A100 that has 98 of the 108.
+        Not from the largest MIG profile, which has 98 of the 108 on an A100.
         """
         per_sm = None if compute_capability is None else cores_per_multiprocessor(compute_capability)
         cores = None if per_sm is None else self._value(index, "nvmlDeviceGetNumGpuCores")
@@ -386,14 +386,14 @@ class NvmlReader:
         return minor
 
     def energy_joules(self, index: int) -> float | None:
-        """Return what the GPU has drawn since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, since Volta)."""
+        """Return the energy used since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption, since Volta)."""
         millijoules = self._value(index, "nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
 
     # -- MIG ---------------------------------------------------------------------------------------
 
     def max_mig_devices(self, index: int) -> int | None:
-        """Return how many MIG devices the GPU can hold (nvmlDeviceGetMaxMigDeviceCount)."""
+        """Return the maximum number of MIG devices of the GPU (nvmlDeviceGetMaxMigDeviceCount)."""
         most: int | None = self._value(index, "nvmlDeviceGetMaxMigDeviceCount")
         return most
 
@@ -402,7 +402,7 @@ class NvmlReader:
         found, most = [], self.max_mig_devices(index)
         hidden = most is None
         for slot in range(most or 0):
-            # Indices may have gaps: NOT_FOUND is a hole, not the end.
+            # Indexes may have gaps: NOT_FOUND is not the end.
             with contextlib.suppress(NotFound):
                 mig = self.ask(partial(_mig_handle, handle=handle, slot=slot), gpu)
                 hidden = hidden or mig is None
@@ -429,7 +429,7 @@ class NvmlReader:
     def processes(self, index: int) -> tuple[GpuProcess, ...] | None:
         """Return the processes on a GPU: compute, graphics and MPS lists merged, with SM % where told.
 
-        None when the driver will not list them. Owners and command lines are not NVML's: the caller adds them.
+        None if the driver does not list them. NVML has no owners and command lines: the caller adds them.
         """
         handle, gpu = self.handle(index), str(index)
         lists = {
@@ -451,7 +451,7 @@ class NvmlReader:
                 pid=pid,
                 gpu_instance_id=gpu_instance,
                 compute_instance_id=compute_instance,
-                # Under MPS the driver books all work on the server's PID: a client's share is unknown.
+                # Under MPS all work counts for the server's PID: a client's share is unknown.
                 sm_percent=None if samples is None or entry.get("mps") else samples.get(pid, 0),
                 **entry,
             )
@@ -463,14 +463,14 @@ class NvmlReader:
     ) -> Sequence[tuple[int, int | None, int | None, int | None]] | None:
         rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v3", handle), gpu)
         if rows is None:
-            # Drivers before R510 have _v2 only, with the same structure.
+            # Drivers before R510 have only _v2, with the same structure.
             rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v2", handle), gpu)
         return rows
 
     def _sm_samples(self, handle: Any, gpu: str) -> dict[int, int] | None:
         """Return SM % by PID (nvmlDeviceGetProcessUtilization; ``nvidia-smi pmon``).
 
-        NotFound means no sample since then, so everybody is idle (empty); NotSupported means unknown (None).
+        NotFound means no sample since then, so all are idle (empty); NotSupported means unknown (None).
         """
         try:
             return self.ask(lambda nvml: read_samples(nvml, handle), gpu)

@@ -1,6 +1,6 @@
-"""Who has files open, above all device nodes.
+"""Find the processes that have files open, mainly device nodes.
 
-A path proves nothing, since every user may make any path in a mount name space: a node counts by its device number.
+A path proves nothing, since any user can create any path in a mount namespace: a node is compared by device number.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from gpushare.values import dataclass
 
-# Whoever may open half a million of them makes root look at each.
+# A process may have half a million open; do not let it make root read them all.
 _MOST_DESCRIPTORS: Final = 16 << 10
-# linux/stat.h and linux/fcntl.h. The kernel answers from what it has: no server of a file system (FUSE) is asked.
+# linux/stat.h and linux/fcntl.h. The kernel answers from its cache, without asking a FUSE server.
 _DONT_SYNC: Final = 0x4000
 _AT_FDCWD: Final = -100
 _TYPE_AND_MODE: Final = 0x3
@@ -35,15 +35,15 @@ class OpenFiles:
     complete: bool
 
     def holders_of(self, path: str) -> tuple[int, ...]:
-        """Return the PIDs that have a file open."""
+        """Return the PIDs of processes that have a file open."""
         return tuple(pid for pid, paths in self.by_pid.items() if path in paths)
 
 
 def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
-    """Return who has files open whose path starts with ``prefix`` (``fuser``, ``lsof``), by PID.
+    """Return by PID which files are open whose path starts with ``prefix`` (like ``fuser``, ``lsof``).
 
-    Only root sees the files of other users' processes. A file that was removed since counts under its old name; a path
-    below ``/dev`` only if the open file is that device. Of a process with very many descriptors the first are looked at.
+    Only root sees the files of other users' processes. A removed file counts under its old name; a path below ``/dev``
+    only if the open file is that device. Only the first 16 Ki descriptors of a process are read.
     """
     devices = prefix.startswith("/dev/")
     found: dict[int, tuple[str, ...]] = {}
@@ -59,7 +59,7 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
                 if number >= _MOST_DESCRIPTORS:
                     complete = False
                     break
-                # It was closed meanwhile, or its file system refuses: that hides nothing else of the process.
+                # It was closed meanwhile, or its file system refuses: go on with the others.
                 with contextlib.suppress(OSError):
                     if path.startswith(prefix) and (not devices or path in paths or is_device(opened, path)):
                         paths.add(path)
@@ -75,7 +75,7 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
 
 
 def _files_of(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield the descriptors of a process, one after the other as the kernel lists them, and what they are open on."""
+    """Yield the descriptors of a process as the kernel lists them, with the open path."""
     with os.scandir(directory) as entries:
         for entry in entries:
             try:
@@ -91,7 +91,7 @@ def _files_of(directory: str) -> Iterator[tuple[str, str]]:
 def is_device(opened: str, path: str) -> bool:
     """Return whether ``opened``, a link below ``/proc/PID/fd``, is the character device that ``path`` is here.
 
-    A node that is not here, but in another container, counts where a driver of NVIDIA has its major number.
+    A node that exists only in another container counts if its major number is that of NVIDIA's driver.
 
     Raises:
         OSError: it was closed meanwhile, or its process ended.
@@ -111,7 +111,7 @@ def is_device(opened: str, path: str) -> bool:
 
 
 def _device(opened: str) -> tuple[int, int] | None:
-    """Return major and minor number of an open character device; None: it is something else."""
+    """Return the major and minor number of an open character device; None: something else."""
     statx = _statx()
     if statx is None:
         found = os.stat(opened)
@@ -127,7 +127,7 @@ def _device(opened: str) -> tuple[int, int] | None:
 
 @functools.cache
 def _statx() -> Callable[[str, bytearray], None] | None:
-    """Return statx(2) of libc; None where there is none (before glibc 2.28)."""
+    """Return statx(2) of libc; None before glibc 2.28."""
     import ctypes
     import sys
 
@@ -145,7 +145,7 @@ def _statx() -> Callable[[str, bytearray], None] | None:
 
 
 def drivers() -> Mapping[int, str]:
-    """Return the names of the drivers of character devices by major number (``/proc/devices``)."""
+    """Return the names of character device drivers by major number (``/proc/devices``)."""
     found: dict[int, str] = {}
     with contextlib.suppress(OSError), open("/proc/devices", encoding="ascii", errors="replace") as file:
         for line in file.read(1 << 16).partition("Block devices:")[0].splitlines():

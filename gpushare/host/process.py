@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
 
 
-# The text of a process in 16 hierarchies; whoever may make cgroups nests them as deep as he likes.
+# A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
 _MOST_CHARACTERS: Final = 64 << 10
-# systemd's scopes, and the same where containerd was given a cgroup without systemd.
+# Scopes of systemd, and of containerd without systemd.
 _SCOPE: Final = r"(?:docker|libpod|cri-containerd|crio|containerd|nerdctl)[-:]([0-9a-f]{12,64})(?=\.scope|$)"
-# A directory whose name is an id.
+# A directory named by an id.
 _ID: Final = r"[0-9a-f]{32,64}"
 _JOB: Final = r"job_[0-9]{1,20}"
 
 
 def container_of(cgroup: str) -> str | None:
-    """Return the container that a ``/proc/PID/cgroup`` text names, short id or name, or None.
+    """Return the container in the text of ``/proc/PID/cgroup``, as short id or name, or None.
 
     Knows Docker, Podman, containerd and CRI-O (with Kubernetes pods), LXC, and Slurm's ``job_N``;
-    cgroup v1 and v2. None means that the process is in none of them.
+    cgroup v1 and v2.
     """
-    # Taken apart at the slashes: one regular expression for all of it is cubic in the length of a path.
+    # Split at the slashes: one regular expression for everything takes cubic time.
     for line in cgroup[:_MOST_CHARACTERS].split("\n"):
         found = _named_in(line.split("/"))
         if found is not None:
@@ -47,7 +47,7 @@ def container_of(cgroup: str) -> str | None:
 
 
 def _named_in(names: list[str]) -> str | None:
-    """Return the container that the directories of one cgroup name, the outermost; what stands before them is first."""
+    """Return the outermost container that the directories of one cgroup name."""
     last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=0)
     last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=0)
     for at, name in enumerate(names):
@@ -71,20 +71,20 @@ def _named_in(names: list[str]) -> str | None:
 
 
 def _lxc(name: str, inside: str) -> str:
-    """Return the LXC container that a directory names, or the one inside it; empty: none."""
+    """Return the LXC container named by a directory or the one inside it; empty: none."""
     if name in {"lxc", "lxc.payload"}:
         return inside
     return name.removeprefix("lxc.payload.").removeprefix("lxc.") if name.startswith("lxc.") else ""
 
 
-# The kernel's own files: /proc/PID/stat, status, cgroup, limits.
+# For the kernel's files: /proc/PID/stat, status, cgroup, limits.
 _MOST_BYTES: Final = 1 << 20
 _MOST_OF_COMMAND_LINE: Final = 128 << 10
 MOST_OF_ENVIRONMENT: Final = 1 << 20
 
 
 def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
-    """Return what a file of ``/proc`` holds; None: it cannot be read, or is longer than ``most``."""
+    """Return the content of a file in ``/proc``; None: it cannot be read, or is longer than ``most``."""
     try:
         with open(path, "rb") as file:
             text = file.read(most + 1)
@@ -94,27 +94,27 @@ def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
 
 
 def command_line_of(pid: int) -> Sequence[str] | None:
-    """Return the words of a process's command line; None: they cannot be read, or are longer than 128 KiB."""
+    """Return the command line of a process; None: it cannot be read, or is longer than 128 KiB."""
     text = read_proc(f"/proc/{pid}/cmdline", _MOST_OF_COMMAND_LINE)
     if not text:
         return None
     words = text.removesuffix(b"\0").decode(errors="surrogateescape")
-    # A program that sets its title leaves one word with blanks.
+    # A program that sets its title leaves one word with spaces.
     separator = "\0" if text.endswith(b"\0") and "\0" in words else " " if " " in words else "\0"
     return words.split(separator)
 
 
 def entries_of(environment: bytes) -> list[tuple[str, str]]:
-    """Return the variables of a ``/proc/PID/environ``, as they were when the program started."""
+    """Return the variables in ``/proc/PID/environ``, as they were at the start of the program."""
     entries = (entry.partition("=") for entry in environment.decode(errors="replace").split("\0"))
     return [(name, value) for name, equals, value in entries if equals]
 
 
 T = TypeVar("T")
-# Tells of a new process: its PID and its start time.
+# Called for a new process with its PID and start time.
 Announce = Callable[[int, float | None], None]
 
-# A PID is not given out again within so short a time.
+# A PID is not reused within this time.
 SAME_START_SECONDS = 3.0
 # PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
 _HOST_PID_NAMESPACE = 4026531836
@@ -123,7 +123,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """One process; what could not be read is None."""
+    """One process; unknown is None."""
 
     pid: int
     user: str | None = None
@@ -149,35 +149,35 @@ class Spawned(Protocol):
     pid: int
 
     def poll(self) -> int | None:
-        """Return the exit status as subprocess does (negative: killed by that signal), or None."""
+        """Return the exit status (negative: killed by that signal), or None while it runs."""
 
     def stopped_by(self) -> int | None:
-        """Return the signal that has stopped it since the last call, or None."""
+        """Return the signal that stopped it since the last call, or None."""
 
 
 class Processes(Protocol):
     """The process table of a host."""
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        """Return what is known of a process, or None when there is none."""
+        """Return a process, or None if it does not exist."""
 
     def alive(self, pid: int, started_at: float | None = None) -> bool:
-        """Return whether the process lives; a zombie does not. ``started_at`` guards against a reused PID."""
+        """Return whether the process is alive, and no zombie. ``started_at`` guards against a reused PID."""
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
-        """Return its initial environment, or None when it may not be read."""
+        """Return its initial environment, or None if it cannot be read."""
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs of the processes whose executable has this name."""
 
     def descendants(self, pid: int) -> Sequence[int]:
-        """Return the PID itself and all that descend from it."""
+        """Return the PID itself and all its descendants."""
 
     def parent(self, pid: int) -> int | None:
-        """Return the PID of its parent, or None when there is none, or it cannot be told."""
+        """Return the PID of its parent, or None if there is none or it is unknown."""
 
     def catches(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process has its own handler for a signal; None when it cannot be told."""
+        """Return whether the process has a handler for a signal; None when unknown."""
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal. Raises NotFound, NoPermission."""
@@ -186,10 +186,10 @@ class Processes(Protocol):
         """Send a signal to the process that started then, and to no other. Raises NotFound, NoPermission."""
 
     def uses_driver(self, pid: int) -> bool | None:
-        """Return whether the process has the driver's library loaded; None when it cannot be told."""
+        """Return whether the process has the driver's library loaded; None when unknown."""
 
     def ignores(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process ignores a signal; None when it cannot be told."""
+        """Return whether the process ignores a signal; None when unknown."""
 
     def spawn(
         self,
@@ -200,19 +200,19 @@ class Processes(Protocol):
     ) -> Spawned:
         """Start the user's program in its own process group, with the caller's streams unless others are given.
 
-        ``announce`` is called in the new process, before the program runs in it: whoever must know of it does then,
-        even if gpushare is killed in between.
+        ``announce`` is called in the new process before the program runs, so that it is known even if gpushare is
+        killed in between.
         """
 
     def namespace_is_host(self) -> bool | None:
-        """Return whether this PID namespace is the host's; None when it cannot be told."""
+        """Return whether this PID namespace is the host's; None when unknown."""
 
     def open_files(self, prefix: str) -> OpenFiles:
-        """Return who has files open whose path starts with ``prefix``, and whether everybody could be looked at."""
+        """Return which processes have files open below ``prefix``, and whether all processes could be read."""
 
 
 def shortened(words: Sequence[str]) -> Sequence[str]:
-    """Return a command line without the empty words at its end."""
+    """Return a command line without trailing empty words."""
     end = len(words)
     while end and not words[end - 1]:
         end -= 1
@@ -223,7 +223,7 @@ class LocalProcesses:
     """The process table of this machine."""
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        """Return what is known of a process (psutil; container from ``/proc/PID/cgroup``)."""
+        """Return a process (psutil; container from ``/proc/PID/cgroup``)."""
         import psutil
 
         if pid <= 0:
@@ -231,14 +231,14 @@ class LocalProcesses:
         try:
             process = psutil.Process(pid)
             with process.oneshot():
-                # Not psutil's: it reads them to the end, and for a long name, too.
+                # Not psutil's, which reads it without a limit, also for a long name.
                 command_line = command_line_of(pid)
                 return ProcessInfo(
                     pid=pid,
                     user=_allowed(process.username),
                     uid=_effective_uid(process),
                     name=_name_of(pid, command_line),
-                    # A program that renames itself leaves empty words behind its name.
+                    # A program that renames itself leaves empty words after its name.
                     command_line=tuple(shortened(command_line or ())) or None,
                     started_at=_started_at(pid),
                     container=container_of(_read(f"/proc/{pid}/cgroup") or ""),
@@ -248,14 +248,14 @@ class LocalProcesses:
             return None
 
     def alive(self, pid: int, started_at: float | None = None) -> bool:
-        """Return whether the process lives (field 3 of ``/proc/PID/stat``)."""
+        """Return whether the process is alive (field 3 of ``/proc/PID/stat``)."""
         stat = _read(f"/proc/{pid}/stat")
         if stat is None or stat.rpartition(")")[2].split()[0] in {"Z", "X", "x"}:
             return False
         if started_at is None:
             return True
         now = _started_at(pid)
-        # The boot time that the kernel's ticks are added to moves by a second with the clock.
+        # The boot time, to which the ticks are added, changes by a second with the clock.
         return now is not None and abs(now - started_at) < SAME_START_SECONDS
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
@@ -264,7 +264,7 @@ class LocalProcesses:
         return None if text is None else dict(entries_of(text))
 
     def named(self, name: str) -> Sequence[int]:
-        """Return the PIDs whose executable has this name; by the command line where ``exe`` may not be read."""
+        """Return the PIDs whose executable has this name; by the command line if ``exe`` cannot be read."""
         found = []
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
@@ -272,7 +272,7 @@ class LocalProcesses:
             try:
                 same = os.path.basename(os.readlink(f"/proc/{entry}/exe")).removesuffix(" (deleted)") == name
             except OSError:
-                # The kernel cuts comm at 15 bytes: it cannot tell the MPS daemon from its server, the command line can.
+                # The kernel cuts comm at 15 bytes, which is the same for the MPS daemon and its server.
                 same = os.path.basename((command_line_of(int(entry)) or ("",))[0]) == name
             if same and self.alive(int(entry)):
                 found.append(int(entry))
@@ -292,7 +292,7 @@ class LocalProcesses:
         return None if stat is None else int(stat.rpartition(")")[2].split()[1]) or None
 
     def catches(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process handles a signal itself (SigCgt of ``/proc/PID/status``)."""
+        """Return whether the process has a handler for a signal (SigCgt of ``/proc/PID/status``)."""
         return _in_mask("SigCgt", pid, signal)
 
     def ignores(self, pid: int, signal: int) -> bool | None:
@@ -303,20 +303,20 @@ class LocalProcesses:
         """Send a signal (kill(2)).
 
         Raises:
-            NotFound: there is no such process.
+            NotFound: no such process.
             NoPermission: it belongs to another user.
         """
         name = signals.Signals(signal).name if signal in set(signals.Signals) else f"SIG{signal}"
         try:
             if pid <= 0:
-                # kill(2) takes these for whole groups.
+                # kill(2) takes these as process groups.
                 raise ProcessLookupError
             os.kill(pid, signal)
         except (ProcessLookupError, OverflowError):
             raise NotFound(f"there is no process {pid}", "see who is there: gpushare status") from None
         except PermissionError:
             raise NoPermission(
-                f"may not send {name} to process {pid}: it belongs to another user",
+                f"not allowed to send {name} to process {pid}: it belongs to another user",
                 f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
             ) from None
 
@@ -324,7 +324,7 @@ class LocalProcesses:
         """Send a signal to the process that started then, and to no other (pidfd_send_signal).
 
         Raises:
-            NotFound: it is gone, whoever has its PID now; or the number is a thread's.
+            NotFound: it is gone, even if its PID was reused; or the number is a thread's.
             NoPermission: it belongs to another user.
         """
         from gpushare.host.identity import send_same
@@ -345,15 +345,15 @@ class LocalProcesses:
         streams: Streams | None = None,
         announce: Announce | None = None,
     ) -> Spawned:
-        """Start a program in its own process group; signals that gpushare was told to ignore are ignored in it too.
+        """Start a program in its own process group; signals that gpushare ignores stay ignored in it.
 
         Raises:
-            NotFound: there is no such program.
+            NotFound: no such program.
             NoPermission: it may not be executed.
-            OperationFailed: it cannot be executed, or could not be announced; it does not run.
+            OperationFailed: it cannot be executed or announced, and does not run.
         """
         if announce is not None:
-            # In the new process nothing is imported any more.
+            # The new process must not import anything.
             _booted_at()
         return started(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started_at(pid)))
 
@@ -368,18 +368,18 @@ class LocalProcesses:
             return None
 
     def open_files(self, prefix: str) -> OpenFiles:
-        """Return who has files open below a path (``/proc/PID/fd``): of other users' processes only root learns it."""
+        """Return which processes have files open below a path (``/proc/PID/fd``); only root sees all of them."""
         from gpushare.host.open_files import OpenFiles, open_files
 
         found = open_files(prefix)
-        # The host's other processes are not in this namespace.
+        # Other processes of the host may not be in this namespace.
         return OpenFiles(by_pid=found.by_pid, complete=found.complete and self.namespace_is_host() is not False)
 
 
 def wait_gone(
     processes: Processes, pids: Iterable[int] | Mapping[int, float], seconds: float, *, interval: float = 0.02
 ) -> list[int]:
-    """Wait until processes are gone and return those that are not after ``seconds``. A mapping has their start times."""
+    """Wait until processes are gone, and return those left after ``seconds``. A mapping has their start times."""
     started = pids if isinstance(pids, Mapping) else {}
     deadline = time.monotonic() + seconds
     left = [pid for pid in pids if processes.alive(pid, started.get(pid))]
@@ -400,7 +400,7 @@ def _read(path: str) -> str | None:
 
 
 def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
-    """Return the name of a process: the kernel cuts it at 15 bytes, its command line has the rest."""
+    """Return the name of a process; the kernel cuts it at 15 bytes, the command line has the rest."""
     text = read_proc(f"/proc/{pid}/stat")
     if text is None:
         return None
@@ -411,14 +411,14 @@ def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
 
 @functools.cache
 def _booted_at() -> float:
-    """Return when the system was started, as told first: it moves with the clock, and start times must stay comparable."""
+    """Return the boot time. It changes with the clock, so read it once: start times must stay comparable."""
     import psutil
 
     return float(psutil.boot_time())
 
 
 def _started_at(pid: int) -> float | None:
-    """Return when a process was started (field 22 of ``/proc/PID/stat``, in ticks since the system was)."""
+    """Return the start time of a process (field 22 of ``/proc/PID/stat``, in ticks since boot)."""
     stat = _read(f"/proc/{pid}/stat")
     return None if stat is None else _booted_at() + int(stat.rpartition(")")[2].split()[19]) / _TICKS
 
@@ -437,7 +437,7 @@ def _allowed(read: Callable[[], T]) -> T | None:
         return None
 
 
-# CPUCLOCK_SCHED of a process (linux/posix-timers.h): what clock_getcpuclockid of libc makes of a PID.
+# CPUCLOCK_SCHED of a process (linux/posix-timers.h), as clock_getcpuclockid of libc makes it from a PID.
 _SCHED: Final = 2
 
 
@@ -450,7 +450,7 @@ class CpuTime:
 
 
 def cpu_time(pid: int) -> CpuTime | None:
-    """Return the CPU time of a process, all its threads together; None when it is gone, or cannot be read."""
+    """Return the CPU time of a process with all its threads; None if it is gone or cannot be read."""
     try:
         return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
     except (OSError, OverflowError):
@@ -467,7 +467,7 @@ def _ticks(pid: int) -> CpuTime | None:
 
 
 class Child:
-    """Waits for a child with waitpid(2), which unlike subprocess also tells that it was stopped."""
+    """Waits for a child with waitpid(2), which unlike subprocess also reports that it was stopped."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -479,7 +479,7 @@ class Child:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
-                # Somebody else reaped it, and its status with it.
+                # Somebody else reaped it: its status is lost.
                 self._process.returncode = 0
                 break
             if pid == 0:
@@ -502,14 +502,14 @@ def started(
     streams: Streams | None = None,
     announce: Callable[[int], None] | None = None,
 ) -> Child:
-    """Start a program in its own process group. Signals that gpushare was told to ignore are ignored in it, too.
+    """Start a program in its own process group; signals that gpushare ignores stay ignored in it.
 
-    ``announce`` is called in the new process with its PID, before the program runs in it; if that fails, it does not.
+    ``announce`` is called in the new process with its PID before the program runs; if it fails, the program does not run.
 
     Raises:
-        NotFound: there is no such program.
+        NotFound: no such program.
         NoPermission: it may not be executed.
-        OperationFailed: it cannot be executed, or was not announced.
+        OperationFailed: it cannot be executed or announced.
     """
 
     def before_it_runs() -> None:
@@ -517,7 +517,7 @@ def started(
         os.setpgrp()
         if announce is not None:
             announce(os.getpid())
-        # Python ignores these for itself alone. Only now: a pipe that nobody reads raises above, and does not kill.
+        # Python ignores these only for itself. Reset them after announce, whose broken pipe must raise, not kill.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
 
@@ -532,8 +532,8 @@ def started(
         )
     except subprocess.SubprocessError:
         raise OperationFailed(
-            f"{quoted(argv[0], 200)} was not started: the guard that would end it if gpushare died is gone itself",
-            "start it again; what ended the guard may be seen in: journalctl -e",
+            f"{quoted(argv[0], 200)} was not started: the guard process, which would end it if gpushare died, is gone",
+            "start it again; see what ended the guard: journalctl -e",
             code="guard_gone",
         ) from None
     except FileNotFoundError:
@@ -544,7 +544,7 @@ def started(
         ) from None
     except PermissionError:
         raise NoPermission(
-            f"may not execute {quoted(argv[0], 200)}",
+            f"not allowed to execute {quoted(argv[0], 200)}",
             f"check its mode: ls -l {shlex.quote(argv[0])}",
             code="command_not_executable",
         ) from None
@@ -556,7 +556,7 @@ def started(
 
 
 def known(processes: Processes, pids: Iterable[int] | Mapping[int, float]) -> dict[int, float]:
-    """Return when each process started, by PID, without those that are gone; what is known already stays as it is."""
+    """Return the start times of processes by PID, without those that are gone; a mapping has them already."""
     if isinstance(pids, Mapping):
         return dict(pids)
     infos = {pid: processes.describe(pid) for pid in pids}

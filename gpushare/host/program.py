@@ -1,4 +1,4 @@
-"""Running a program of the vendor with a time-out: the seam that a simulated host stands in for."""
+"""Run NVIDIA's programs with a timeout. A simulated host replaces these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpushare.values import dataclass
 
 @dataclass(frozen=True)
 class Completed:
-    """What a program did. The exit code alone proves nothing: the vendor's exit 0 when they refuse."""
+    """The result of a program. Do not rely on the exit code: NVIDIA's programs exit 0 when they refuse."""
 
     argv: tuple[str, ...]
     exit_code: int
@@ -28,22 +28,22 @@ class Completed:
 
     @property
     def text(self) -> str:
-        """Return everything it said, stdout first, without outer blanks."""
+        """Return its whole output, stdout first, stripped."""
         return "\n".join(part.strip() for part in (self.stdout, self.stderr) if part.strip())
 
 
 class Pending(Protocol):
-    """A program that was started and not yet waited for."""
+    """A program that was started."""
 
     def result(self) -> Completed:
-        """Wait and return what it did; same errors as `Programs.run`."""
+        """Wait for it and return its result; errors as `Programs.run`."""
 
 
 class Programs(Protocol):
     """Runs the vendor's programs on a host."""
 
     def find(self, name: str) -> str | None:
-        """Return the path of the program, or None when the host does not have it."""
+        """Return the path of a program, or None if it is not installed."""
 
     def start(
         self,
@@ -55,8 +55,7 @@ class Programs(Protocol):
     ) -> Pending:
         """Start a program and return at once.
 
-        ``env`` is laid over the caller's environment (None removes a variable); ``timeout`` is in
-        seconds, from now.
+        ``env`` overrides the caller's environment (None removes a variable); ``timeout`` is in seconds from now.
 
         Raises:
             NotSupported: the program is not installed.
@@ -74,33 +73,33 @@ class Programs(Protocol):
         """Run a program to its end.
 
         Raises:
-            TimedOut: it did not end within ``timeout`` seconds, and was killed.
+            TimedOut: it did not end within ``timeout`` seconds and was killed.
             NotSupported: the program is not installed.
             NoPermission: it may not be executed.
         """
 
     def listener(self, pipe_directory: str) -> Listener | None:
-        """Return which process takes the conversations of an MPS daemon at a pipe directory; None: not to be told."""
+        """Return the process that listens at the pipe directory of an MPS daemon; None: unknown."""
 
 
 # A killed program is gone at once, unless it hangs in the kernel.
 _KILL_SECONDS = 1.0
-# How often a program that runs is looked at for how much it has printed.
+# Interval of the checks of how much a program has printed.
 _LOOK_SECONDS = 0.1
-# nvidia-smi -q of 16 GPUs with MIG prints 2 MiB; an MPS daemon with all the clients that it can have, 10 KiB.
+# nvidia-smi -q prints 2 MiB for 16 GPUs with MIG; an MPS daemon with the maximum of clients 10 KiB.
 _MOST_OF_A_DAEMON = 1 << 20
 _MOST_OF_OTHERS = 16 << 20
 _SLACK = 1 << 16
 # linux/memfd.h
 _MFD_NOEXEC_SEAL = 0x8
-# Where packages put the programs when PATH does not say (cron, systemd, containers).
+# Where packages install the programs, for a short PATH (cron, systemd, containers).
 _EXTRA_PATH = "/usr/bin:/usr/sbin:/usr/local/bin:/opt/bin:/usr/lib/nvidia/bin:/usr/local/nvidia/bin"
 MPS_CONTROL = "nvidia-cuda-mps-control"
 _OVERRIDES = {"nvidia-smi": "GPUSHARE_NVIDIA_SMI", MPS_CONTROL: "GPUSHARE_MPS_CONTROL"}
 
 
 def program_path(name: str) -> str | None:
-    """Return the path of a vendor program: its ``GPUSHARE_...`` variable, PATH, the usual places."""
+    """Return the path of one of NVIDIA's programs: its ``GPUSHARE_...`` variable, PATH, the usual places."""
     override = os.environ.get(_OVERRIDES.get(name, ""), "")
     if override:
         return override if os.access(override, os.X_OK) else None
@@ -116,7 +115,7 @@ def missing_program(name: str) -> NotSupported:
 
 
 def merged_environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
-    """Return the caller's environment with ``env`` laid over it; None removes a variable."""
+    """Return the caller's environment overridden by ``env``; None removes a variable."""
     merged: dict[str, str | None] = {**os.environ, **(env or {})}
     return {name: value for name, value in merged.items() if value is not None}
 
@@ -139,7 +138,7 @@ class _Started:
         try:
             self._wait()
         except GpushareError:
-            # Not by Ctrl-C: it would be cut in the middle of a change.
+            # Not on Ctrl-C: that would interrupt it in the middle of a change.
             self._kill()
             raise
         finally:
@@ -147,7 +146,7 @@ class _Started:
         return Completed(self._argv, self._process.returncode, stdout, stderr)
 
     def _wait(self) -> None:
-        """Wait for the end of the program, of its time, or of its room."""
+        """Wait until the program ends, its time is up, or it has printed too much."""
         given: bytes | None = self._stdin.encode()
         while True:
             left = self._deadline - time.monotonic()
@@ -164,7 +163,7 @@ class _Started:
                 raise timed_out(self._argv, self._timeout)
 
     def _kill(self) -> None:
-        """Kill the program and what it started; give up on one that hangs in the kernel, as with a lost GPU."""
+        """Kill the program and its children; give up if it hangs in the kernel, as with a lost GPU."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,19 +175,19 @@ class _Started:
 
 
 def _most_bytes(program: str) -> int:
-    """Return how much a program may print: a daemon may be anybody's, and say anything."""
+    """Return how much a program may print: a daemon may belong to anybody and print anything."""
     return _MOST_OF_A_DAEMON if program == MPS_CONTROL else _MOST_OF_OTHERS
 
 
 def _written(file: IO[bytes]) -> int:
-    """Return how far a program has come in a file that it shares with us: there is one position for both."""
+    """Return how much a program has written: it shares the position in the file with us."""
     return os.lseek(file.fileno(), 0, os.SEEK_CUR)
 
 
 def _output_file(most: int) -> IO[bytes]:
-    """Return a file for what a program prints, in memory, that cannot grow beyond its room.
+    """Return a file in memory of limited size for the output of a program.
 
-    No pipe: a daemon that goes to the background keeps what it inherited, and a pipe would never end, or end it.
+    Not a pipe: a daemon that goes to the background keeps it open, so that it never ends, or breaks the daemon.
     """
     import fcntl
 
@@ -196,22 +195,22 @@ def _output_file(most: int) -> IO[bytes]:
         try:
             descriptor = os.memfd_create("gpushare", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         except OSError:
-            # Linux before 6.3 does not know the first flag; with vm.memfd_noexec=2 it is needed.
+            # Linux before 6.3 does not have the first flag; vm.memfd_noexec=2 requires it.
             continue
-        # Some pages more than it may print show that it wanted more. What is not written takes no memory.
+        # Some pages more than the limit, to notice that it was exceeded. Unwritten pages take no memory.
         os.ftruncate(descriptor, most + _SLACK)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         return os.fdopen(descriptor, "w+b", buffering=0)
     import tempfile
 
-    # Without memfd it is looked at from time to time.
+    # Without memfd, only the regular checks limit it.
     return tempfile.TemporaryFile(buffering=0)
 
 
 def _flooded(argv: Sequence[str], most: int) -> OperationFailed:
     return OperationFailed(
-        f"'{' '.join(argv)}' printed more than {most >> 20} MiB, and was ended",
-        "see whose MPS daemons there are: gpushare mps status; then: gpushare doctor",
+        f"'{' '.join(argv)}' printed more than {most >> 20} MiB and was killed",
+        "see which MPS daemons run: gpushare mps status; then: gpushare doctor",
         code="program_floods",
     )
 
@@ -228,7 +227,7 @@ class LocalPrograms:
         return program_path(name)
 
     def listener(self, pipe_directory: str) -> Listener | None:
-        """Return who listens at ``control`` in it, as the kernel knows (SO_PEERCRED)."""
+        """Return the listener as the kernel knows it (SO_PEERCRED)."""
         return listener(pipe_directory)
 
     def start(
@@ -251,8 +250,7 @@ class LocalPrograms:
                 stdout=files[0],
                 stderr=files[1],
                 env=merged_environment({"LC_ALL": "C", **(env or {})}),
-                # Ctrl-C at the terminal is ours to handle: a vendor program cut in the middle of a
-                # change leaves the host half changed.
+                # Keep Ctrl-C away: a program interrupted in the middle of a change leaves the host half changed.
                 start_new_session=True,
             )
         except OSError as error:
@@ -277,11 +275,11 @@ class LocalPrograms:
 
 
 def group_members(group: int) -> list[int]:
-    """Return the PIDs of a process group, without its leader and without the dead that nobody has waited for."""
+    """Return the PIDs of a process group without its leader and zombies."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != group:
-            # One that ends meanwhile is none.
+            # It may end meanwhile.
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
                     fields = file.read().rpartition(")")[2].split()
@@ -296,18 +294,18 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Listener(NamedTuple):
-    """A process and its user, as they were when it began to listen."""
+    """A process and its user at the time when it began to listen."""
 
     pid: int
     uid: int
 
 
 def listener(pipe_directory: str) -> Listener | None:
-    """Return who listens at the control socket of an MPS daemon; None: nobody, or it cannot be told.
+    """Return the process that listens at the control socket of an MPS daemon; None: nobody, or unknown.
 
-    A daemon that is stopped or hangs is told too: it need not answer.
+    The daemon need not answer: this also works if it is stopped or hangs.
     """
-    # Not at the top: only a stop of another user's daemon asks.
+    # Imported here: only a stop of another user's daemon needs it.
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:

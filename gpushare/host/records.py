@@ -30,7 +30,7 @@ _MOST_BYTES: Final = 4 << 20
 
 
 def read_trusted(path: Path) -> Any:
-    """Return the JSON of a file that this user or root wrote; None: there is none, or it cannot be understood."""
+    """Return the JSON of a file that this user or root wrote; None: it does not exist or is broken."""
     try:
         return read_understood(path)
     except (OSError, ValueError):
@@ -40,12 +40,12 @@ def read_trusted(path: Path) -> Any:
 def read_understood(path: Path) -> Any:
     """Like `read_trusted`, but raises for a broken file.
 
-    Others' word is not taken: these files say which process gets a signal, and where a program runs. A link, a FIFO or
-    a device in the place of the file is never followed and never waited for.
+    Files of other users do not count: these files decide which process gets a signal, and where a program runs. A link,
+    FIFO or device in place of the file is never followed or waited for.
 
     Raises:
-        OSError: there is no such file (FileNotFoundError), or it cannot be read.
-        ValueError: it is no regular file, another user's, too large, or no JSON; the message says which.
+        OSError: it does not exist (FileNotFoundError), or cannot be read.
+        ValueError: not a regular file, another user's, too large, or not JSON; the message says which.
     """
     text = read_bounded(path)
     try:
@@ -55,7 +55,7 @@ def read_understood(path: Path) -> Any:
         raise ValueError("it is no JSON" if text else "it is empty") from None
 
 
-# What may stand in a field of this type; a number in JSON need not show that it is a float.
+# Checks by type of field. JSON may write a float without a decimal point.
 _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "None": lambda value: value is None,
     "bool": lambda value: isinstance(value, bool),
@@ -67,9 +67,9 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def record_from(kind: type[T], raw: Any) -> T | None:
-    """Return the dataclass that parsed JSON holds; None: a field is missing or of another type.
+    """Return the dataclass from parsed JSON; None: a field is missing or has another type.
 
-    Its fields are of the types in `_FITS`, or unions of them. Keys of a newer gpushare are left out.
+    Fields have the types in `_FITS`, or unions of them. Unknown keys, of a newer gpushare, are left out.
     """
     if not isinstance(raw, dict):
         return None
@@ -87,7 +87,7 @@ def record_from(kind: type[T], raw: Any) -> T | None:
 
 
 def _whole(text: str) -> int:
-    """Return a whole number of at most 64 bits: no other was written, and none can be counted with everywhere."""
+    """Return a whole number of at most 64 bits; we never write a longer one."""
     if len(text) > 20:
         raise ValueError(text[:20])
     return int(text)
@@ -97,8 +97,8 @@ def read_bounded(path: Path) -> bytes:
     """Return the bytes of a small regular file that this user or root wrote.
 
     Raises:
-        OSError: there is no such file (FileNotFoundError), or it cannot be read.
-        ValueError: it is no regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
+        OSError: it does not exist (FileNotFoundError), or cannot be read.
+        ValueError: not a regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
     """
     descriptor = _opened(path)
     with open(descriptor, "rb") as file:
@@ -113,22 +113,22 @@ def read_bounded(path: Path) -> bytes:
 
 
 def read_tail(path: Path, most: int) -> str:
-    """Return the end of a log that only this user or root can have written; nothing where it may not be read."""
+    """Return the end of a log that only this user or root can have written; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return understood_tail(path, most)
     return ""
 
 
 def understood_tail(path: Path, most: int) -> str:
-    """Like `read_tail`, but raises. A link, a FIFO or a device in its place is never followed and never waited for.
+    """Like `read_tail`, but raises. A link, FIFO or device in its place is never followed or waited for.
 
     Raises:
-        OSError: there is no such file (FileNotFoundError), or it cannot be read.
-        ValueError: it is no regular file, another user's, or writable for others; the message says which.
+        OSError: it does not exist (FileNotFoundError), or cannot be read.
+        ValueError: not a regular file, another user's, or writable for others; the message says which.
     """
     with open(_opened(path), "rb") as file:
         found = os.fstat(file.fileno())
-        # A daemon makes its logs with the umask of its user: 002 where everybody has a group of the same number.
+        # A daemon creates its logs with its user's umask, which may be 002 if each user has a private group.
         forbidden = 0o002 if found.st_gid == found.st_uid else 0o022
         why = _distrusted(found) or _open_to_others(found, forbidden)
         if why is not None:
@@ -151,7 +151,7 @@ def _open_to_others(found: os.stat_result, forbidden: int) -> str | None:
 
 
 def _distrusted(found: os.stat_result) -> str | None:
-    """Return why an open file is not taken for one of ours; None when it may be."""
+    """Return why an open file cannot be one of ours, or None."""
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
     return None if found.st_uid in {os.geteuid(), 0} else f"it belongs to user {found.st_uid}"
@@ -159,11 +159,11 @@ def _distrusted(found: os.stat_result) -> str | None:
 
 @contextlib.contextmanager
 def writing(path: Path, what: str, *, code: str = "file_unwritable") -> Iterator[None]:
-    """Say in words what the system says when a file of ours cannot be written; ``what`` tells what it is for.
+    """Turn an OSError into an error about our file; ``what`` is its purpose.
 
     Raises:
         NoPermission: this user may not write there.
-        OperationFailed: something is in the way, or there is no room.
+        OperationFailed: something is in the way, or the disk is full.
     """
     try:
         yield
@@ -187,10 +187,10 @@ def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwri
 
 
 def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
-    """Return the descriptor of a lock file, made if there is none; nothing is locked yet.
+    """Return the descriptor of a lock file, created if it does not exist; it is not locked yet.
 
-    Only its owner and root can open it: whoever can open a file for reading can hold a lock on it. One that an older
-    gpushare made for everybody is closed.
+    Only its owner and root can open it, because anybody who can read a file can lock it. One that an older gpushare
+    created for everybody is closed to others.
 
     Raises:
         NoPermission, OperationFailed: as `writing`.
@@ -215,13 +215,13 @@ def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o644) -> None:
-    """Write a file in one step: a reader sees the old one or the new one. Everybody may read it, unless ``mode`` differs.
+    """Replace a file atomically: a reader sees the old or the new one. Everybody may read it, unless ``mode`` differs.
 
-    ``durable``: it is on the disk when this returns, and outlives a crash of the machine. What an earlier crash left of
-    such a step is removed.
+    ``durable``: it is on the disk when this returns and survives a crash of the machine. Also removes what an earlier
+    crash left of such a step.
 
     Raises:
-        OSError: it cannot be written; the old one stands.
+        OSError: it cannot be written; the old one stays.
     """
     clear_leftovers(path.parent, path.stem)
     descriptor, temporary = _temporary(path)
@@ -232,7 +232,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
             if durable:
                 os.fsync(file.fileno())
             os.fchmod(descriptor, mode)
-            # While it is open, and so locked.
+            # While it is open and therefore locked.
             os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -243,8 +243,8 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
 
 
 def _temporary(path: Path) -> tuple[int, str]:
-    """Return a new file beside ``path``, locked so that nobody takes it for what a crash left."""
-    # Not at the top: whoever only looks does not pay for it.
+    """Return a new file next to ``path``, locked so that nobody takes it for a leftover."""
+    # Imported here: commands that only read do not need it.
     import tempfile
 
     while True:
@@ -254,7 +254,7 @@ def _temporary(path: Path) -> tuple[int, str]:
             if os.path.samestat(os.fstat(descriptor), os.lstat(temporary)):
                 return descriptor, temporary
         except (BlockingIOError, FileNotFoundError):
-            # Removed in between by another's `clear_leftovers`.
+            # `clear_leftovers` of another process removed it in between.
             pass
         except BaseException:
             with contextlib.suppress(OSError):
@@ -265,9 +265,9 @@ def _temporary(path: Path) -> tuple[int, str]:
 
 
 def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
-    """Remove the temporary files that a crash in the middle of `replace_file` left; ``stem`` is a pattern.
+    """Remove the temporary files that a crash during `replace_file` left; ``stem`` is a pattern.
 
-    Only files of this user that nobody has locked.
+    Only unlocked files of this user.
     """
     pattern = re.compile(rf"\.{stem if stem == '[^/]+' else re.escape(stem)}-[a-z0-9_]{{8}}", re.ASCII)
     try:
@@ -287,7 +287,7 @@ def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring a directory's names to the disk."""
+    """Flush the names in a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -296,11 +296,11 @@ def sync_directory(directory: Path) -> None:
 
 
 def sweep_leftovers(host: Host) -> None:
-    """Remove what is left of journals, names and records; for each change, also one with nothing to do.
+    """Remove leftovers of journals, names and records; every changing command does, even if it has nothing to change.
 
-    It needs no lock: what is being written is locked itself. Only in directories that nobody else can plant or redirect.
+    Needs no lock: files being written are locked. Only in directories that nobody else can plant or redirect.
     """
-    # Not all of it: this directory may be one that a user has named, with files of others.
+    # Only our own: the user may have named this directory, and it may have files of others.
     if _is_private(host.state_directory):
         for stem in ("mig-names", "applied"):
             clear_leftovers(host.state_directory, stem)
@@ -321,7 +321,7 @@ def _below(directory: Path) -> list[Path]:
 
 
 def _is_private(directory: Path) -> bool:
-    """Return whether a directory is one, no link to one, and only this user or root may write there."""
+    """Return whether this is a directory, not a link, that only this user or root may write."""
     try:
         found = os.lstat(directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""nvidia-smi: only what NVML does not offer. The time-slice is read and set nowhere else."""
+"""nvidia-smi, for the time-slice, which NVML does not have."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _GOOD_EXIT: Final = frozenset({0, 14})
 
 
 def list_argv() -> list[str]:
-    """Return the command that lists the time-slice of every GPU; there is no CSV or JSON for it."""
+    """Return the command that lists the time-slice of every GPU; it has no CSV or JSON output."""
     return [PROGRAM, "compute-policy", "-l"]
 
 
 def set_argv(uuid: str, level: TimeSlice) -> list[str]:
-    """Return the command that sets the time-slice of one GPU, as NVIDIA's DRA driver calls it."""
+    """Return the command that sets the time-slice of one GPU, as in NVIDIA's DRA driver."""
     return [PROGRAM, "compute-policy", "-i", uuid, "--set-timeslice", str(int(level))]
 
 
 def compute_mode_command(uuid: str, mode_name: str) -> str:
-    """Return the plain command that sets a compute mode (for a plan; gpushare itself uses NVML)."""
+    """Return the command that sets a compute mode, to show in a plan (gpushare itself uses NVML)."""
     return f"{PROGRAM} -i {uuid} -c {mode_name}"
 
 
 def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
     """Return the time-slice by GPU index from the table of ``nvidia-smi compute-policy -l``.
 
-    Columns are found by the header's words, because the vendor promises no stable text; a value that
-    is no known level is None.
+    Columns are found by the words of the header, because NVIDIA does not promise a stable format; an unknown value is
+    None.
 
     Raises:
         OperationFailed: there is no such table in the text.
@@ -72,7 +72,7 @@ def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
 
 
 def parse_level(text: str) -> TimeSlice | None:
-    """Return the level that a cell of the table names (``Default``, ``Long``, or its number), or None."""
+    """Return the level from a cell of the table (``Default``, ``Long``, or its number), or None."""
     word = text.strip().lower()
     by_name = {level.name.lower(): level for level in TimeSlice}
     by_number = {str(int(level)): level for level in TimeSlice}
@@ -86,7 +86,7 @@ class ComputePolicy:
         self._programs = programs
 
     def start(self, timeout: float = 5.0) -> Pending:
-        """Start listing; the child runs beside the NVML sweep. Errors as `Programs.start`."""
+        """Start listing; the child runs during the NVML sweep. Errors as `Programs.start`."""
         return self._programs.start(list_argv(), timeout=timeout)
 
     def read(self, timeout: float = 10.0) -> dict[int, TimeSlice | None]:
@@ -98,10 +98,10 @@ class ComputePolicy:
         return policies_of(self._programs.run(list_argv(), timeout=timeout))
 
     def set(self, uuid: str, level: TimeSlice) -> Completed:
-        """Set the time-slice of one GPU by UUID. Its exit code proves nothing: read back.
+        """Set the time-slice of one GPU by UUID. Read it back: the exit code proves nothing.
 
         Raises:
-            NoPermission, NotSupported, NotFound, OperationFailed: as nvidia-smi says.
+            NoPermission, NotSupported, NotFound, OperationFailed: as nvidia-smi reports.
         """
         done = self._programs.run(set_argv(uuid, level), timeout=30.0)
         if done.exit_code not in _GOOD_EXIT or re.search(r"\bfailed\b", done.text, re.IGNORECASE):
@@ -112,7 +112,7 @@ class ComputePolicy:
 def policies_of(done: Completed) -> dict[int, TimeSlice | None]:
     """Return the time-slice by GPU index from a finished ``compute-policy -l``.
 
-    A lost GPU makes nvidia-smi fail after it has listed the others: they count.
+    With a lost GPU nvidia-smi lists the others and then fails: they count.
 
     Raises:
         GpushareError: it failed and listed none; as `smi_error` says.
@@ -130,7 +130,7 @@ def policies_of(done: Completed) -> dict[int, TimeSlice | None]:
 
 def smi_error(done: Completed) -> GpushareError:
     """Return the error of a failed nvidia-smi; its exit codes equal nvmlReturn_t (man nvidia-smi)."""
-    # The frames of a half printed table are no reason.
+    # Skip the frames of a partly printed table.
     reasons = [line.strip() for line in done.text.splitlines() if not line.lstrip().startswith(("+", "|"))]
     said = " ".join(" ".join(reasons).split()) or f"exit code {done.exit_code}, no text"
     message = f"'{' '.join(done.argv)}' failed: {said}"
@@ -140,10 +140,12 @@ def smi_error(done: Completed) -> GpushareError:
             "the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia; then: gpushare doctor"
         )
     if done.exit_code == 12:
-        return NvmlMissing("nvidia-smi finds no libnvidia-ml.so", "install the NVIDIA driver; then: gpushare doctor")
+        return NvmlMissing(
+            "nvidia-smi finds no libnvidia-ml.so", "install the NVIDIA driver, then run: gpushare doctor"
+        )
     if done.exit_code == 4 or "permission" in lowered:
         return NoPermission(message, "run it as root: sudo gpushare ...")
-    # 13: this driver's NVML does not have the function.
+    # 13: the NVML of this driver does not have the function.
     if done.exit_code in {3, 13} or "not supported" in lowered:
         return NotSupported(message, "this GPU has no time-slice policy; see: gpushare timeslice show")
     if done.exit_code == 6:

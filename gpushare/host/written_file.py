@@ -1,7 +1,7 @@
-"""Files that gpushare writes where a user wants them: not through links, and not over files, of somebody else.
+"""Write files where a user wants them, but not through links or over files of other users.
 
-Root writes into directories of others, and into /tmp: a new file, or one of this user, and never what a link there names.
-What the user himself redirects (``> FILE``) is the shell's.
+Root may write into directories of others and into /tmp: a new file, or one of this user, and never through a link there.
+Redirection (``> FILE``) is up to the shell.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Final
 
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# Also of a directory that may be passed and not listed.
+# Works for a directory with x but not r permission.
 _STEP: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# As the kernel has it.
+# The kernel's limit.
 _MOST_LINKS: Final = 40
 
 
 @contextlib.contextmanager
 def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> Iterator[int]:
-    """Yield the descriptor of a directory, so that all files go into the same one; ``make`` it if there is none.
+    """Yield the descriptor of a directory, so that all files go into the same one; ``make`` creates it if needed.
 
-    ``strangers``: for root too it may belong to another user, who may change what is written there; none of his links
-    is followed.
+    ``strangers``: even for root it may belong to another user, who may then change what is written there; no link of
+    that user is followed.
 
     Raises:
-        OSError: it cannot be made or opened, or another user may choose what lies there, or where it is.
+        OSError: it cannot be created or opened, or another user controls what is in it, or where it is.
     """
     check_links(path)
     above = _walked(path, make=make, strangers=strangers)
@@ -45,7 +45,7 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
 
 
 def _walked(path: Path, *, make: bool, strangers: bool) -> int:
-    """Return the descriptor of a directory, opened (or made) one by one from the root, each looked at before the next."""
+    """Return the descriptor of a directory; each component from the root is checked, then opened or created."""
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
     here = os.open("/", _STEP)
@@ -79,7 +79,7 @@ def _walked(path: Path, *, make: bool, strangers: bool) -> int:
 
 
 def _target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
-    """Return where a link leads that this user may follow."""
+    """Return the target of a link that may be followed."""
     found, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
     if not stat.S_ISLNK(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
@@ -89,7 +89,7 @@ def _target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
 
 
 def _trusted() -> set[int]:
-    """Return whose directories are as good as this user's; for root also those of the user who called sudo."""
+    """Return the users whose directories are trusted; for root also the user who called sudo."""
     own = {os.geteuid(), 0}
     called_by = os.environ.get("SUDO_UID", "")
     if os.geteuid() == 0 and called_by.isascii() and called_by.isdecimal() and len(called_by) <= 10:
@@ -98,9 +98,9 @@ def _trusted() -> set[int]:
 
 
 def _check_directory(path: Path, descriptor: int, *, last: bool = False, strangers: bool = False) -> None:
-    """Raise where another user may replace what lies in an open directory: in ``path``, or above it.
+    """Raise if another user may replace files in an open directory: ``path`` or one above it.
 
-    A group may write there: its owner chose who is in it, as for /var/log on some systems.
+    Group write permission is fine: the owner chose the group, as for /var/log on some systems.
     """
     found = os.fstat(descriptor)
     where = "" if last else "below "
@@ -111,10 +111,10 @@ def _check_directory(path: Path, descriptor: int, *, last: bool = False, strange
 
 
 def create_file(path: str | Path, data: bytes, *, directory: int | None = None, mode: int = 0o666) -> None:
-    """Write a new file, in an open directory if one is given; what cannot be written whole is removed again.
+    """Write a new file, in an open directory if given. A partly written file is removed.
 
     Raises:
-        FileExistsError: something of this name is there, also a link that leads nowhere.
+        FileExistsError: the name exists, even as a dangling link.
         OSError: it cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=directory)
@@ -128,12 +128,12 @@ def create_file(path: str | Path, data: bytes, *, directory: int | None = None, 
 
 
 def open_over(path: Path, *, directory: int | None = None) -> int:
-    """Return the descriptor of an empty file, to be read and written: a new one, or this user's own, cut to nothing.
+    """Return the descriptor of an empty file for reading and writing: new, or this user's own, truncated.
 
-    With an open ``directory`` it is the one of that name there.
+    ``directory``: open the file name in this directory.
 
     Raises:
-        OSError: it cannot be opened, or is no file of this user alone: a link, a FIFO, another user's.
+        OSError: it cannot be opened, or is not only this user's file: a link, a FIFO, another user's.
     """
     at = path if directory is None else path.name
     try:
@@ -153,7 +153,7 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
         if found.st_uid != os.geteuid():
             raise _in_the_way(path, f"a file of user {found.st_uid}")
         if found.st_nlink > 1:
-            raise _in_the_way(path, "a file with further names")
+            raise _in_the_way(path, "a file with several hard links")
         os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
@@ -162,7 +162,7 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
 
 
 def _is_public(path: Path) -> bool:
-    """Return whether everybody may put files beside it, as in /tmp; root also counts what another user owns."""
+    """Return whether others can create files next to it, as in /tmp; for root also in another user's directory."""
     try:
         parent = os.stat(path.parent)
     except OSError:
@@ -172,7 +172,7 @@ def _is_public(path: Path) -> bool:
 
 
 def check_links(path: Path) -> None:
-    """Raise where a link that a stranger made in a directory for everybody decides where a path leads."""
+    """Raise if a path leads through another user's link in a public directory."""
     for part in (path, *path.parents):
         try:
             found = os.lstat(part)

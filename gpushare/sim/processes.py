@@ -308,7 +308,7 @@ def _check(
     if state.uid not in {0, owner.uid}:
         name = signals.Signals(signal).name
         raise NoPermission(
-            f"may not send {name} to process {pid}: it belongs to another user",
+            f"not allowed to send {name} to process {pid}: it belongs to another user",
             f"ask its owner, or run as root: sudo kill -{name[3:]} {pid}",
         )
 

@@ -123,7 +123,7 @@ def test_an_index_that_means_another_instance_now(host: Host) -> None:
     swapped = Gpu(index=0, uuid=gpu.uuid, mig_enabled=True, mig_instances=tuple(reversed(gpu.mig_instances)))
     (one,) = cdi.stale(host, [swapped, other])
     assert (one.gone, one.missing, one.moved) == ((), (), ("0:0", "0:1"))
-    assert cdi.describe(one) == "means other MIG devices by 0:0, 0:1"
+    assert cdi.describe(one) == "has wrong MIG devices for 0:0, 0:1"
 
 
 def test_indices_may_have_gaps(host: Host) -> None:

@@ -549,7 +549,7 @@ def test_no_room_for_the_text_leaves_nothing_behind(host: Host, monkeypatch: pyt
 
 def test_who_runs_under_another_user_than_who_started_it_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "real_uid", lambda _: 4711)
-    with pytest.raises(OperationFailed, match="nobody would believe"):
+    with pytest.raises(OperationFailed, match="its claim would not count"):
         take_claim(host, ONE)
 
 

@@ -180,7 +180,7 @@ def test_a_signal_to_another_users_process_is_refused(monkeypatch: pytest.Monkey
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    with pytest.raises(NoPermission, match=f"may not send {name}") as caught:
+    with pytest.raises(NoPermission, match=f"not allowed to send {name}") as caught:
         LOCAL.send(1, number)
     assert "sudo kill" in caught.value.hint
 

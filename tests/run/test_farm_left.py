@@ -94,7 +94,7 @@ def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top
     host: Host, device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def may_not(*_words: Any, **_more: Any) -> None:
-        raise NoPermission("may not send SIGTERM to process 7: it belongs to another user", "ask its owner")
+        raise NoPermission("not allowed to send SIGTERM to process 7: it belongs to another user", "ask its owner")
 
     monkeypatch.setattr(left_behind, "end_programs", may_not)
     command = shell("if [ {} = 0 ]; then sleep 600 & fi; echo good")
@@ -103,7 +103,7 @@ def test_what_cannot_be_ended_fails_its_copy_alone_and_nothing_is_started_on_top
     (pid,) = result.copies[0].left_behind
     os.kill(pid, signal.SIGKILL)
     assert result.copies[0].failure == (
-        f"left process {pid} behind: may not send SIGTERM to process 7: it belongs to another user"
+        f"left process {pid} behind: not allowed to send SIGTERM to process 7: it belongs to another user"
     )
     assert result.copies[0].hint == "ask its owner"
 
