@@ -1,26 +1,35 @@
-"""Driving gpushare in tests: in this process, and as a real one."""
+"""Driving gpushare and a simulated host in tests: in this process, in a fork, and as a real program."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from gpushare.cli import main
 from gpushare.connect import connect
+from gpushare.gpu_models import GpuModel, find_model
 from gpushare.host.host import Host
+from gpushare.mig.names import names_of
 from gpushare.sim import admin
-from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile, parse_spec
+from gpushare.sim import mig as mig_compute
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
 
 ROOT = Path(__file__).parents[2]
 H200 = "sim:h200"
+CRASHED = 137
+# (profile, start, ((slices, start), ...)), by place.
+Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,12 @@ class Answer:
         assert list(document) == ["schema", "command", "status", "data", "errors"]
         assert document["schema"] == 1
         return document["data"]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Return the only error of the document."""
+        (error,) = self.json["errors"]
+        return dict(error)
 
     def lines(self, word: str) -> list[str]:
         """Return the lines of stderr that begin with ``word:``."""
@@ -69,30 +84,86 @@ def same(host: str) -> tuple[Any, dict[str, str]]:
     return {key: value for key, value in asdict(state).items() if key != "next_pid"} if state else None, files
 
 
+class Seen(NamedTuple):
+    """One GPU as the state file has it, without asking gpushare."""
+
+    mode: int | None
+    pending: int | None
+    instances: Instances
+
+    @property
+    def places(self) -> set[tuple[str, int]]:
+        """Return profile and start of each GPU instance."""
+        return {(profile, start) for profile, start, _ in self.instances}
+
+    @property
+    def devices(self) -> Counter[tuple[str, int]]:
+        """Return the MIG devices: profile and compute slices; 0 stands for a GPU instance without one."""
+        return Counter((profile, slices) for profile, _, parts in self.instances for slices, _ in parts or ((0, 0),))
+
+
 @dataclass
 class World:
     """One simulated host."""
 
     spec: str = H200
 
+    @classmethod
+    def new(cls, spec: str) -> World:
+        """Return a host as it is at its first use, whatever was done to it before."""
+        world = cls(parse_spec(spec).text)
+        connect(world.spec)
+        admin.reset(world.spec)
+        world.run("status")
+        return world
+
     @property
     def host(self) -> Host:
         return connect(self.spec)
 
     @property
+    def file(self) -> StateFile:
+        return StateFile(parse_spec(self.spec).text)
+
+    @property
     def state(self) -> SimulatedHostState:
-        state = StateFile(parse_spec(self.spec).text).read()
+        state = self.file.read()
         assert state is not None
         return state
 
     @property
     def begun(self) -> bool:
         """Return whether the host has a state: a program that was started has asked it."""
-        return StateFile(parse_spec(self.spec).text).exists()
+        return self.file.exists()
 
     @property
     def directory(self) -> Path:
-        return StateFile(parse_spec(self.spec).text).directory
+        return self.file.directory
+
+    @property
+    def journal(self) -> Path:
+        return self.directory / "run" / "mig" / "journal.json"
+
+    def run(self, *words: str) -> Answer:
+        """Run a command in this process, and return its document."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["--host", self.spec, "-o", "json", *words])
+        answer = Answer(code, out.getvalue(), err.getvalue())
+        assert "Traceback" not in answer.err, answer.err
+        assert all(error["code"] != "bug" for error in answer.json["errors"]), answer
+        return answer
+
+    def run_apart(self, *words: str) -> int:
+        """Run a command in a process of its own, which may be killed; return its exit code."""
+        child = os.fork()
+        if not child:
+            code = 99
+            try:
+                code = self.run(*words).code
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def uuid(self, index: int = 0) -> str:
         """Return the UUID of a GPU."""
@@ -104,10 +175,23 @@ class World:
         admin.set_mig(self.spec, gpu, profiles)
         return [instance.uuid for instance in self.state.gpus[int(gpu)].mig]
 
-    def fault(self, kind: str, value: str | None = None, gpu: str | None = None) -> None:
+    def fault(self, kind: str, value: object = None, gpu: int | str | None = None) -> None:
         """Make something fail."""
         connect(self.spec)
-        admin.set_fault(self.spec, kind, gpu, value)
+        admin.set_fault(self.spec, kind, None if gpu is None else str(gpu), None if value is None else str(value))
+
+    def clear(self) -> None:
+        """Take every fault back."""
+        admin.clear_faults(self.spec)
+
+    @contextlib.contextmanager
+    def fault_at(self, step: int) -> Iterator[None]:
+        """Let the Nth modifying NVML call fail; afterwards nothing does."""
+        self.fault("fail-step", step)
+        try:
+            yield
+        finally:
+            self.clear()
 
     def client(self, index: int = 0, daemon: int = -1, **options: Any) -> int:
         """Add a client of a daemon and return its PID."""
@@ -121,12 +205,43 @@ class World:
 
     def attached(self) -> list[SimulatedProcess]:
         """Return the clients of all daemons; none of a host that was never used."""
-        state = StateFile(parse_spec(self.spec).text).read()
+        state = self.file.read()
         return [one for one in state.processes if one.mps_server] if state else []
 
     def pids(self) -> list[int]:
         """Return the PIDs of all processes."""
         return [process.pid for process in self.state.processes]
+
+    def model(self, gpu: int) -> GpuModel:
+        """Return the model of a GPU."""
+        return find_model(self.state.gpus[gpu].model)
+
+    def look(self) -> list[Seen]:
+        """Return the MIG state of every GPU."""
+        return [_seen(gpu) for gpu in self.state.gpus]
+
+    def busy(self) -> dict[int, tuple[str, str | None, int | None, int | None]]:
+        """Return each living process by PID with its GPU, profile, start, and compute instance."""
+        state, found = self.state, {}
+        for one in state.processes:
+            gpu = next((gpu for gpu in state.gpus if gpu.uuid == one.gpu_uuid), None)
+            for mig in [] if gpu is None else gpu.mig:
+                if (mig.gpu_instance_id, mig.compute_instance_id) == (one.gpu_instance_id, one.compute_instance_id):
+                    found[one.pid] = (one.gpu_uuid, mig.profile, mig.start, mig.compute_instance_id)
+        return found
+
+    def names(self) -> dict[str, tuple[str, str, int]]:
+        """Return what each name means."""
+        return {name: (one.gpu_uuid, one.profile, one.start) for name, one in names_of(self.host).items()}
+
+    def devices(self) -> list[tuple[int, str]]:
+        """Return GPU and UUID of each MIG device."""
+        return [(index, mig.uuid) for index, gpu in enumerate(self.state.gpus) for mig in gpu.mig]
+
+    def add(self, uuid: str) -> int:
+        """Put a process into a MIG device."""
+        gpu = next(gpu for gpu, one in self.devices() if one == uuid)
+        return admin.add_process(self.spec, str(gpu), mig=uuid)
 
     def send(self, pid: int, number: int) -> None:
         """Send a signal past gpushare."""
@@ -142,6 +257,18 @@ class World:
         done = self.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment)
         assert done.exit_code == 0, done
         return self.state.daemons[-1].pid
+
+
+def _seen(gpu: SimulatedGpu) -> Seen:
+    model = find_model(gpu.model)
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {(one.profile, one.start): [] for one in gpu.bare}
+    for one in gpu.mig:
+        profile = model.profile(one.profile)
+        assert profile is not None
+        slices = profile.slices if one.compute_profile is None else mig_compute.slices_of(one.compute_profile)
+        found.setdefault((one.profile, one.start), []).append((slices, one.compute_start))
+    instances = [(name, start, tuple(sorted(parts))) for (name, start), parts in found.items()]
+    return Seen(gpu.mig_mode, gpu.mig_pending, tuple(sorted(instances, key=lambda one: (one[1], one[0]))))
 
 
 def until(holds: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any:

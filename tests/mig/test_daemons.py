@@ -29,8 +29,7 @@ from gpushare.sim.library_mig import destroy_compute_instance
 from gpushare.sim.nvml_abi import Handle, Kind, Refused, Target
 from gpushare.sim.state import StateFile
 from gpushare.units import GIB
-from tests.cli.drive import World
-from tests.mig.mig_host import CRASHED, MigHost
+from tests.cli.drive import CRASHED, World
 
 A100 = "sim:a100-80gb"
 LAYOUT = ("3g.40gb:0", "1g.10gb:4", "1g.10gb:6")
@@ -451,7 +450,7 @@ def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
 
 
 def test_a_crash_on_the_second_gpu_still_brings_the_daemon_of_the_first_back() -> None:
-    host = MigHost("sim:2xa100-80gb")
+    host = World.new("sim:2xa100-80gb")
     assert host.run("mig", "apply", "-g", "0", "2g.20gb:0").code == 0
     ((_, uuid),) = host.devices()
     assert host.run("mps", "start", "-g", uuid, "--threads", "40").code == 0

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from tests.cli.drive import environment
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World, environment
 
 A100 = "sim:a100-80gb"
 # gpushare, whose driver takes forever at its third compute instance.
@@ -56,7 +55,7 @@ def interrupted(number: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_the_middle_undoes_the_change(number: signal.Signals) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     code, err = interrupted(number)
     assert code == 128 + number, err
@@ -67,7 +66,7 @@ def test_a_signal_in_the_middle_undoes_the_change(number: signal.Signals) -> Non
 
 
 def test_a_kill_in_the_middle_leaves_the_journal_to_recover() -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     code, _ = interrupted(signal.SIGKILL)
     assert code == -signal.SIGKILL

@@ -22,8 +22,7 @@ from gpushare.mig import journal as mig_journal
 from gpushare.mig.journal import Journal
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
 from gpushare.mig.shape import GpuShape
-from tests.cli.drive import environment, start_real, until
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World, environment, start_real, until
 
 H200 = "sim:h200"
 INSTANCE = GpuInstance(
@@ -220,7 +219,7 @@ def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
 
 
 def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = MigHost(H200)
+    host = World.new(H200)
     before, written = host.look(), 0
     real = mig_journal.replace_file
 
@@ -276,7 +275,7 @@ def test_another_process_holds_the_lock(held: subprocess.Popen[str], journal: Jo
 
 def test_two_changes_at_once_come_one_after_the_other() -> None:
     """Both want the whole GPU: the second is planned anew when the first is done, and finds no room."""
-    host = MigHost(H200)
+    host = World.new(H200)
     assert host.run("mig", "enable").code == 0
     started = [start_real("mig", "create", "-o", "json", *words) for words in (["4g.71gb"], ["7g.141gb"], ["4g.71gb"])]
     answers = [one.result() for one in started]

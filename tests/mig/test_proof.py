@@ -17,15 +17,15 @@ from gpushare.mig.plan import Action
 from gpushare.mig.profile import Placement
 from gpushare.sim import library_mig
 from gpushare.sim.nvml_abi import Code, Refused
-from tests.mig.mig_host import CRASHED, MigHost
+from tests.cli.drive import CRASHED, World
 
 A100 = "sim:a100-80gb"
 ONE_SLICE = 19
 
 
 @pytest.fixture
-def host() -> MigHost:
-    found = MigHost(A100)
+def host() -> World:
+    found = World.new(A100)
     assert found.run("mig", "enable").code == 0
     return found
 
@@ -59,7 +59,7 @@ def before_creation(
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_what_another_made_where_the_step_failed_stays_and_is_said(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch, bare: bool
+    host: World, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
     before_creation(monkeypatch, 2, lambda step: another_makes(step.instance.start, bare=bare))
     said = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
@@ -70,10 +70,10 @@ def test_what_another_made_where_the_step_failed_stays_and_is_said(
     assert "everything is as before, but for" in said.error["message"]
     assert not host.journal.exists()
     # The undo was complete as far as it was ours.
-    assert host.run("mig", "recover").document["data"]["done"] == []
+    assert host.run("mig", "recover").json["data"]["done"] == []
 
 
-def test_what_another_made_beside_it_stays(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_made_beside_it_stays(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(_: Any) -> None:
         another_makes(2)
         host.fault("fail-step", 1)
@@ -85,7 +85,7 @@ def test_what_another_made_beside_it_stays(host: MigHost, monkeypatch: pytest.Mo
     assert "1g.10gb:2 on GPU 0, which somebody else made" in said.error["message"]
 
 
-def test_a_compute_instance_that_another_made_in_ours_keeps_it(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compute_instance_that_another_made_in_ours_keeps_it(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(step: Any) -> None:
         # The first is complete by then; he makes another in the second.
         changes = MigChanges(connect(A100).nvml)
@@ -101,7 +101,7 @@ def test_a_compute_instance_that_another_made_in_ours_keeps_it(host: MigHost, mo
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_after_a_crash_before_the_creation_what_another_made_there_is_left_where_it_can_be_told(
-    host: MigHost, bare: bool
+    host: World, bare: bool
 ) -> None:
     def dies(step: Any) -> None:
         os._exit(CRASHED)
@@ -117,7 +117,7 @@ def test_after_a_crash_before_the_creation_what_another_made_there_is_left_where
     assert entry["proof"]["begun"]["start"] == 5
     another_makes(5, bare=bare)
     said = host.run("mig", "recover")
-    if "was complete" in " ".join(said.document["data"]["done"]):
+    if "was complete" in " ".join(said.json["data"]["done"]):
         # It is just what was to be made: nothing is undone.
         assert not bare
         assert host.look()[0].places == {("1g.10gb", 5)}
@@ -126,7 +126,7 @@ def test_after_a_crash_before_the_creation_what_another_made_there_is_left_where
     assert (said.code, bare, host.look()[0].places) == (0, True, set())
 
 
-def test_after_a_crash_what_is_not_known_to_be_ours_is_left_and_said(host: MigHost) -> None:
+def test_after_a_crash_what_is_not_known_to_be_ours_is_left_and_said(host: World) -> None:
     host.fault("crash-step", 1)
     assert host.run_apart("mig", "create", "1g.10gb:5 1g.10gb:6") == CRASHED
     host.clear()
@@ -137,12 +137,12 @@ def test_after_a_crash_what_is_not_known_to_be_ours_is_left_and_said(host: MigHo
     said = host.run("mig", "recover")
     assert said.code == 0, said
     assert host.look()[0].places == {("1g.10gb", other)}
-    assert f"1g.10gb:{other} on GPU 0 is there and stays" in " ".join(said.document["data"]["done"])
+    assert f"1g.10gb:{other} on GPU 0 is there and stays" in " ".join(said.json["data"]["done"])
     assert not host.journal.exists()
 
 
 def test_what_was_made_is_noted_with_its_ids_before_anything_else_is_done(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch
+    host: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[dict[str, Any]] = []
     real = change.perform
@@ -165,7 +165,7 @@ def test_what_was_made_is_noted_with_its_ids_before_anything_else_is_done(
     assert noted[2]["begun"]["there"] == [first[0]["instance"]]
 
 
-def test_an_instance_that_was_made_and_cannot_be_read_is_undone(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_that_was_made_and_cannot_be_read_is_undone(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = MigChanges._read_back, []
 
     def unread(self: MigChanges, made: Any, call: str, index: int) -> Any:
@@ -181,7 +181,7 @@ def test_an_instance_that_was_made_and_cannot_be_read_is_undone(host: MigHost, m
     assert host.look()[0].places == set()
 
 
-def test_a_journal_of_an_older_gpushare_is_undone_as_before(host: MigHost) -> None:
+def test_a_journal_of_an_older_gpushare_is_undone_as_before(host: World) -> None:
     host.fault("crash-step", 3)
     assert host.run_apart("mig", "create", "1g.10gb:5 1g.10gb:6") == CRASHED
     host.clear()
@@ -193,7 +193,7 @@ def test_a_journal_of_an_older_gpushare_is_undone_as_before(host: MigHost) -> No
 
 
 def test_an_incomplete_rollback_names_the_step_that_failed_and_the_command_for_what_is_missing(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch
+    host: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert host.run("mig", "apply", "3g.40gb:0 2g.20gb:4").code == 0
 
@@ -210,7 +210,7 @@ def test_an_incomplete_rollback_names_the_step_that_failed_and_the_command_for_w
     assert "-cci" not in error["hint"]
     monkeypatch.undo()
     assert host.run("mig", "apply", "-g", "0", "3g.40gb:0", "2g.20gb:4").code == 0
-    assert host.run("mig", "recover").document["data"]["done"] == []
+    assert host.run("mig", "recover").json["data"]["done"] == []
 
 
 def broken(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -237,7 +237,7 @@ def broken(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("number", range(16))
-def test_a_journal_that_contradicts_itself_cannot_be_read_and_crashes_nothing(host: MigHost, number: int) -> None:
+def test_a_journal_that_contradicts_itself_cannot_be_read_and_crashes_nothing(host: World, number: int) -> None:
     host.fault("crash-step", 3)
     assert host.run_apart("mig", "create", "1g.10gb:5 1g.10gb:6") == CRASHED
     host.clear()

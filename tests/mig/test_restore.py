@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.sim import admin, library_mig
 from gpushare.sim.nvml_abi import Code, Refused
-from tests.mig.mig_host import CRASHED, MigHost, fault_at
+from tests.cli.drive import CRASHED, World
 
 A100, H100 = "sim:a100-80gb", "sim:h100-80gb"
 
@@ -27,7 +27,7 @@ def refusing_from(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> Non
 
 
 def test_what_could_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb:0 2g.20gb:4").code == 0
     refusing_from(monkeypatch, "create_gpu_instance", 1)
     said = host.run("mig", "apply", "3g.40gb:4 1g.10gb:0")
@@ -44,7 +44,7 @@ def test_what_could_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_instance_that_could_not_go_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "enable").code == 0
     refusing_from(monkeypatch, "create_compute_instance", 2)
     refusing_from(monkeypatch, "destroy_gpu_instance", 1)
@@ -56,7 +56,7 @@ def test_an_instance_that_could_not_go_again_is_named(monkeypatch: pytest.Monkey
 
 
 def test_a_mode_that_could_not_go_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     refusing_from(monkeypatch, "set_mode", 2)
     refusing_from(monkeypatch, "create_gpu_instance", 1)
     said = host.run("mig", "apply", "3g.40gb")
@@ -67,7 +67,7 @@ def test_a_mode_that_could_not_go_back_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_driver_that_accepts_another_layout_is_caught_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "1g.10gb:6").code == 0
     before = host.look()
     real = library_mig.create_compute_instance
@@ -83,9 +83,9 @@ def test_a_driver_that_accepts_another_layout_is_caught_and_undone(monkeypatch: 
 
 
 @pytest.fixture
-def granted() -> MigHost:
+def granted() -> World:
     """Return a host with an instance that is one user's alone."""
-    host = MigHost(H100)
+    host = World.new(H100)
     assert host.run("mig", "enable").code == 0
     assert host.run("mig", "create", "3g.40gb:4", "--name", "train").code == 0
     said = host.run("mig", "grant", "train", "nobody")
@@ -93,14 +93,14 @@ def granted() -> MigHost:
     return host
 
 
-def nodes(host: MigHost) -> dict[str, Any]:
+def nodes(host: World) -> dict[str, Any]:
     return {key: (one.owner, one.mode, one.users, one.modify) for key, one in host.state.gpus[0].nodes.items()}
 
 
-def test_an_instance_that_a_rollback_makes_again_is_granted_again(granted: MigHost) -> None:
+def test_an_instance_that_a_rollback_makes_again_is_granted_again(granted: World) -> None:
     before, names = nodes(granted), granted.names()
     assert before
-    with fault_at(granted, 3):
+    with granted.fault_at(3):
         said = granted.run("mig", "apply", "7g.80gb")
     assert said.error["message"].endswith("everything is as before")
     assert granted.look()[0].places == {("3g.40gb", 4)}
@@ -108,7 +108,7 @@ def test_an_instance_that_a_rollback_makes_again_is_granted_again(granted: MigHo
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_recovering_grants_again(granted: MigHost, step: int) -> None:
+def test_recovering_grants_again(granted: World, step: int) -> None:
     before = nodes(granted)
     granted.fault("crash-step", step)
     assert granted.run_apart("mig", "apply", "7g.80gb") == CRASHED
@@ -119,7 +119,7 @@ def test_recovering_grants_again(granted: MigHost, step: int) -> None:
 
 
 def test_evicting_ends_a_daemon_of_ours_with_its_clients_and_no_other() -> None:
-    host = MigHost(H100)
+    host = World.new(H100)
     assert host.run("mig", "apply", "3g.40gb:0 3g.40gb:4").code == 0
     first, second = (uuid for _, uuid in host.devices())
     for uuid in (first, second):

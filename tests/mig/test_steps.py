@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mig.mig_host import CRASHED, MigHost, fault_at
+from tests.cli.drive import CRASHED, World
 
 EIGHT = "sim:8xa100-80gb"
 # What is there before, and the change, in the words of the command line.
@@ -37,8 +37,8 @@ CHANGES = {
 }
 
 
-def prepared(key: str) -> tuple[MigHost, tuple[str, ...]]:
-    host = MigHost(EIGHT)
+def prepared(key: str) -> tuple[World, tuple[str, ...]]:
+    host = World.new(EIGHT)
     before, change = CHANGES[key]
     for words in before:
         assert host.run(*words).code == 0
@@ -52,7 +52,7 @@ def test_a_fault_at_each_step_rolls_back_exactly(key: str) -> None:
     pid = None if uuid is None else host.add(uuid)
     before, names = host.look(), host.names()
     for step in range(1, 100):
-        with fault_at(host, step):
+        with host.fault_at(step):
             said = host.run(*change)
         if said.code == 0:
             break
@@ -79,7 +79,7 @@ def test_a_crash_after_each_step_is_undone_exactly_or_was_complete(key: str) -> 
         said = host.run("mig", "recover")
         assert said.code == 0, said
         assert not host.journal.exists()
-        if "was complete" in said.document["data"]["done"][0]:
+        if "was complete" in said.json["data"]["done"][0]:
             # Only the last step leaves nothing to undo.
             wanted = host.look()
             break
@@ -89,4 +89,4 @@ def test_a_crash_after_each_step_is_undone_exactly_or_was_complete(key: str) -> 
     assert wanted not in (None, before)
     prepared(key)[0].run(*change)
     assert host.look() == wanted
-    assert host.run("mig", "recover").document["data"]["done"] == []
+    assert host.run("mig", "recover").json["data"]["done"] == []

@@ -18,7 +18,7 @@ from gpushare.connect import connect
 from gpushare.host.claims import claim_directory
 from gpushare.host.identity import boot_id, identity_of
 from gpushare.mig.journal import Journal
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World
 
 A100 = "sim:a100-80gb"
 NOBODY = 65534
@@ -55,15 +55,15 @@ def answer() -> object:
 
 
 @pytest.fixture
-def host(sim_dir: Path) -> MigHost:
-    found = MigHost(A100)
+def host(sim_dir: Path) -> World:
+    found = World.new(A100)
     assert found.run("mig", "apply", "1g.10gb").code == 0
     for directory in (sim_dir, *(path for path in sim_dir.rglob("*") if path.is_dir())):
         directory.chmod(0o755)
     return found
 
 
-def locks_all(host: MigHost) -> Callable[[], object]:
+def locks_all(host: World) -> Callable[[], object]:
     """Return the work of locking all that belongs to gpushare; the simulated machine's own files are no files there."""
     seen = connect(host.spec)
     roots = [seen.run_directory, seen.state_directory]
@@ -84,7 +84,7 @@ def locks_all(host: MigHost) -> Callable[[], object]:
     return work
 
 
-def test_holding_all_that_another_user_can_open_blocks_no_change_of_root(host: MigHost) -> None:
+def test_holding_all_that_another_user_can_open_blocks_no_change_of_root(host: World) -> None:
     # A lock of an older gpushare was open to all.
     lock = host.journal.parent / "lock"
     assert lock.stat().st_mode & 0o777 == 0o600
@@ -96,7 +96,7 @@ def test_holding_all_that_another_user_can_open_blocks_no_change_of_root(host: M
         assert time.monotonic() - begun < 20.0
 
 
-def test_holding_anything_hides_no_interrupted_change(host: MigHost) -> None:
+def test_holding_anything_hides_no_interrupted_change(host: World) -> None:
     host.fault("crash-step", 2)
     assert host.run_apart("mig", "create", "1g.10gb*2") == 137
     host.clear()
@@ -115,7 +115,7 @@ def journal_seen(path: Path) -> Callable[[], object]:
     return work
 
 
-def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: MigHost) -> None:
+def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: World) -> None:
     host.fault("crash-step", 2)
     assert host.run_apart("mig", "create", "1g.10gb*2") == 137
     run = host.journal.parent.parent
@@ -139,7 +139,7 @@ def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: MigHost) -
         assert answer() == {"running": True, "left": False}
 
 
-def test_a_claim_for_roots_process_neither_blocks_nor_ends_it(host: MigHost) -> None:
+def test_a_claim_for_roots_process_neither_blocks_nor_ends_it(host: World) -> None:
     """Another user names PID and start time of a process that is not his."""
     (_, uuid), *_ = host.devices()
     directory = claim_directory(connect(A100))
@@ -159,7 +159,7 @@ def test_a_claim_for_roots_process_neither_blocks_nor_ends_it(host: MigHost) -> 
         assert host.run("mig", "destroy", "all").code == 0
 
 
-def test_a_claim_of_his_own_blocks_and_names_him(host: MigHost) -> None:
+def test_a_claim_of_his_own_blocks_and_names_him(host: World) -> None:
     (_, uuid), *_ = host.devices()
     directory = claim_directory(connect(A100))
     directory.mkdir(exist_ok=True)

@@ -24,16 +24,15 @@ from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, P
 from gpushare.model import Gpu, GpuProcess, Holder
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
-from tests.cli.drive import environment
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World, environment
 
 A100 = "sim:a100-80gb"
 
 
 @pytest.fixture
-def host() -> MigHost:
+def host() -> World:
     """Return a host with two instances."""
-    found = MigHost(A100)
+    found = World.new(A100)
     assert found.run("mig", "apply", "3g.40gb*2").code == 0
     return found
 
@@ -54,7 +53,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return sent
 
 
-def instance_of(host: MigHost, uuid: str) -> str:
+def instance_of(host: World, uuid: str) -> str:
     """Return a GPU instance as it is named on the command line."""
     found = next(one for one in host.state.gpus[0].mig if one.uuid == uuid)
     return f"0/{found.gpu_instance_id}"
@@ -63,7 +62,7 @@ def instance_of(host: MigHost, uuid: str) -> str:
 # -- evicting --------------------------------------------------------------------------------------
 
 
-def test_a_service_is_not_ended_but_told_how_to_be_stopped(host: MigHost) -> None:
+def test_a_service_is_not_ended_but_told_how_to_be_stopped(host: World) -> None:
     (_, uuid), _ = host.devices()
     pid = admin.add_process(A100, mig=uuid, name="nv-hostengine", holder=True, memory_bytes=0)
     name, before = instance_of(host, uuid), host.look()
@@ -75,7 +74,7 @@ def test_a_service_is_not_ended_but_told_how_to_be_stopped(host: MigHost) -> Non
     assert pid in host.pids()
 
 
-def test_a_holder_that_is_no_known_service_is_ended(host: MigHost) -> None:
+def test_a_holder_that_is_no_known_service_is_ended(host: World) -> None:
     (_, uuid), _ = host.devices()
     pid = admin.add_process(A100, mig=uuid, name="my-monitor", holder=True, memory_bytes=0)
     name = instance_of(host, uuid)
@@ -84,7 +83,7 @@ def test_a_holder_that_is_no_known_service_is_ended(host: MigHost) -> None:
     assert len(host.devices()) == 1
 
 
-def test_who_does_not_end_when_asked_is_killed(host: MigHost, signals: list[tuple[int, int]]) -> None:
+def test_who_does_not_end_when_asked_is_killed(host: World, signals: list[tuple[int, int]]) -> None:
     (_, uuid), _ = host.devices()
     pids = [host.add(uuid), host.add(uuid)]
     name = instance_of(host, uuid)
@@ -94,7 +93,7 @@ def test_who_does_not_end_when_asked_is_killed(host: MigHost, signals: list[tupl
     assert not host.pids()
 
 
-def test_who_ends_when_asked_is_not_killed(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ends_when_asked_is_not_killed(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (_, uuid), _ = host.devices()
     host.add(uuid)
     sent: list[int] = []
@@ -110,7 +109,7 @@ def test_who_ends_when_asked_is_not_killed(host: MigHost, monkeypatch: pytest.Mo
     assert sent == [signal.SIGTERM]
 
 
-def test_who_cannot_be_killed_keeps_the_instance(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_be_killed_keeps_the_instance(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one in uninterruptible sleep."""
     (_, uuid), _ = host.devices()
     pid = host.add(uuid)
@@ -128,7 +127,7 @@ def test_who_cannot_be_killed_keeps_the_instance(host: MigHost, monkeypatch: pyt
 # -- runs that come in between ---------------------------------------------------------------------
 
 
-def test_a_run_that_comes_after_the_plan_keeps_its_instance(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_comes_after_the_plan_keeps_its_instance(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     before = host.look()
     (_, first), (_, second) = host.devices()
     real, theirs = change.take_claim, []
@@ -150,7 +149,7 @@ def test_a_run_that_comes_after_the_plan_keeps_its_instance(host: MigHost, monke
     theirs[0].release()
 
 
-def test_no_run_starts_in_what_goes_and_all_is_free_afterwards(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_starts_in_what_goes_and_all_is_free_afterwards(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_it, meanwhile = {uuid for _, uuid in host.devices()}, []
     real = change.carry_out
 
@@ -164,13 +163,13 @@ def test_no_run_starts_in_what_goes_and_all_is_free_afterwards(host: MigHost, mo
     assert live_claims(connect(A100)) == {}
 
 
-def test_a_change_that_changes_nothing_leaves_no_trace(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_changes_nothing_leaves_no_trace(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "begin", lambda *_, **__: pytest.fail("a journal of nothing"))
     assert host.run("mig", "apply", "3g.40gb*2").code == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_journal_is_cleared_at_every_end(host: MigHost, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_the_journal_is_cleared_at_every_end(host: World, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     begun: list[bool] = []
     real = Journal.begin
 
@@ -186,7 +185,7 @@ def test_the_journal_is_cleared_at_every_end(host: MigHost, monkeypatch: pytest.
     assert not host.journal.exists()
 
 
-def test_each_step_is_told_where_it_is_asked_for(host: MigHost) -> None:
+def test_each_step_is_told_where_it_is_asked_for(host: World) -> None:
     said = host.run("-v", "mig", "apply", "7g.80gb")
     assert said.code == 0
     assert "7g.80gb:0" in said.err
@@ -216,7 +215,7 @@ def runs(uuid: str, pid: int) -> subprocess.Popen[str]:
     return run
 
 
-def test_a_run_whose_program_is_evicted_gives_its_instance_back_and_is_not_signalled(host: MigHost) -> None:
+def test_a_run_whose_program_is_evicted_gives_its_instance_back_and_is_not_signalled(host: World) -> None:
     (_, evicted), (_, staying) = host.devices()
     name, pid = instance_of(host, evicted), host.add(evicted)
     with runs(evicted, pid) as run:
@@ -229,7 +228,7 @@ def test_a_run_whose_program_is_evicted_gives_its_instance_back_and_is_not_signa
     assert live_claims(connect(A100)) == {}
 
 
-def test_a_claim_alone_blocks_and_gets_no_signal(host: MigHost) -> None:
+def test_a_claim_alone_blocks_and_gets_no_signal(host: World) -> None:
     """Any user writes claims: no signal goes out on their word."""
     (_, uuid), _ = host.devices()
     name, before = instance_of(host, uuid), host.look()
@@ -246,7 +245,7 @@ def test_a_claim_alone_blocks_and_gets_no_signal(host: MigHost) -> None:
 
 
 def test_a_claim_that_outlives_all_who_were_inside_keeps_the_instance(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch
+    host: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (_, uuid), _ = host.devices()
     name, before, pid = instance_of(host, uuid), host.look(), host.add(uuid)
@@ -259,7 +258,7 @@ def test_a_claim_that_outlives_all_who_were_inside_keeps_the_instance(
         run.kill()
 
 
-def test_nobody_runs_in_what_was_emptied_until_it_is_gone(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_runs_in_what_was_emptied_until_it_is_gone(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (_, uuid), _ = host.devices()
     name, seen = instance_of(host, uuid), []
     host.add(uuid)
@@ -275,12 +274,12 @@ def test_nobody_runs_in_what_was_emptied_until_it_is_gone(host: MigHost, monkeyp
     assert live_claims(connect(A100)) == {}
 
 
-def test_the_plan_names_whom_it_ends(host: MigHost) -> None:
+def test_the_plan_names_whom_it_ends(host: World) -> None:
     (_, uuid), _ = host.devices()
     pid = admin.add_process(A100, mig=uuid, name="train.py", user="4321")
     name = instance_of(host, uuid)
     said = host.run("mig", "destroy", name, "--evict", name, "-n")
-    (what,) = [step["what"] for step in said.document["data"]["steps"] if step["what"].startswith("end ")]
+    (what,) = [step["what"] for step in said.json["data"]["steps"] if step["what"].startswith("end ")]
     assert (
         what
         == f"end 1 process in 3g.40gb:{host.look()[0].instances[0][1]} on GPU 0: {pid} (train.py, user 4321: train.py)"
@@ -291,7 +290,7 @@ def test_the_plan_names_whom_it_ends(host: MigHost) -> None:
 # -- who gets a signal -----------------------------------------------------------------------------
 
 
-def step_for(host: MigHost, *pids: int) -> Any:
+def step_for(host: World, *pids: int) -> Any:
     """Return the eviction of processes that NVML lists in the first instance, and its step."""
     seen = connect(A100)
     gpu = seen.nvml.gpu(0)
@@ -301,7 +300,7 @@ def step_for(host: MigHost, *pids: int) -> Any:
     return eviction, eviction.step()
 
 
-def test_who_got_the_pid_since_the_plan_gets_no_signal(host: MigHost, signals: list[tuple[int, int]]) -> None:
+def test_who_got_the_pid_since_the_plan_gets_no_signal(host: World, signals: list[tuple[int, int]]) -> None:
     (_, uuid), _ = host.devices()
     pid = host.add(uuid)
     eviction, step = step_for(host, pid)
@@ -312,7 +311,7 @@ def test_who_got_the_pid_since_the_plan_gets_no_signal(host: MigHost, signals: l
     assert (signals, pid in host.pids()) == ([], True)
 
 
-def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: MigHost, signals: list[tuple[int, int]]) -> None:
+def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: World, signals: list[tuple[int, int]]) -> None:
     (_, uuid), (_, other) = host.devices()
     pid = host.add(uuid)
     eviction, step = step_for(host, pid)
@@ -334,7 +333,7 @@ def test_neither_init_nor_ourselves_nor_our_shell(who: str) -> None:
     assert f"{pid} (" in caught.value.message
 
 
-def test_in_another_pid_namespace_nobody_is_taken_for_another(host: MigHost) -> None:
+def test_in_another_pid_namespace_nobody_is_taken_for_another(host: World) -> None:
     host.add(host.devices()[0][1])
     host.fault("blind")
     with pytest.raises(InUse, match="another PID here"):
@@ -433,7 +432,7 @@ def test_programs_have_ten_seconds_to_end() -> None:
 
 
 def test_where_claims_cannot_be_told_every_instance_counts_as_held(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch
+    host: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flood of claim files hides none: what may be in use is not destroyed."""
     from gpushare.host import claims

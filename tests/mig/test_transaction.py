@@ -14,7 +14,7 @@ from gpushare.gpu_models import GiProfile, load_models
 from gpushare.mig.journal import Journal
 from gpushare.mig.profile import standard_compute_profiles
 from gpushare.mig.recover import is_complete
-from tests.mig.mig_host import CRASHED, MigHost, Said, Seen
+from tests.cli.drive import CRASHED, Answer, Seen, World
 
 HOSTS = [
     *(f"sim:{model.short}" for model in load_models().values() if model.mig and model.axis is not None),
@@ -68,7 +68,7 @@ class Transactions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: MigHost
+        self.host: World
         self.busy: dict[int, Any] = {}
         self.names = 0
         # What was there before a change that crashed and is not recovered yet.
@@ -76,7 +76,7 @@ class Transactions(RuleBasedStateMachine):
 
     @initialize(spec=st.sampled_from(HOSTS), data=st.data())
     def open(self, spec: str, data: st.DataObject) -> None:
-        self.host = MigHost(spec)
+        self.host = World.new(spec)
         assert self.host.run("mig", "enable", "-g", "all").code == 0
         for gpu in range(len(self.host.state.gpus)):
             words = " ".join(one.words for one in self.wish(data, gpu))
@@ -200,7 +200,7 @@ class Transactions(RuleBasedStateMachine):
             for gpu, (old, new) in enumerate(zip(was or [], now, strict=True)):
                 for profile, start in old.places ^ new.places:
                     assert f"{profile}:{start}" in said.error["message"], (gpu, said.error)
-        elif "was complete" in said.document["data"]["done"][0]:
+        elif "was complete" in said.json["data"]["done"][0]:
             assert now == here
         else:
             assert now == was
@@ -211,7 +211,7 @@ class Transactions(RuleBasedStateMachine):
 
     # -- what holds of every change ----------------------------------------------------------------
 
-    def change(self, fault: tuple[str, int] | None, *words: str, evict: tuple[str, ...] = ()) -> Said | None:
+    def change(self, fault: tuple[str, int] | None, *words: str, evict: tuple[str, ...] = ()) -> Answer | None:
         """Run a change; return what it said when its result can be compared with what was there before."""
         before, waiting = self.host.look(), self.crashed is not None
         journal = Journal(connect(self.host.spec))
@@ -225,7 +225,7 @@ class Transactions(RuleBasedStateMachine):
         named = self.held_by(evict)
         code = self.host.run_apart(*words) if crash else (said := self.host.run(*words)).code
         self.host.clear()
-        for pid in named - self.host.pids():
+        for pid in named.difference(self.host.pids()):
             del self.busy[pid]
         if code == CRASHED:
             assert self.host.journal.exists()

@@ -12,7 +12,6 @@ import pytest
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import World, same
-from tests.mig.mig_host import MigHost
 
 A100, H100, EIGHT, MIXED = "sim:a100-80gb", "sim:h100-80gb", "sim:8xa100-80gb", "sim:2xh100-80gb,a30,t4"
 Refused = Callable[..., str]
@@ -111,7 +110,7 @@ def test_destroy_takes_each_way_to_say_which(cli: Cli, how: str) -> None:
 
 
 def test_apply_keeps_every_busy_instance_of_a_full_host(cli: Cli) -> None:
-    host = MigHost(EIGHT)
+    host = World.new(EIGHT)
     assert host.run("mig", "apply", "-g", "all", "3g.40gb 1g.10gb*4").code == 0
     free = next(one.uuid for one in host.state.gpus[0].mig if (one.profile, one.start) == ("1g.10gb", 2))
     pids = [host.add(uuid) for gpu, uuid in host.devices() if gpu in {0, 3} and uuid != free]
@@ -196,7 +195,7 @@ UNDONE: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize("words", UNDONE, ids=" ".join)
 def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> None:
-    host = MigHost(EIGHT)
+    host = World.new(EIGHT)
     for prepare in (
         ("apply", "-g", "0", "2c.3g.40gb 1c.3g.40gb 2g.20gb"),
         ("apply", "-g", "1", "2g.20gb:0"),
@@ -314,7 +313,7 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
 
 def test_a_pending_mode_is_taken_back_also_beside_a_program(cli: Cli) -> None:
     """Somebody else asked for it with nvidia-smi while the GPU was in use."""
-    host = MigHost(A100)
+    host = World.new(A100)
     admin.add_process(A100)
     with host.file.changed() as state:
         state.gpus[0].mig_pending = 1
@@ -343,7 +342,7 @@ def test_a_mode_that_is_only_pending_is_an_error_and_taken_back(refused: Refused
 
 
 def test_disabling_that_needs_a_reset_makes_the_instances_again() -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "1c.3g.40gb*2 1g.10gb").code == 0
     before = host.look()
     host.fault("reset-required")

@@ -21,8 +21,7 @@ from gpushare.plan import Plan, carry_out
 from gpushare.sim import admin
 from gpushare.sim.machine import SimulatedCapabilities
 from tests.cli.conftest import Cli
-from tests.cli.drive import same
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World, same
 
 A100 = "sim:a100-80gb"
 # Every machine has these users.
@@ -170,7 +169,7 @@ def test_two_grants_at_once_are_both_kept(cli: Cli) -> None:
 
 
 def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     prepare()
     before = host.look()
     host.fault("crash-step", 1)

@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 
 from gpushare.sim import admin
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World
 
 TWO = "sim:2xa100-80gb"
 
 
 @pytest.fixture(params=["not-supported", "refused"])
-def host(request: pytest.FixtureRequest) -> MigHost:
+def host(request: pytest.FixtureRequest) -> World:
     """Return a host whose first GPU tells nothing of its two instances."""
-    found = MigHost(TWO)
+    found = World.new(TWO)
     assert found.run("mig", "apply", "-g", "0", "3g.40gb*2").code == 0
     assert found.run("mig", "enable", "-g", "1").code == 0
     admin.set_fault(found.spec, request.param, "0", "mig-instances")
     return found
 
 
-def test_mig_status_says_unknown_and_why(host: MigHost) -> None:
+def test_mig_status_says_unknown_and_why(host: World) -> None:
     said = host.run("mig", "status")
     assert said.code == 0
-    first, second = said.document["data"]["gpus"]
+    first, second = said.json["data"]["gpus"]
     assert first["instances"] is None
     assert first["lost_compute_slices"] is first["lost_memory_slices"] is first["fragmentation"] is None
     assert "does not list the GPU instances of GPU 0" in first["unknown"]
@@ -35,9 +35,9 @@ def test_mig_status_says_unknown_and_why(host: MigHost) -> None:
     assert "GPU 1: MIG is on without an instance" in said.err
 
 
-def test_status_does_not_show_an_empty_gpu(host: MigHost) -> None:
+def test_status_does_not_show_an_empty_gpu(host: World) -> None:
     said = host.run("status")
-    first, second = said.document["data"]["gpus"]
+    first, second = said.json["data"]["gpus"]
     assert (first["mig_instances"], second["mig_instances"]) == (None, [])
     assert "hides the MIG devices" in said.err
     assert "GPU 0 is in MIG mode without instances" not in said.err
@@ -62,7 +62,7 @@ def test_status_does_not_show_an_empty_gpu(host: MigHost) -> None:
         ("run", "--mig", "3g.40gb", "-g", "0", "--", "true"),
     ],
 )
-def test_nothing_is_planned_on_what_is_unknown(host: MigHost, words: tuple[str, ...]) -> None:
+def test_nothing_is_planned_on_what_is_unknown(host: World, words: tuple[str, ...]) -> None:
     before = host.look()
     said = host.run(*words)
     assert said.code != 0, said
@@ -72,12 +72,12 @@ def test_nothing_is_planned_on_what_is_unknown(host: MigHost, words: tuple[str, 
         assert "mig/monitor" in said.error["hint"]
 
 
-def test_what_was_captured_blindly_destroys_nothing(host: MigHost, tmp_path: Path) -> None:
+def test_what_was_captured_blindly_destroys_nothing(host: World, tmp_path: Path) -> None:
     """As before: a file with an empty list of instances, which root then applies."""
     before = host.look()
     said = host.run("capture")
     assert said.code == 4, said
-    assert said.document["data"] is None
+    assert said.json["data"] is None
     path = tmp_path / "gpushare.yaml"
     path.write_text("version: 1\ngpus:\n  - match: {index: 0}\n    mig: []\n")
     for verb in ("diff", "apply"):
@@ -88,32 +88,32 @@ def test_what_was_captured_blindly_destroys_nothing(host: MigHost, tmp_path: Pat
 
 
 def test_compute_instances_that_are_hidden_are_unknown_too() -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb*2").code == 0
     admin.set_fault(host.spec, "refused", "0", "nvmlGpuInstanceGetComputeInstances")
-    row = host.run("mig", "status").document["data"]["gpus"][0]
+    row = host.run("mig", "status").json["data"]["gpus"][0]
     assert row["instances"] is None
     assert "compute instances in GPU instance" in row["unknown"]
     assert host.run("mig", "destroy", "all", "-g", "0", "-y").error["code"] == "instances_hidden"
 
 
 def test_profiles_that_are_hidden_make_the_instances_unknown() -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb*2").code == 0
     admin.set_fault(host.spec, "refused", "0", "nvmlDeviceGetGpuInstanceProfileInfo")
-    row = host.run("mig", "status").document["data"]["gpus"][0]
+    row = host.run("mig", "status").json["data"]["gpus"][0]
     assert row["instances"] is None
     assert "profiles" in row["unknown"]
 
 
 @pytest.mark.parametrize("kind", ["not-supported", "refused"])
 def test_placements_that_are_refused_are_unknown(kind: str) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb:4 1g.10gb:0").code == 0
     admin.set_fault(host.spec, kind, "0", "mig-placements")
     said = host.run("mig", "status")
     assert said.code == 0
-    row = said.document["data"]["gpus"][0]
+    row = said.json["data"]["gpus"][0]
     assert len(row["instances"]) == 2
     assert row["lost_compute_slices"] is row["lost_memory_slices"] is row["fragmentation"] is None
     said = host.run("mig", "fits", "1g.10gb", "-g", "0")
@@ -125,7 +125,7 @@ def test_placements_that_are_refused_are_unknown(kind: str) -> None:
 def test_people_read_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     from gpushare.cli import main
 
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb:4").code == 0
     for fault, words in (
         ("mig-placements", "what still fits is unknown"),

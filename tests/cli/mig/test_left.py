@@ -21,13 +21,13 @@ from gpushare.mig.shape import GpuShape, Proof
 from gpushare.mps import home
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.mig.mig_host import MigHost, Said
+from tests.cli.drive import Answer, World
 
 A100, TWO = "sim:a100-80gb", "sim:2xa100-80gb"
 Refused = Callable[..., str]
 
 
-def crashed(host: MigHost, *words: str, step: int) -> None:
+def crashed(host: World, *words: str, step: int) -> None:
     host.fault("crash-step", step)
     assert host.run_apart("mig", *words) == 137
     host.clear()
@@ -55,7 +55,7 @@ BROKEN = pytest.mark.parametrize(("broken", "why"), [(emptied, "empty"), (torn, 
 def test_every_change_is_refused_while_the_journal_cannot_be_read(
     refused: Refused, broken: Callable[[Path], None], why: str
 ) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
     broken(host.journal)
     kept, before = host.journal.read_bytes(), host.look()
@@ -70,7 +70,7 @@ def test_every_change_is_refused_while_the_journal_cannot_be_read(
 
 
 def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
     torn(host.journal)
     assert str(host.journal) in cli("mig", "status", host=A100).ok().err
@@ -81,7 +81,7 @@ def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli) -> No
 
 
 def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
     torn(host.journal)
     would = cli("mig", "recover", "--forget", "-n", host=A100).ok()
@@ -97,7 +97,7 @@ def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli
 
 
 def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     host.journal.parent.mkdir(parents=True, exist_ok=True)
     for number in (1, 2):
         host.journal.write_text("{" * number)
@@ -108,7 +108,7 @@ def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
 # -- what could not come back ----------------------------------------------------------------------
 
 
-def lost(host: MigHost) -> tuple[int, str]:
+def lost(host: World) -> tuple[int, str]:
     """Let a change die, somebody begin to use what it made, and the undoing fail; return who, and what stayed."""
     crashed(host, "apply", "1g.10gb*3", step=5)
     pid = host.add(host.devices()[0][1])
@@ -118,7 +118,7 @@ def lost(host: MigHost) -> tuple[int, str]:
 
 
 def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: Refused) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     pid, place = lost(host)
     for words in (["mig", "recover"], ["mig", "recover", "-n"], ["mig", "recover"]):
@@ -141,7 +141,7 @@ def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: R
 
 
 def test_the_change_that_is_complete_after_all_is_no_loss(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     pid, _ = lost(host)
     admin.end_process(host.spec, pid)
     cli("mig", "apply", "1g.10gb*3", host=A100).ok()
@@ -149,7 +149,7 @@ def test_the_change_that_is_complete_after_all_is_no_loss(cli: Cli) -> None:
 
 
 def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
     host.add(host.devices()[0][1])
     assert host.run("mig", "recover").code == 1
@@ -160,7 +160,7 @@ def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
 
 
 def test_a_list_that_cannot_be_read_is_said_and_stays(cli: Cli, refused: Refused) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     lost(host)
     (path,) = host.journal.parent.glob("not-restored-*.json")
     path.write_text("{")
@@ -173,7 +173,7 @@ def test_a_list_that_cannot_be_read_is_said_and_stays(cli: Cli, refused: Refused
 
 
 def test_another_change_neither_undoes_nor_forgets_it(cli: Cli) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
     pid = host.add(host.devices()[0][1])
     assert host.run("mig", "recover").code == 1
@@ -185,7 +185,7 @@ def test_another_change_neither_undoes_nor_forgets_it(cli: Cli) -> None:
 
 
 def test_who_accepts_it_is_not_told_again(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     _, place = lost(host)
     here = host.look()
     assert place in cli("mig", "recover", "--forget", host=A100).ok().out
@@ -197,7 +197,7 @@ def test_who_accepts_it_is_not_told_again(cli: Cli) -> None:
 def test_forgetting_nothing_says_so_and_an_interrupted_change_is_undone_and_not_forgotten(
     cli: Cli, refused: Refused
 ) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert "nothing to forget" in cli("mig", "recover", "--forget", host=A100).ok().out
     crashed(host, "apply", "1g.10gb*3", step=4)
     assert "mig recover" in refused("mig", "recover", "--forget", code="not_recovered", exit_code=2, host=A100)
@@ -205,7 +205,7 @@ def test_forgetting_nothing_says_so_and_an_interrupted_change_is_undone_and_not_
 
 
 def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused: Refused) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=4)
     with host.file.changed() as state:
         gone = state.gpus.pop(0)
@@ -224,7 +224,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
     from gpushare.errors import OperationFailed
     from gpushare.mig import change
 
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     real, calls = change.perform, []
 
@@ -250,7 +250,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
 # -- what the driver refuses for once --------------------------------------------------------------
 
 
-def refusing(monkeypatch: pytest.MonkeyPatch, host: MigHost) -> Said:
+def refusing(monkeypatch: pytest.MonkeyPatch, host: World) -> Answer:
     """Recover while the driver refuses to take an instance away."""
 
     def refuse(*_: object) -> None:
@@ -266,7 +266,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, host: MigHost) -> Said:
 def test_what_the_driver_refuses_for_once_is_undone_by_the_next_command(
     monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]
 ) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
     said = refusing(monkeypatch, host)
@@ -281,7 +281,7 @@ def test_what_the_driver_refuses_for_once_is_undone_by_the_next_command(
 def test_what_the_driver_refuses_again_is_in_nobodys_way_and_can_be_accepted(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_what_the_driver_refuses_again_is_in_nobodys_way_and_can_be_accepted(
 
 def test_who_tries_again_later_destroys_nothing_that_was_made_since() -> None:
     """The driver gives ids again: what is in that place now is not what was made then."""
-    host = MigHost(A100)
+    host = World.new(A100)
     pid, _ = lost(host)
     admin.end_process(host.spec, pid)
     ((_, kept),) = Journal(connect(A100)).not_restored()
@@ -317,7 +317,7 @@ def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed(cli: Cli
     for verb, last in (("create", 6), ("destroy", 3)):
         words = (verb, "3g.40gb", "--name", "new") if verb == "create" else (verb, "new")
         for step in range(1, last):
-            host = MigHost(A100)
+            host = World.new(A100)
             host.run("mig", "disable", "--destroy")
             assert host.run("mig", "enable").code == 0
             if verb == "destroy":
@@ -344,7 +344,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "enable").code == 0
     before = host.look()
     with monkeypatch.context() as patched:
@@ -365,7 +365,7 @@ def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypa
 def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "enable").code == 0
     assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
     cli("mps", "start", "-g", host.devices()[0][1], "--threads", "40", host=A100).ok()
@@ -389,7 +389,7 @@ def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
 @pytest.mark.parametrize("then", [("recover",), ("destroy", "new")])
 def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: Cli, then: tuple[str, ...]) -> None:
     """Else an instance that is made there some day would get the daemon of another."""
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "enable").code == 0
     assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
     cli("mps", "start", "-g", host.devices()[0][1], host=A100).ok()
@@ -415,7 +415,7 @@ def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: C
 
 
 def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
     seen = connect(A100)
     (left,) = left_behind(seen, Journal(seen))
@@ -427,7 +427,7 @@ def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
 
 
 def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     pid, _ = lost(host)
     ((_, entry),) = Journal(connect(A100)).not_restored()
     assert entry is not None
@@ -447,7 +447,7 @@ def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: C
 
 def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not known to be undone is not forgotten."""
-    host = MigHost(A100)
+    host = World.new(A100)
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
 
@@ -473,7 +473,7 @@ def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(mon
 
 @pytest.mark.parametrize("step", range(1, 5))
 def test_mig_that_was_turned_off_in_part_is_on_again_with_all_that_was_there(cli: Cli, step: int) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     cli("mig", "apply", "-g", "all", "3g.40gb", host=TWO).ok()
     before = host.look()
     assert [one.mode for one in before] == [1, 1]
@@ -486,7 +486,7 @@ def test_mig_that_was_turned_off_in_part_is_on_again_with_all_that_was_there(cli
 
 
 def test_who_recovers_in_vain_is_told_at_once_how_to_accept_it() -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=5)
     host.add(host.devices()[0][1])
     said = host.run("mig", "recover")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Cli
-from tests.mig.mig_host import MigHost
+from tests.cli.drive import World
 
 A100, TWO, H100 = "sim:a100-80gb", "sim:2xh100", "sim:h100-80gb"
 Refused = Callable[..., str]
@@ -20,7 +20,7 @@ Refused = Callable[..., str]
 
 
 def test_a_plan_names_the_command_that_may_evict(cli: Cli) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "1", "3g.40gb*2").code == 0
     for _, uuid in host.devices():
         host.add(uuid)
@@ -36,7 +36,7 @@ def test_a_plan_names_the_command_that_may_evict(cli: Cli) -> None:
 
 
 def test_without_a_gpu_named_the_plan_names_those_that_it_looked_at(cli: Cli) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "all", "3g.40gb*2").code == 0
     for _, uuid in host.devices():
         host.add(uuid)
@@ -46,7 +46,7 @@ def test_without_a_gpu_named_the_plan_names_those_that_it_looked_at(cli: Cli) ->
 
 def test_a_plan_that_may_destroy_names_what_ends_the_programs(cli: Cli) -> None:
     """`mig apply` would give the GPU nothing but the wish: here the instances go one by one."""
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb*2").code == 0
     for _, uuid in host.devices():
         host.add(uuid)
@@ -129,7 +129,7 @@ def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: s
 # -- what names an instance ------------------------------------------------------------------------
 
 
-def old_name(host: MigHost, profile: str, gpu: int = 0) -> str:
+def old_name(host: World, profile: str, gpu: int = 0) -> str:
     """Return the name that drivers before R470 gave a MIG device."""
     found = host.state.gpus[gpu]
     one = next(one for one in found.mig if one.profile == profile)
@@ -137,7 +137,7 @@ def old_name(host: MigHost, profile: str, gpu: int = 0) -> str:
 
 
 def test_the_old_name_of_a_mig_device_is_understood(cli: Cli) -> None:
-    host = MigHost(TWO)
+    host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "1", "3g.40gb", "1g.10gb*2").code == 0
     old = old_name(host, "3g.40gb", gpu=1)
     cli("mig", "name", "train", old, host=TWO).ok()
@@ -153,7 +153,7 @@ def test_the_old_name_of_a_mig_device_is_understood(cli: Cli) -> None:
 
 
 def test_an_old_name_of_nothing_says_so(refused: Refused) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb").code == 0
     gone = f"MIG-{host.state.gpus[0].uuid}/99/0"
     refused("mig", "destroy", gone, code="unknown_instance", exit_code=6, host=A100)
@@ -161,7 +161,7 @@ def test_an_old_name_of_nothing_says_so(refused: Refused) -> None:
 
 
 def test_every_form_names_the_same_instance(cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
     assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
     one = next(one for one in host.state.gpus[0].mig if one.profile == "3g.40gb")
@@ -191,7 +191,7 @@ ONLY_NAMES = [("env",), ("grant",), ("revoke",), ("name", "--forget")]
 
 @pytest.mark.parametrize("command", ONLY_NAMES)
 def test_where_only_a_name_will_do_the_hint_gives_one(refused: Refused, cli: Cli, command: tuple[str, ...]) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
     one = next(one for one in host.state.gpus[0].mig if one.profile == "3g.40gb")
     ids = f"0/{one.gpu_instance_id}"
@@ -213,7 +213,7 @@ def test_where_only_a_name_will_do_the_hint_gives_one(refused: Refused, cli: Cli
 
 
 def test_a_name_means_a_gpu_instance_and_not_a_part_of_it(refused: Refused, cli: Cli) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "1c.3g.40gb*2").code == 0
     part = host.state.gpus[0].mig[0]
     ids = f"0/{part.gpu_instance_id}"
@@ -225,7 +225,7 @@ def test_a_name_means_a_gpu_instance_and_not_a_part_of_it(refused: Refused, cli:
 
 @pytest.mark.parametrize("form", ["0/1", "0/1/0", "3g.40gb:4", "train"])
 def test_g_says_which_form_of_an_instance_it_takes(refused: Refused, form: str) -> None:
-    host = MigHost(A100)
+    host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb").code == 0
     assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
     said = refused("mps", "start", "-g", form, code="unknown_gpu", exit_code=6, host=A100)
