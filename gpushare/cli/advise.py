@@ -183,16 +183,19 @@ def advise(
 
     A file uses the same names: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]
     """
+    from gpushare.advice.advise import advise as advised
+    from gpushare.advice.case import checked
+    from gpushare.advice.facts import host_facts
+    from gpushare.advice.situation import Situation
+    from gpushare.advice.table import load_table
+    from gpushare.advice.ways import way_of
+    from gpushare.snapshot import HostState
+
     words = dict(context.meta["workload"])
     root, command = words.pop("root"), words["command"]
     pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
     if program and command is None:
         words["command"] = shlex.join(program)
-    from gpushare.advice.case import checked
-    from gpushare.advice.facts import host_facts
-    from gpushare.advice.ways import way_of
-    from gpushare.snapshot import HostState
-
     asked_for = {
         "--copies": copies,
         "--metric": metric,
@@ -219,12 +222,16 @@ def advise(
     host = settings.connect()
     facts = host_facts(HostState(host))
     chosen = _chosen(host, facts, gpu)
-    case = case or checked(_seen(host, chosen.index, words, root, recording))
-    situation = _situation(case, facts, chosen)
+    if case is None:
+        seen = (
+            case_from_now(host, chosen.index, root=root)
+            if recording is None
+            else case_from_recording(recording, chosen.index, root=root)
+        )
+        case = checked(overlaid(seen, words))
+    situation = Situation(case, facts, chosen, load_table())
     if _may_ask(explained=explained is not None):
         situation = asked(situation)
-    from gpushare.advice.advise import advise as advised
-
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
@@ -283,15 +290,6 @@ def _case(
     return case_of(words, root=root, pair=pair)
 
 
-def _seen(host: Host, index: int, words: dict[str, Any], root: bool | None, recording: str | None) -> Case:
-
-    if recording is not None:
-        found = case_from_recording(recording, index, root=root)
-    else:
-        found = case_from_now(host, index, root=root)
-    return overlaid(found, words)
-
-
 def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
     """Return the named GPU, or the first one that answers."""
     from gpushare.selection import select_one
@@ -305,13 +303,6 @@ def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
     if found is None:
         raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=str(facts.gpus[0].index))
     return found
-
-
-def _situation(case: Case, facts: HostFacts, gpu: GpuFacts) -> Situation:
-    from gpushare.advice.situation import Situation
-    from gpushare.advice.table import load_table
-
-    return Situation(case, facts, gpu, load_table())
 
 
 def _may_ask(*, explained: bool) -> bool:
@@ -416,6 +407,7 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     """Return the programs on a GPU as a case: one workload per user and program."""
+    from gpushare.advice.case import Case, Workload
     from gpushare.snapshot import Observer
 
     gpu = next(one for one in Observer(host).look().gpus if one.index == index)
@@ -426,15 +418,24 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
             code="not_seen",
         )
     seen = [one for one in gpu.processes if (one.compute or one.mps) and "nvidia-cuda-mps" not in (one.name or "")]
-    entries = [(one.user, one.name, one.memory_used_bytes, one.graphics) for one in seen]
-    graphics = any(one.graphics and not one.compute for one in gpu.processes)
-    if not entries:
+    if not seen:
         raise NotFound(
             f"no program is running on GPU {index}",
             "say what you want to run: gpushare advise --processes 4",
             code="nobody",
         )
-    return _observed_case(entries, root=root, graphics=graphics or None)
+    graphics = any(one.graphics and not one.compute for one in gpu.processes) or None
+    workloads = tuple(
+        Workload(
+            name=one.name,
+            user=one.user,
+            processes=1,
+            memory=_without_context(one.memory_used_bytes),
+            graphics=graphics,
+        )
+        for one in seen
+    )
+    return Case(workloads=_together(workloads), root=root)
 
 
 def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
@@ -458,18 +459,6 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
             pattern=None if one.pattern is None else Pattern(one.pattern),
         )
         for one in found
-    )
-    return Case(workloads=_together(workloads), root=root)
-
-
-def _observed_case(
-    entries: list[tuple[str | None, str | None, int | None, bool]], *, root: bool | None, graphics: bool | None
-) -> Case:
-    from gpushare.advice.case import Case, Workload
-
-    workloads = tuple(
-        Workload(name=name, user=user, processes=1, memory=_without_context(memory), graphics=graphics)
-        for user, name, memory, _ in entries
     )
     return Case(workloads=_together(workloads), root=root)
 
