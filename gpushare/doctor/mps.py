@@ -24,6 +24,7 @@ from gpushare.model import TimeSlice
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
 from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
+from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE
 from gpushare.units import MIB, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -245,9 +246,7 @@ def log_tail(daemon: MpsDaemon, name: str) -> str:
     return read_tail(Path(daemon.log_directory or "/nonexistent") / name, _TAIL_BYTES)
 
 
-_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
-_THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # The default of libcuda under MPS (NVIDIA's MPS guide).
 _USUAL_CONNECTIONS: Final = 2
 
@@ -263,13 +262,13 @@ def client_environments(seen: Examination) -> Iterator[Check]:
 
 def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
     """Check for a memory limit that names a GPU the client does not see: CUDA then drops all its limits."""
-    text, uuid = environment.get(_LIMIT), daemon.device_uuid
+    text, uuid = environment.get(MEMORY_VARIABLE), daemon.device_uuid
     if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
         return
     yield Check.warning(
         "mps.limits_dropped",
         gpu=daemon.gpu_index,
-        seen=f"client {client.pid} has {_LIMIT}={cut(text, MOST_SHOWN)}, and sees one GPU only",
+        seen=f"client {client.pid} has {MEMORY_VARIABLE}={cut(text, MOST_SHOWN)}, and sees one GPU only",
         why="an entry for a GPU that it does not see drops all its memory limits, including the server's",
         remedy="restart it with only 0=SIZE: gpushare run --memory SIZE -- CMD",
     )
@@ -298,14 +297,14 @@ def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping
 def daemon_environment(seen: Examination) -> Iterator[Check]:
     """Check for a default thread percentage that a daemon silently ignored."""
     for found in seen.believed:
-        text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(_THREADS)
+        text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(THREADS_VARIABLE)
         if text is not None and not _is_percentage(text):
             yield Check.warning(
                 "mps.threads_ignored",
                 gpu=found.daemon.gpu_index,
-                seen=f"MPS daemon {found.daemon.pid} was started with {_THREADS}={cut(text, MOST_SHOWN)}",
+                seen=f"MPS daemon {found.daemon.pid} was started with {THREADS_VARIABLE}={cut(text, MOST_SHOWN)}",
                 why="it ignores anything but 0 to 100 silently, and every client gets 100 %",
-                remedy=f"restart it with a number from 1 to 100 in {_THREADS}; or: gpushare mps start --threads 50",
+                remedy=f"restart it with a number from 1 to 100 in {THREADS_VARIABLE}; or: gpushare mps start --threads 50",
             )
 
 

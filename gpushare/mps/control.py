@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.model import Priority
+from gpushare.mps.limits import VARIABLES
 from gpushare.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
 
 if TYPE_CHECKING:
@@ -482,8 +483,6 @@ def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Map
         "CUDA_VISIBLE_DEVICES": uuid,
         "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
         "CUDA_MPS_LOG_DIRECTORY": log_directory,
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": None,
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": None,
-        "CUDA_MPS_CLIENT_PRIORITY": None,
+        **dict.fromkeys(VARIABLES),
         "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING": None,
     }

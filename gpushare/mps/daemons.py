@@ -16,12 +16,22 @@ from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, Operat
 from gpushare.host.program import missing_program
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
-from gpushare.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer, Priority
+from gpushare.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer
 from gpushare.mps import control
-from gpushare.mps.control import ClientRow, MpsControl, NoDaemon, Overview, is_server, not_your_daemon, parse_memory
+from gpushare.mps.control import (
+    ClientRow,
+    MpsControl,
+    NoDaemon,
+    Overview,
+    ServerRow,
+    is_server,
+    not_your_daemon,
+    parse_memory,
+)
 from gpushare.mps.home import ADOPTED, RUNNING, DaemonHome, DaemonRecord, home_of, homes_in
+from gpushare.mps.limits import Limits
 from gpushare.selection import select
-from gpushare.units import mps_memory, mps_memory_readback, parse_pinned_limits
+from gpushare.units import mps_memory, mps_memory_readback
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -112,19 +122,13 @@ NOT_ASKED: Final = (
 
 def ask(host: Host, found: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
     """Ask daemons, all at once, and return them with their answers. Those of other users only with ``strangers``."""
-    asked = [
-        item
-        for item in found
+    pipes = {
+        number: item.daemon.pipe_directory
+        for number, item in enumerate(found)
         if (item.trusted or strangers) and item.daemon.error is None and item.daemon.pipe_directory is not None
-    ]
-    told = dict(
-        zip(
-            map(id, asked),
-            overviews(host.programs, [item.daemon.pipe_directory or "" for item in asked]),
-            strict=True,
-        )
-    )
-    return [_told(host, item, told.get(id(item)), asked=strangers) for item in found]
+    }
+    answers = dict(zip(pipes, overviews(host.programs, [*pipes.values()]), strict=True))
+    return [_told(host, item, answers.get(number), asked=strangers) for number, item in enumerate(found)]
 
 
 def _told(host: Host, item: FoundDaemon, said: Overview | GpushareError | None, *, asked: bool) -> FoundDaemon:
@@ -134,97 +138,76 @@ def _told(host: Host, item: FoundDaemon, said: Overview | GpushareError | None, 
         return replace(item, daemon=replace(item.daemon, note=NOT_ASKED))
     if isinstance(said, GpushareError):
         return replace(item, daemon=replace(item.daemon, error=said.message))
-    return replace(item, daemon=_with(host, item, said))
+    return replace(item, daemon=_Answer(host, item, said).daemon())
 
 
-def _with(host: Host, item: FoundDaemon, overview: Overview) -> MpsDaemon:
-    daemon, record = item.daemon, item.record
-    # A daemon of another user may name any PID: only that user's processes count.
-    believed = None if item.trusted else item.uid
-    environment = host.processes.environment(daemon.pid or 0) or {}
-    uuid = record.device_uuid if record is not None else environment.get("CUDA_VISIBLE_DEVICES", "")
-    logged = logged_limit(daemon.log_directory, uuid) if item.trusted else None
-    held = _exact(overview.memory_limit_bytes, record, logged)
-    if held is None:
-        # A limit from the daemon's environment is in force, but not printed.
-        held = parse_pinned_limits(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""), uuid)
-    servers = [row for row in overview.servers if _is_of(host, row.pid, believed)]
-    return replace(
-        daemon,
-        threads_percent=overview.threads_percent,
-        memory_limit_bytes=held,
-        priority=overview.priority,
-        servers=tuple(_server(host, overview, row.pid, uuid, record, believed) for row in servers),
-    )
+class _Answer:
+    """What a daemon said of itself, completed by its record, its log and the process table."""
 
+    def __init__(self, host: Host, item: FoundDaemon, overview: Overview) -> None:
+        self._host, self._item, self._overview = host, item, overview
+        self._environment = host.processes.environment(item.daemon.pid or 0) or {}
+        visible = self._environment.get("CUDA_VISIBLE_DEVICES", "")
+        self._uuid = visible if item.record is None else item.record.device_uuid
 
-def _is_of(host: Host, pid: int, uid: int | None) -> bool:
-    """Return whether a process belongs to a user; None: any user."""
-    info = None if uid is None else host.processes.describe(pid)
-    return uid is None or (info is not None and info.uid == uid)
+    def daemon(self) -> MpsDaemon:
+        daemon, overview = self._item.daemon, self._overview
+        logged = logged_limit(daemon.log_directory, self._uuid) if self._item.trusted else None
+        held = self._exact(overview.memory_limit_bytes, logged)
+        if held is None:
+            # A limit from the daemon's environment is in force, but not printed.
+            held = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
+        return replace(
+            daemon,
+            threads_percent=overview.threads_percent,
+            memory_limit_bytes=held,
+            priority=overview.priority,
+            servers=tuple(self._server(row) for row in overview.servers if self._counts(row.pid)),
+        )
 
+    def _counts(self, pid: int) -> bool:
+        """Return whether a process may belong to the daemon: another user's may name any PID."""
+        info = None if self._item.trusted else self._host.processes.describe(pid)
+        return self._item.trusted or self._item.uid is None or (info is not None and info.uid == self._item.uid)
 
-def _exact(held: int | None, record: DaemonRecord | None, logged: int | None = None) -> int | None:
-    """Return the limit of the record or the log if it fits what the daemon prints (whole G), else what it prints."""
-    if held is None:
-        return None
-    for noted in (None if record is None else record.limits.memory_limit_bytes, logged):
-        if noted and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}:
-            return noted
-    return held
+    def _exact(self, held: int | None, logged: int | None = None) -> int | None:
+        """Return the limit of the record or the log if it fits what the daemon prints (whole G), else what it prints."""
+        if held is None:
+            return None
+        record = self._item.record
+        for noted in (None if record is None else record.limits.memory_limit_bytes, logged):
+            if noted and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}:
+                return noted
+        return held
 
+    def _server(self, row: ServerRow) -> MpsServer:
+        info = self._host.processes.describe(row.pid)
+        clients = [one for one in self._overview.clients if one.server_pid in {row.pid, None}]
+        return MpsServer(
+            pid=row.pid,
+            user=None if info is None else info.user,
+            status=row.status,
+            threads_percent=row.threads_percent,
+            clients=tuple(self._client(one, row) for one in clients if self._counts(one.pid)),
+        )
 
-def _server(
-    host: Host, overview: Overview, pid: int, uuid: str, record: DaemonRecord | None, believed: int | None
-) -> MpsServer:
-    row = next(row for row in overview.servers if row.pid == pid)
-    info = host.processes.describe(pid)
-    limit = _exact(row.memory_limit_bytes, record)
-    mine = [one for one in overview.clients if one.server_pid in {pid, None} and _is_of(host, one.pid, believed)]
-    return MpsServer(
-        pid=pid,
-        user=None if info is None else info.user,
-        status=row.status,
-        threads_percent=row.threads_percent,
-        clients=tuple(_client(host, client, pid, row.threads_percent, limit, overview, uuid) for client in mine),
-    )
-
-
-def _client(
-    host: Host, row: ClientRow, server: int, threads: float | None, memory: int | None, overview: Overview, uuid: str
-) -> MpsClient:
-    info = host.processes.describe(row.pid)
-    own = host.processes.environment(row.pid)
-    own_threads = _own_threads(own)
-    own_memory = (
-        parse_pinned_limits(own["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"], uuid)
-        if own and "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in own
-        else None
-    )
-    own_priority = (own or {}).get("CUDA_MPS_CLIENT_PRIORITY")
-    return MpsClient(
-        pid=row.pid,
-        server_pid=server,
-        name=row.command or (None if info is None else info.name),
-        user=None if info is None else info.user,
-        # A client can only lower the limit of its server (seen: 60 under 30 gives 30, 20 under 30 gives 20).
-        threads_percent=_smaller(threads, own_threads),
-        memory_limit_bytes=_smaller(memory, own_memory),
-        priority=Priority(int(own_priority)) if own_priority in {"0", "1"} else overview.priority,
-    )
-
-
-def _own_threads(environment: Mapping[str, str] | None) -> float | None:
-    try:
-        value = float((environment or {}).get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
-    except ValueError:
-        return None
-    return value if 0.0 < value <= 100.0 else None
+    def _client(self, row: ClientRow, server: ServerRow) -> MpsClient:
+        info = self._host.processes.describe(row.pid)
+        own = Limits.in_environment(self._host.processes.environment(row.pid) or {}, self._uuid)
+        return MpsClient(
+            pid=row.pid,
+            server_pid=server.pid,
+            name=row.command or (None if info is None else info.name),
+            user=None if info is None else info.user,
+            # A client can only lower the limit of its server (seen: 60 under 30 gives 30, 20 under 30 gives 20).
+            threads_percent=_smaller(server.threads_percent, own.threads_percent),
+            memory_limit_bytes=_smaller(self._exact(server.memory_limit_bytes), own.memory_limit_bytes),
+            priority=self._overview.priority if own.priority is None else own.priority,
+        )
 
 
 def _smaller(first: Number | None, second: Number | None) -> Number | None:
-    given = [value for value in (first, second) if value is not None]
-    return min(given, default=None)
+    return min((value for value in (first, second) if value is not None), default=None)
 
 
 # The default of the daemon and of CUDA programs (NVIDIA's MPS guide).

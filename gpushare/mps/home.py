@@ -27,9 +27,8 @@ from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, open_lock, read_trusted, replace_file, writing
 from gpushare.model import ComputeMode, Priority, device_key, old_device_key
-from gpushare.mps.control import DEVICE, MAX_PIPE_DIRECTORY_BYTES, NoDaemon
-from gpushare.mps.limits import Limits
-from gpushare.units import mps_memory, mps_percentage
+from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
+from gpushare.mps.limits import VARIABLES, Limits
 
 if TYPE_CHECKING:
     from gpushare.selection import Device
@@ -502,32 +501,17 @@ def unit_at(pipe_directory: str) -> str:
     return f"gpushare-mps-{pipe_directory.split('/')[-2]}.service"
 
 
-_LIMITS: Final = frozenset(
-    {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY"}
-)
-
-
 def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: Limits) -> dict[str, str]:
-    """Return the environment of a client: the device by UUID, the private pipe, its limits.
-
-    The limit names device 0, the only one that the client sees: an entry for any other would make
-    CUDA drop all limits, also the server's.
-    """
-    environment = {
+    """Return the environment of a client: the device by UUID, the private pipe directory, its limits."""
+    return {
         **base,
         "CUDA_VISIBLE_DEVICES": device.uuid,
         "CUDA_MPS_PIPE_DIRECTORY": str(home.pipe),
         "CUDA_MPS_LOG_DIRECTORY": str(home.log),
+        **limits.environment(),
     }
-    if limits.threads_percent is not None:
-        environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = mps_percentage(limits.threads_percent)
-    if limits.memory_limit_bytes is not None:
-        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{DEVICE}={mps_memory(limits.memory_limit_bytes)}"
-    if limits.priority is not None:
-        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(int(limits.priority))
-    return environment
 
 
 def without_own_limits(base: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the caller's own limits for MPS clients, where only those given are to hold."""
-    return {name: value for name, value in base.items() if name not in _LIMITS}
+    """Return an environment without the caller's own limits for MPS clients."""
+    return {name: value for name, value in base.items() if name not in VARIABLES}

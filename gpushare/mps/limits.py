@@ -1,4 +1,4 @@
-"""Limits of MPS clients: the values, the options that give them, and how users type them."""
+"""Limits of MPS clients: the values, and how options and environment variables give them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from gpushare.errors import BadUsage, NotFound
 from gpushare.model import Priority
 from gpushare.units import (
     format_bytes,
+    mps_memory,
+    mps_percentage,
     parse_memory_limit,
+    parse_pinned_limits,
     parse_thread_percentage,
     quoted,
     size_option,
@@ -18,6 +21,13 @@ from gpushare.units import (
 
 if TYPE_CHECKING:
     from gpushare.selection import Device
+
+
+# The environment variables of a client, or of a daemon for its clients (NVIDIA's MPS guide).
+THREADS_VARIABLE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+MEMORY_VARIABLE: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+PRIORITY_VARIABLE: Final = "CUDA_MPS_CLIENT_PRIORITY"
+VARIABLES: Final = (THREADS_VARIABLE, MEMORY_VARIABLE, PRIORITY_VARIABLE)
 
 
 class _Limited(Protocol):
@@ -64,6 +74,35 @@ class Limits:
             memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
             priority=_priority(priority),
         )
+
+    @classmethod
+    def in_environment(cls, environment: Mapping[str, str], uuid: str) -> Limits:
+        """Return the limits in the environment of a process that sees one device, without values that CUDA ignores."""
+        try:
+            threads = float(environment.get(THREADS_VARIABLE, ""))
+        except ValueError:
+            threads = 0.0
+        priority = environment.get(PRIORITY_VARIABLE)
+        return cls(
+            threads_percent=threads if 0.0 < threads <= 100.0 else None,
+            memory_limit_bytes=parse_pinned_limits(environment.get(MEMORY_VARIABLE, ""), uuid),
+            priority=Priority(int(priority)) if priority in {"0", "1"} else None,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables that give these limits to a client of one device.
+
+        The memory limit names device 0: an entry for a device that the client does not see makes CUDA drop all limits,
+        including the server's.
+        """
+        found = {}
+        if self.threads_percent is not None:
+            found[THREADS_VARIABLE] = mps_percentage(self.threads_percent)
+        if self.memory_limit_bytes is not None:
+            found[MEMORY_VARIABLE] = f"0={mps_memory(self.memory_limit_bytes)}"
+        if self.priority is not None:
+            found[PRIORITY_VARIABLE] = str(int(self.priority))
+        return found
 
     @property
     def explicit(self) -> Limits:
