@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, TypeVar
 
 from gpushare.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
+from gpushare.values import dataclass
 
 T = TypeVar("T")
 # The code of an error that names all that could not come back, and the command for it.

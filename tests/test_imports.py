@@ -80,6 +80,33 @@ def test_json_of_a_host_needs_no_drawing_and_no_yaml(sim_dir: Path, bare: set[st
     assert heavy(modules, but=("pynvml", "psutil")) == []
 
 
+def test_status_loads_nothing_of_changes(sim_dir: Path) -> None:
+    """Each of these costs a start a hundredth of its time."""
+    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir)
+    changes = ("gpushare.plan", "gpushare.show.plan", "gpushare.mps", "gpushare.mig.driver", "gpushare.host.open_files")
+    assert [name for name in changes if name in modules] == []
+
+
+def test_no_class_of_a_start_compiles_its_methods(sim_dir: Path) -> None:
+    """`dataclasses` compiles up to seven methods for a class; `gpushare.values` none."""
+    code = (
+        "import dataclasses, sys\nreal = dataclasses._process_class\n"
+        "def noted(cls, init, *rest):\n"
+        "    if init and cls.__module__.startswith('gpushare'): print('COMPILED', cls.__name__, file=sys.stderr)\n"
+        "    return real(cls, init, *rest)\n"
+        "dataclasses._process_class = noted\n" + command("--host", "sim:h200", "status", "-o", "json")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(PROJECT), "GPUSHARE_SIM_DIR": str(sim_dir)},
+    )
+    assert [line for line in done.stderr.splitlines() if line.startswith("COMPILED ")] == []
+
+
 def test_owners_are_looked_up_only_when_somebody_is_there(sim_dir: Path, bare: set[str]) -> None:
     modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir) - bare
     assert heavy(modules, but=("pynvml",)) == []

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare.errors import BadUsage, Interrupted
-from gpushare.show.plan import plan_result
 from gpushare.show.text import NotWritten, put
 from gpushare.units import quoted
 from gpushare.values import dataclass
@@ -547,6 +546,8 @@ def carried_out(
     The locks of ``homes`` are held meanwhile, so that no other gpushare starts or stops their daemons. ``again`` plans
     again under the locks, because the host may have changed before.
     """
+    from gpushare.show.plan import plan_result
+
     if not settings.dry_run:
         from gpushare.host.records import sweep_leftovers
         from gpushare.plan import carry_out

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound
-from gpushare.host.open_files import OpenFiles
 from gpushare.host.process import Announce, LocalProcesses, ProcessInfo, Spawned, Streams
 from gpushare.sim import state as liveness
 from gpushare.sim.activity import Resident
@@ -29,6 +28,7 @@ from gpushare.sim.state import (
 from gpushare.units import MIB
 
 if TYPE_CHECKING:
+    from gpushare.host.open_files import OpenFiles
     from gpushare.sim.mps_servers import LogLine
 
 
@@ -346,6 +346,8 @@ def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
         # The simulated processes are the host's: another namespace does not have them.
         if mine and state.pid_namespace_is_host:
             found[pid] = mine
+    from gpushare.host.open_files import OpenFiles
+
     return OpenFiles(by_pid=dict(sorted(found.items())), complete=complete)
 
 
