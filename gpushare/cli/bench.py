@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
         "bench",
         cls=ChangingCommand,
         short_help="Measure which way of sharing is best for a command.",
-        # Options end at the command's name: its own are its own, also without "--".
+        # Options end at the command's name, even without "--".
         context_settings={**CONTEXT, "allow_interspersed_args": False},
     )(bench)
 
@@ -54,19 +54,19 @@ def bench(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CMD...]", help="What to measure; without it the built-in workload.", show_default=False
+            metavar="[CMD...]", help="What to measure. [default: the built-in workload]", show_default=False
         ),
     ] = None,
-    copies: Annotated[str, typer.Option("--copies", metavar="LIST", help="How many copies.")] = "1,2,4,8",
+    copies: Annotated[str, typer.Option("--copies", metavar="LIST", help="Numbers of copies.")] = "1,2,4,8",
     ways: Annotated[
         str | None,
         typer.Option(
             "--ways",
             metavar="LIST",
-            help="Some of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig and streams, with commas. [default: all]",
+            help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig and streams. [default: all]",
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="How often each is run.")] = 3,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs of each.")] = 3,
     gpu: OneGpuOption = None,
     metric: PrintedNumber = None,
     lower: LowerIsBetter = False,
@@ -79,24 +79,26 @@ def bench(
     window: MeasuredTime = None,
     timeout: HungAfter = None,
     size: Annotated[int | None, typer.Option("--size", metavar="N", help="Built-in workload: N x N matrices.")] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: with work on the CPU too.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: multiply on the CPU too.")] = False,
     footprint: Annotated[
-        str | None, typer.Option("--footprint", metavar="SIZE", help="Built-in workload: device memory that it holds.")
+        str | None, typer.Option("--footprint", metavar="SIZE", help="Built-in workload: device memory to hold.")
     ] = None,
-    to: Annotated[str | None, typer.Option("--to", metavar="FILE", help="Keep all figures: a new JSON file.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FILE", help="Write all figures to a new JSON file.")
+    ] = None,
     compare: Annotated[
         str | None, typer.Option("--compare", metavar="FILE", help="Compare with an earlier --to file.")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw it: a new .png or .svg file.")
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw the figures to a new .png or .svg file.")
     ] = None,
 ) -> Any:
     """Measure a command as several copies under each way of sharing, and say which way is best.
 
     Each way is run in turn, several times, after a warm-up. Throughput is finished runs per second of all copies
-    together, start-up included, or a number that CMD prints (--metric). Slowdown is of one copy against alone;
-    waiting in the queue is not counted. Where intervals (95 %) overlap there is no difference. Nothing of the host
-    stays changed: an MPS daemon is started and stopped again; MIG instances are used, never made (gpushare mig create).
+    together, start-up included, or a number that CMD prints (--metric). Slowdown compares one copy with a copy alone;
+    waiting in the queue does not count. Where 95 % intervals overlap, there is no difference. The host is left
+    unchanged: an MPS daemon is started and stopped; MIG instances are used, never created (gpushare mig create).
     Ctrl-C ends the copies safely and keeps what was measured.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
@@ -142,7 +144,7 @@ def _check(
     given = [f"--{name}" for name, value in built_in.items() if value is not None]
     if command and given:
         raise BadCombination(
-            f"{', '.join(given)} is of the built-in workload, and a command is given too",
+            f"{', '.join(given)} cannot be combined with a command: only the built-in workload has it",
             "drop one of them: gpushare bench --size 256, or gpushare bench -- CMD",
         )
     if not command and (metric is not None or latency is not None):
@@ -152,7 +154,7 @@ def _check(
         )
     if command and window is not None and metric is None:
         raise BadCombination(
-            "--for ends the command before it finishes: finished runs cannot be counted then",
+            "--for ends the command before it finishes, so finished runs cannot be counted",
             "say what it prints: --metric 'rate=([0-9.]+)'; or drop --for",
         )
     if not 1 <= repeat <= _MOST_REPEATS:
@@ -175,7 +177,7 @@ def _request(
     metric: Metric,
     words: tuple[Any, ...],
 ) -> tuple[Request, Mapping[str, Any] | None]:
-    """Return what to measure, and what the built-in workload is, if it is that."""
+    """Return what to measure, and the facts of the built-in workload if that is measured."""
     from gpushare.cli.options import positive
     from gpushare.measure.bench import Request
     from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
@@ -223,7 +225,7 @@ def _result(
     if measurement.interrupted:
         if not measurement.runs:
             raise Ended(number or signal.SIGINT)
-        hint = "the copies were ended, the host is as before"
+        hint = "the copies were ended and the host was restored"
         kept_runs = len(measurement.runs)
         error = Interrupted(f"interrupted; {kept_runs} {'run is' if kept_runs == 1 else 'runs are'} kept", hint)
         more = {"errors": (error,), "exit_code": 128 + (number or signal.SIGINT)}
@@ -232,7 +234,7 @@ def _result(
     if not more and data["cells"] and all(cell["throughput"] is None for cell in data["cells"]):
         failure = next(text for cell in data["cells"] for text in cell["failures"])
         failed_all = OperationFailed(
-            f"every run failed: {failure}", "try the command by itself, and two copies of it by hand", code="all_failed"
+            f"every run failed: {failure}", "run the command alone by hand, then two copies of it", code="all_failed"
         )
         more = {"errors": (failed_all,), "exit_code": failed_all.exit_code, "all_failed": True}
     comparison = None if before is None else compared(data, before)
@@ -241,7 +243,7 @@ def _result(
     failed = _files(result.data, data, kept, picture)
     if not failed:
         return result
-    # What was measured is shown, whatever becomes of the files.
+    # The figures are shown even if a file cannot be written.
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
 
 
@@ -294,7 +296,7 @@ def carried_out(
 
 
 def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
-    """Keep the caps that were found, for `gpushare run --copies`: that they cannot be kept does not fail a benchmark."""
+    """Keep the caps for `gpushare run --copies`; a failure to do so does not fail the benchmark."""
     from gpushare.measure.bench_data import best_caps
     from gpushare.run.results import keep_benched
 
@@ -320,7 +322,7 @@ def planned(host: Host, device: Device, prepared: Prepared, command: str = "benc
 
 
 def bench_notes(data: Mapping[str, Any]) -> list[str]:
-    """Return what to know of the figures of a benchmark, from its document."""
+    """Return the notes on a benchmark, from its document."""
     from gpushare.cli.options import others_note
     from gpushare.units import format_copies
 
@@ -334,15 +336,15 @@ def bench_notes(data: Mapping[str, Any]) -> list[str]:
         names = data.get("other_names", {})
         notes.append(others_note({pid: names.get(str(pid), "") for pid in data["others"]}))
     if data["repeat"] == 1:
-        notes.append("each was run once: what differs cannot be told from noise; give --repeat 3 or more")
+        notes.append("single runs cannot tell a difference from noise; give --repeat 3 or more")
     if data["metric"]["pattern"] is None:
-        notes.append("start-up is counted; for a program that runs long give --metric and --for")
+        notes.append("start-up counts too; for a long-running program give --metric and --for")
     return notes
 
 
 @contextlib.contextmanager
 def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """Yield what is told before each run: a bar on a terminal, nothing off one."""
+    """Yield a progress callback: a bar on a terminal, else nothing."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -350,7 +352,7 @@ def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    # Without a thread of its own: programs are started meanwhile, and a fork beside a thread can lock up.
+    # Without a refresh thread: programs are started meanwhile, and a fork in a threaded process can deadlock.
     bar = Bar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),

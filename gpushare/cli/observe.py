@@ -25,14 +25,12 @@ def register(app: typer.Typer) -> None:
 
 
 def observe(
-    seconds: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 10m, 8h.")] = "10m",
+    seconds: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to record: 90s, 10m, 8h.")] = "10m",
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two samples.")] = "1s",
     gpu: GpuOption = None,
     to: Annotated[
         str | None,
-        typer.Option(
-            "--to", metavar="FILE", help="The file; a new one. [default: gpushare-DATE-TIME.jsonl in this directory]"
-        ),
+        typer.Option("--to", metavar="FILE", help="A new file. [default: gpushare-DATE-TIME.jsonl in this directory]"),
     ] = None,
     read: Annotated[
         str | None, typer.Option("--from", metavar="FILE", help="Show an earlier recording instead.")
@@ -41,10 +39,10 @@ def observe(
     """Record the use of GPUs and of the processes on them, and say which GPUs are underused.
 
     SM activity (GPM, Hopper and later) is the share of the SMs that worked. Utilisation is only the time in
-    which some kernel ran, and is taken where there is no GPM. A process's SM activity is known when it was
-    alone on its GPU or MIG instance; beside others, utilisation is the share of the time that it got. Ctrl-C
-    ends the recording early and keeps it: that is a success, exit code 0. The file is JSON Lines, holds no
-    command lines, and is readable also when it is cut off. An existing file is never overwritten.
+    which some kernel ran, and is used where there is no GPM. The SM activity of a process is known while it
+    is alone on its GPU or MIG instance; next to others, utilisation is the share of the time that it got.
+    Ctrl-C ends the recording early and keeps it, with exit code 0. The file is JSON Lines, contains no
+    command lines, and can be read even if it is cut off. An existing file is never overwritten.
     """
     if read is not None:
         return _shown(read, given=(to, gpu))
@@ -101,7 +99,7 @@ def _default_name() -> Path:
 
 @contextlib.contextmanager
 def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
-    """Yield what is told how far the recording is: a bar on a terminal, nothing off one."""
+    """Yield a progress callback: a bar on a terminal, else nothing."""
     from gpushare.units import format_duration
 
     if settings.quiet or not sys.stderr.isatty():
@@ -128,8 +126,8 @@ def _shown(read: str, given: tuple[str | None, ...]) -> Any:
 
     if any(one is not None for one in given):
         raise BadCombination(
-            "--from shows a recording that is there; it takes no --to and no -g",
-            f"see all of it: gpushare observe --from {read}",
+            "--from cannot be combined with --to or -g",
+            f"show all of the recording: gpushare observe --from {read}",
         )
     from pathlib import Path
 
@@ -212,15 +210,15 @@ def _process_row(use: ProcessUse) -> dict[str, Any]:
 def _notes(recording: Recording, path: Path) -> list[str]:
     notes = list(recording.header.warnings)
     if recording.reason == "interrupted":
-        notes.append(f"ended early; what was recorded is kept: {recording.samples} samples")
+        notes.append(f"ended early; {recording.samples} samples were kept")
     if recording.reason is None:
         notes.append("the recording has no end: it is still being written, or its program died")
     if recording.damaged_lines:
-        notes.append(f"{recording.damaged_lines} lines cannot be read and were left out")
+        notes.append(f"{recording.damaged_lines} unreadable lines were skipped")
     if recording.missed:
-        notes.append(f"{recording.missed} samples could not be taken in time; a longer --interval helps")
+        notes.append(f"{recording.missed} samples were not taken in time; give a longer --interval")
     if recording.dropped_processes:
-        notes.append(f"{recording.dropped_processes} short processes are not summed up")
+        notes.append(f"{recording.dropped_processes} short-lived processes are left out")
     notes += [
         f"GPU {use.gpu.index} did not answer {use.unanswered} times: {use.error}"
         for use in recording.gpus
@@ -233,6 +231,6 @@ def _notes(recording: Recording, path: Path) -> list[str]:
     notes.append(f"which way of sharing fits: gpushare advise --from {file}")
     notes.append(f"what it could save: gpushare savings --from {file} --price PRICE")
     notes.append(
-        "low activity does not say that sharing is free: a small job can suffer beside a large one; measure it"
+        "low activity does not mean that sharing is free: a small job can suffer next to a large one; measure it"
     )
     return notes

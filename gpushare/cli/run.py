@@ -42,7 +42,7 @@ class Roles:
     opportunistic: bool
     beside: str | None
     pause: bool
-    # Percent; None: not said.
+    # Percent; None: not given.
     duty: float | None = None
 
     @property
@@ -75,18 +75,20 @@ def check_combination(roles: Roles, farming: Farming, *, mig: str | None, strict
         )
     if roles.pause and roles.duty is not None:
         raise _wrong(
-            "--pause is none of the time and --duty-cycle a part of it: not both",
+            "--pause cannot be combined with --duty-cycle",
             "gpushare run --opportunistic --duty-cycle 50 -- CMD",
         )
     if roles.production is not None and roles.opportunistic:
-        raise _wrong("a job is --production or --opportunistic, not both", "gpushare run --production NAME -- CMD")
+        raise _wrong("--production cannot be combined with --opportunistic", "gpushare run --production NAME -- CMD")
     if mig is not None and (roles.any or farming.copies is not None):
         raise _wrong(
-            "--mig gives a program an instance for itself, without roles or copies", "gpushare run --mig 1g -- CMD"
+            "--mig gives one program an instance of its own: it cannot be combined with roles or --copies",
+            "gpushare run --mig 1g -- CMD",
         )
     if farming.copies is not None and (roles.any or strict):
         raise _wrong(
-            "--copies goes without --production, --opportunistic and --strict", "gpushare run --copies 4 -- CMD"
+            "--copies cannot be combined with --production, --opportunistic or --strict",
+            "gpushare run --copies 4 -- CMD",
         )
     if farming.copies is not None and not 1 <= farming.copies <= 1000:
         raise BadUsage(f"--copies {farming.copies} is outside 1 to 1000", "give --copies 8", code="bad_copies")
@@ -100,7 +102,7 @@ def _wrong(what: str, example: str) -> BadUsage:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    # Options end at the program's name: its own are its own, also without "--".
+    # Options end at the program's name, even without "--".
     app.command(
         "run",
         cls=ChangingCommand,
@@ -119,7 +121,7 @@ def run(
         typer.Option(
             "--mig",
             metavar="PROFILE|NAME",
-            help="In a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one of this name.",
+            help="Run in a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one with this name.",
         ),
     ] = None,
     threads: ClientThreads = None,
@@ -130,47 +132,51 @@ def run(
     ] = False,
     grace: Annotated[
         str | None,
-        typer.Option("--grace", metavar="SECS", help="How long it may take to end after its signal. [default: 10]"),
+        typer.Option("--grace", metavar="SECS", help="Time to end after its signal. [default: 10]"),
     ] = None,
     production: Annotated[
         str | None,
         typer.Option(
             "--production",
             metavar="NAME",
-            help="As the production job of this name: never capped but by --threads, and known to others.",
+            help="Run as the production job of this name: capped only by --threads, and spared by opportunistic jobs.",
         ),
     ] = None,
     opportunistic: Annotated[
         bool,
-        typer.Option("--opportunistic", help="Beside a production job: tuned limits, or cap 60 % with low priority."),
+        typer.Option(
+            "--opportunistic",
+            help="Run next to a production job: with tuned limits, or a cap of 60 % and low priority.",
+        ),
     ] = False,
     beside: Annotated[
         str | None, typer.Option("--for", metavar="NAME|PID", help="With --opportunistic: the production job to spare.")
     ] = None,
     pause: Annotated[
-        bool, typer.Option("--pause", help="With --opportunistic: stands still while the production job works.")
+        bool, typer.Option("--pause", help="With --opportunistic: pause while the production job works.")
     ] = False,
     duty_cycle: Annotated[
         str | None,
         typer.Option(
             "--duty-cycle",
             metavar="PCT",
-            help="With --opportunistic: the percentage of the time that it runs while production does; 100: all. [default: as tuned]",
+            help="With --opportunistic: the share of the time to run while production runs; 100: all. [default: as tuned]",
         ),
     ] = None,
     copies: Annotated[
-        int | None, typer.Option("--copies", metavar="N", help="N copies; {} in CMD and GPUSHARE_COPY are its number.")
+        int | None,
+        typer.Option("--copies", metavar="N", help="Run N copies; {} in CMD and GPUSHARE_COPY are the number of each."),
     ] = None,
     logs: Annotated[
         str | None,
-        typer.Option("--logs", metavar="DIR", help="With --copies: keep what each prints in DIR/copy-N.log."),
+        typer.Option("--logs", metavar="DIR", help="With --copies: write the output of each to DIR/copy-N.log."),
     ] = None,
     restart: Annotated[
-        int, typer.Option("--restart", metavar="K", help="With --copies: start a failed copy again, K times at most.")
+        int, typer.Option("--restart", metavar="K", help="With --copies: restart a failed copy, at most K times.")
     ] = 0,
     stall: Annotated[
         str | None,
-        typer.Option("--stall", metavar="SECS", help="With --copies: end a copy that prints nothing for so long."),
+        typer.Option("--stall", metavar="SECS", help="With --copies: end a copy that prints nothing for this long."),
     ] = None,
     bench: Annotated[
         str | None,
@@ -179,15 +185,15 @@ def run(
 ) -> Any:
     """Run a program inside a share of a GPU, and prove that it is attached.
 
-    Starts an MPS daemon if the GPU has none, and stops it with the last program. The program has its
-    own exit code; 128 + N when signal N ended it. Ctrl-C, SIGTERM, and even the death of gpushare end
-    it the safe way: its own signal first and time to end, then stop, drain, kill.
+    Starts an MPS daemon if the GPU has none, and stops it after the last program. The exit code is the
+    program's own, or 128 + N if signal N ended it. Ctrl-C, SIGTERM, and even the death of gpushare end
+    the program the safe way: first its own signal and time to end, then stop, drain, kill.
 
-    With --mig the program has an instance for itself as long as it runs, and needs no daemon; limits or
-    --strict run it under MPS inside the instance. Instances with a name are kept for --mig NAME.
+    With --mig the program has an instance of its own while it runs, and needs no daemon; limits or
+    --strict run it under MPS inside the instance. Instances with a name are reserved for --mig NAME.
 
-    With --copies each copy has a cap of 200/N percent and a share of the free memory, unless limits are
-    given; a copy whose memory would not fit waits. A failed copy leaves the others alone.
+    With --copies each copy gets a cap of 200/N percent and a share of the free memory, unless limits are
+    given; a copy whose memory does not fit waits. A failed copy does not affect the others.
     """
     from gpushare.cli.options import percentage
     from gpushare.mps.limits import Limits
@@ -203,7 +209,7 @@ def run(
         raise BadUsage(
             "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
         )
-    hint = "give --duty-cycle 50; for none of the time while production works: --pause"
+    hint = "give --duty-cycle 50; to pause whenever production works: --pause"
     duty = None
     if duty_cycle is not None:
         duty = percentage("--duty-cycle", duty_cycle, example="--duty-cycle 50%", hint=hint, code="bad_duty_cycle")
@@ -254,7 +260,7 @@ def in_instance(host: Host, text: str, gpu: str | None, command: list[str], opti
     mps = options.strict or options.limits != Limits()
     dropped = [] if mps else dropped_variables(os.environ)
     if dropped:
-        note(f"ignored without MPS: {', '.join(dropped)}; for limits give --threads, --memory")
+        note(f"ignored without MPS: {', '.join(dropped)}; to set limits, give --threads or --memory")
 
     def check(device: Device) -> None:
         if mps:
@@ -287,7 +293,7 @@ def _production(host: Host, device: Device, command: Sequence[str], options: Run
     cap = share.daemon_cap()
     if cap is not None:
         note(
-            f"the MPS daemon of {device.title} caps every client at {cap:g} %, this job too; to lift it: gpushare mps stop, and run it again"
+            f"the MPS daemon of {device.title} caps every client at {cap:g} %, including this job; to lift it: gpushare mps stop, then run the job again"
         )
     return _carried_out(host, share, command, options)
 
@@ -305,12 +311,12 @@ def _opportunistic(host: Host, device: Device, command: Sequence[str], options: 
         _demand_one(host, device)
         raise _nobody(device, roles, duty)
     if process is not None and outside:
-        note(f"{process.title} runs outside MPS: a cap cannot protect it, and this job runs all of the time beside it")
+        note(f"{process.title} runs outside MPS: a cap cannot protect it, and this job is never paused")
     return _capped(host, device, command, options, roles)
 
 
 def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> float | None:
-    """Return the duty cycle that was asked for, or else tuned: with the tuned cap and priority, not with others."""
+    """Return the duty cycle: the given one, else the tuned one, if the cap and priority are the tuned ones too."""
     from gpushare.run.roles import tuned_beside
 
     if roles.duty is not None or roles.pause:
@@ -323,35 +329,35 @@ def _duty(host: Host, device: Device, options: RunOptions, roles: Roles) -> floa
         return tuned.duty_percent
     text = f"tuned for {tuned.duty_percent:g} % of the time with cap {tuned.threads_percent:g} %"
     text += ", low priority" if tuned.low_priority else ""
-    note(f"{text}: with other limits it runs all of the time, unless you say --duty-cycle {tuned.duty_percent:g}")
+    note(f"{text}: with other limits it is never paused; to pause it, give --duty-cycle {tuned.duty_percent:g}")
     return None
 
 
 def _nobody(device: Device, roles: Roles, duty: float | None) -> NotFound:
-    """Return the error where the production job does not run for which this one would be stopped."""
+    """Return the error if the production job to pause for does not run."""
     if roles.pause or roles.duty is not None:
         return NotFound(
-            f"no production job runs on {device.title} that could be spared",
+            f"no production job runs on {device.title}",
             f"start it: gpushare run --production NAME -g {device.selector} -- CMD; or name a process: --for PID",
             code="no_production",
         )
     name = roles.beside or "production"
     return NotFound(
-        f"'{name}' does not run, and it was tuned for {duty:g} % of the time of this job beside it",
-        f"start it: gpushare run --production {name} -g {device.selector} -- CMD; or for all of the time: --duty-cycle 100",
+        f"'{name}' does not run; this job was tuned to run for {duty:g} % of the time next to it",
+        f"start it: gpushare run --production {name} -g {device.selector} -- CMD; or run without pauses: --duty-cycle 100",
         code="no_production",
     )
 
 
 def _demand_one(host: Host, device: Device) -> None:
-    """Raise when several production jobs run: which of them is to be spared was not said."""
+    """Raise if several production jobs run, because the one to spare was not named."""
     from gpushare.run.roles import living_productions
 
     names = [one.name for one in living_productions(host, device)]
     if len(names) > 1:
         raise BadUsage(
             f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
-            f"say which is to be spared: --for {names[0]}",
+            f"name the one to spare: --for {names[0]}",
             code="several_production",
         )
 
@@ -402,13 +408,13 @@ def _paused(
 
 
 def _recorder(host: Host, device: Device) -> ActivityRecorder | None:
-    """Return what shows production's work under MPS; None, and it is said, where only its CPU does."""
+    """Return what shows production's work under MPS; None, with a note, where only its CPU does."""
     from gpushare.host.activity import ActivityRecorder
 
     recorder = ActivityRecorder(host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id)
     if recorder.gpm:
         return recorder
-    note("under MPS this GPU shows only work that uses the CPU: a production job that waits without it pauses nobody")
+    note("under MPS this GPU shows only work that uses the CPU: this job is not paused for GPU work that needs no CPU")
     return None
 
 
@@ -448,7 +454,7 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
     if stall_seconds == 0:
         raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
     at_once = _most_at_once(host, device, copies)
-    # Shares are of those that run at the same time.
+    # Shares are for the copies that run at the same time.
     together = copies if at_once is None else min(copies, at_once)
     threads = limits.threads_percent
     if threads is None:
@@ -479,7 +485,7 @@ def farm_result(host: Host, device: Device, command: Sequence[str], run: RunOpti
 
 
 def _threads(host: Host, device: Device, command: Sequence[str], farming: Farming, together: int) -> float | None:
-    """Return the cap of each copy: what `gpushare bench` found for this command here, else its share; None is no cap."""
+    """Return the cap of each copy: the one that bench found for this command here, else its share; None: no cap."""
     from gpushare.measure.bench_data import best_caps, read_bench
     from gpushare.run.farm import share_of_threads
     from gpushare.run.results import find_benched
@@ -496,7 +502,7 @@ def _threads(host: Host, device: Device, command: Sequence[str], farming: Farmin
         found = best_caps(read_bench(farming.bench)).get(copies)
         if found is None:
             raise NotFound(
-                f"{farming.bench} holds no measurement of {copies} copies under MPS",
+                f"{farming.bench} has no measurement of {copies} copies under MPS",
                 f"measure it: gpushare bench --copies {copies} --ways mps,mps:200/n -- CMD",
                 code="not_measured",
             )
@@ -528,7 +534,7 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
     fitting = check_room(host, device, options)
     bounds = [bound for bound in (fitting, options.at_once) if bound is not None and bound < options.copies]
     if bounds:
-        note(f"{min(bounds)} run at once; the others start as these end")
+        note(f"{min(bounds)} run at the same time; the others start as these end")
 
 
 def _finished(result: FarmResult, options: FarmOptions) -> Any:
@@ -539,7 +545,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
             f"copy {copy.number}: {copy.failure}",
             copy.hint or f"see its output: {copy.log}"
             if copy.hint or copy.log
-            else "keep its output: --logs DIR; start it again by itself: --restart 1",
+            else "keep its output: --logs DIR; or restart it: --restart 1",
             code="copy_failed",
         )
         for copy in result.failed
@@ -547,7 +553,7 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
     unproved = [str(copy.number) for copy in result.copies if copy.attached is False]
     notes = []
     if unproved:
-        notes.append(f"not seen in MPS, so that their limits held is not proved: copy {', '.join(unproved)}")
+        notes.append(f"not seen as MPS clients, so their limits are not proved: copy {', '.join(unproved)}")
     data = {
         "seconds": round(result.seconds, 2),
         "threads_percent": options.limits.threads_percent,
@@ -572,5 +578,5 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
 
 
 def _as_of_run(status: int | None) -> int | None:
-    """Return the exit code of a copy as `gpushare run` and shells give it: 128 + N where signal N ended it."""
+    """Return the exit code of a copy as shells give it: 128 + N if signal N ended it."""
     return 128 - status if status is not None and status < 0 else status

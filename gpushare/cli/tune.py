@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("tune", cls=Command, short_help="Find the cap of a job beside a production job.")(tune)
+    app.command("tune", cls=Command, short_help="Find the cap of a job next to a production job.")(tune)
 
 
 def tune(
     production: Annotated[
         str,
         typer.Option(
-            "--production", metavar="CMD", help="The job that must keep its speed; it runs on from trial to trial."
+            "--production", metavar="CMD", help="The job that must keep its speed; it keeps running between trials."
         ),
     ],
     opportunistic: Annotated[
@@ -42,10 +42,10 @@ def tune(
         ),
     ],
     keep: Annotated[
-        str, typer.Option("--keep", metavar="PCT", help="Share of its rate alone that production keeps.")
+        str, typer.Option("--keep", metavar="PCT", help="How much of its rate alone production must keep.")
     ] = "97%",
     p99: Annotated[
-        str | None, typer.Option("--p99", metavar="FACTOR", help="Its p99 latency stays within so much of alone: 1.1x.")
+        str | None, typer.Option("--p99", metavar="FACTOR", help="How far its p99 latency may rise over alone: 1.1x.")
     ] = None,
     metric: Annotated[
         str | None,
@@ -55,7 +55,9 @@ def tune(
     ] = None,
     opportunistic_metric: Annotated[
         str | None,
-        typer.Option("--opportunistic-metric", metavar="REGEX", help="The opportunistic job's, if it differs."),
+        typer.Option(
+            "--opportunistic-metric", metavar="REGEX", help="The same for the opportunistic job, if it differs."
+        ),
     ] = None,
     latency: Annotated[
         str | None,
@@ -66,7 +68,7 @@ def tune(
         typer.Option(
             "--production-caps",
             metavar="LIST",
-            help="Caps on production to try too, the other gets the rest: 70,60,50; none: leave it uncapped. [default: where memory bounds it, 99 to 80; it restarts for each]",
+            help="Caps on production to try too, with the rest for the other job: 70,60,50; none: never cap it. [default: 99 to 80 where memory bandwidth bounds it; it restarts for each]",
         ),
     ] = None,
     caps: Annotated[
@@ -74,7 +76,7 @@ def tune(
         typer.Option(
             "--caps",
             metavar="LIST",
-            help="Caps to choose from. [default: 100,95,90 and so on to 10, and between the best and the next where that gives the other job much more]",
+            help="Caps to choose from. [default: 100,95,90 and so on to 10, and finer steps where they gain much]",
         ),
     ] = None,
     window: Annotated[
@@ -82,7 +84,7 @@ def tune(
         typer.Option(
             "--window",
             metavar="TIME",
-            help="Length of one window of measuring. [default: 1.5s; longer for jobs that seldom print, and without --p99 down to 0.6s for those that often do]",
+            help="Length of one measuring window. [default: 1.5s; longer for jobs that print seldom; without --p99, down to 0.6s for jobs that print often]",
         ),
     ] = None,
     rounds: Annotated[
@@ -91,12 +93,12 @@ def tune(
             "--rounds",
             metavar="N",
             min=2,
-            help="Least windows together per trial. [default: 3 of 1.5 s to 8 of 0.6 s; up to 3 times as many where the figures scatter, 4 times with --p99]",
+            help="Fewest windows with both jobs per trial. [default: 3 of 1.5 s to 8 of 0.6 s; up to 3 times as many where the figures scatter, 4 times with --p99]",
         ),
     ] = None,
     timeout: Annotated[
         str,
-        typer.Option("--timeout", metavar="TIME", help="How long a job may take until it prints for the first time."),
+        typer.Option("--timeout", metavar="TIME", help="How long a job may take to print for the first time."),
     ] = "10m",
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU: index, UUID, PCI bus id.")
@@ -107,12 +109,12 @@ def tune(
 ) -> Any:
     """Find the largest thread cap of an opportunistic job with which a production job keeps its speed.
 
-    Both run under MPS. A trial pauses the opportunistic job again and again, and compares production beside it with
-    production alone in one process. The start is cap 60 with low priority. The opportunistic job is started and killed
-    many times, the safe way: stop, drain, kill. CMD runs without a shell; for one give: sh -c '...'.
+    Both run under MPS. A trial pauses the opportunistic job repeatedly, and compares production next to it with
+    production alone, in one process. The search starts at cap 60 with low priority. The opportunistic job is started
+    and killed many times, the safe way: stop, drain, kill. CMD runs without a shell; to use one: sh -c '...'.
 
-    Where a job draws the memory's bandwidth, which no cap limits, and no --p99 is asked for, settings that cost too much
-    are tried for a part of the time too (a duty cycle: the opportunistic job is stopped for the rest of each half second).
+    No cap limits memory bandwidth. Where a job is bound by it, and without --p99, settings that cost too much are also
+    tried for part of the time (a duty cycle: the opportunistic job is stopped for the rest of each half second).
     """
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
@@ -198,7 +200,7 @@ def words_of(option: str, command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError as error:
         raise BadUsage(
-            f"{option} {quoted(command, 200)} is no command line: {error}", "close the quote", code="bad_command"
+            f"{option} {quoted(command, 200)} is not a command line: {error}", "close the quote", code="bad_command"
         ) from None
     if not words:
         raise BadUsage(f"{option} names no program", f"give one: {option} 'python train.py'", code="no_command")
@@ -243,12 +245,12 @@ def _reporter() -> Iterator[TuneReporter]:
     yield Lines()
 
 
-# Standard deviation of production's windows alone: from here on a few of them say little.
+# Standard deviation of production's windows alone from which a few windows say little.
 _MUCH_SPREAD: Final = 0.05
 
 
 def finished(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str) -> Any:
-    """Keep what was found and return it as the command's result; nothing is kept of a search that was ended early."""
+    """Keep what was found, unless the search was ended early, and return it as the command's result."""
     from gpushare.cli.options import others_note
     from gpushare.run.results import DUTY_COSTS, keep_tuned
     from gpushare.show.tune import tune_result
@@ -259,24 +261,24 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
     if result.others:
         notes.append(others_note(result.others))
     if result.given_up is not None:
-        notes.append(f"caps on production were not tried to the end: {result.given_up.message}")
+        notes.append(f"not all caps on production were tried: {result.given_up.message}")
     failed = None
     where = f"-g {device.selector}"
     if tuned is not None:
         try:
             data["file"] = str(keep_tuned(host, tuned))
         except GpushareError as error:
-            # What was measured is shown, whatever becomes of the file.
+            # The figures are shown even if the file cannot be written.
             failed = error
     if tuned is not None and failed is None:
         notes.append(f"apply it: gpushare run --opportunistic --for {name} {where} -- {options.opportunistic[0]} ...")
         if tuned.duty_percent is not None:
-            notes.append(f"it is stopped for {100 - tuned.duty_percent:g} % of the time then; {DUTY_COSTS}")
+            notes.append(f"with it, the job is stopped for {100 - tuned.duty_percent:g} % of the time; {DUTY_COSTS}")
         if tuned.production_threads_percent is not None:
             cap = f"--threads {tuned.production_threads_percent:g}"
             notes.append(f"with production capped: gpushare run --production {name} {cap} {where} -- ...")
     elif result.stopped is not None:
-        return tune_result(data, [*notes, "ended before the answer stood: nothing is kept"], _early(result.stopped))
+        return tune_result(data, [*notes, "ended before there was an answer: nothing is kept"], _early(result.stopped))
     elif result.outcome.best is None:
         pause = f"gpushare run --opportunistic --pause {where}"
         notes.append(f"nothing is kept; pause the opportunistic job instead: {pause}")
@@ -284,20 +286,22 @@ def finished(host: Host, device: Device, options: TuneOptions, result: TuneResul
 
 
 def _uncertain(result: TuneResult) -> list[str]:
-    """Return how far the figures can be trusted, where that is not far."""
+    """Return notes on figures that are not certain."""
     best, spread = result.outcome.best, result.production_spread
-    more = f"more windows tell more: --rounds {2 * max(one.rounds for one in result.trials)}"
+    more = f"more windows are more certain: --rounds {2 * max(one.rounds for one in result.trials)}"
     notes = []
     if best is not None and not best.safe:
-        notes.append(f"the goal is met by less than the figures scatter ({best.kept:.3f} ±{best.error:.3f}); {more}")
+        notes.append(
+            f"the goal is met by less than the scatter of the figures ({best.kept:.3f} ±{best.error:.3f}); {more}"
+        )
     elif best is not None:
         lucky = [one for one in result.outcome.curve if one.meets and not one.safe]
         larger = [one.setting.title for one in lucky if (one.opportunistic or 0.0) > (best.opportunistic or 0.0)]
         if larger:
-            notes.append(f"{larger[0]} met the goal too, but by less than its figures scatter; {more}")
+            notes.append(f"{larger[0]} met the goal too, but by less than the scatter of its figures; {more}")
     if not notes and spread is not None and spread > _MUCH_SPREAD:
-        moved = f"production alone moved by {100 * spread:.0f} % from window to window"
-        notes.append(f"{moved}, by its own work or the machine's CPU; {more}")
+        moved = f"production alone varied by {100 * spread:.0f} % between windows"
+        notes.append(f"{moved}, because of its own work or the CPU of this host; {more}")
     return notes
 
 
@@ -307,7 +311,7 @@ def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
     if isinstance(stopped, GpushareError):
         return stopped
     return interrupted(stopped).restated(
-        hint="both jobs were ended, the host is as before; fewer trials: --caps 80,60,40"
+        hint="both jobs were ended and the host was restored; for fewer trials: --caps 80,60,40"
     )
 
 

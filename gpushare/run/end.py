@@ -1,4 +1,4 @@
-"""Ending the program of `gpushare run`: its own signal first and time to end, then the safe way."""
+"""End programs: first their own signal and a grace period, then stop, drain, kill."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
 
 GRACE_SECONDS: Final = 10.0
-# A signal must not wait longer for a daemon that hangs.
+# A hanging daemon must not hold up a signal for longer.
 CONVERSATION_SECONDS: Final = 1.0
 
 
 def ask_to_end(host: Host, pids: Mapping[int, float], clients: set[int] | None, number: int) -> dict[int, float]:
-    """Send a signal to a program's processes (with their start times) where it does no harm; return those that got one.
+    """Send a signal to processes (with their start times) where it does no harm; return those that got one.
 
-    A process with a handler of its own gets the signal, or SIGINT if it handles only that (Python
-    does). A process that is no MPS client gets it in any case, or SIGTERM if it ignores it. An MPS client without a handler would
-    die of it with its queue in flight, and break its neighbours: it gets nothing here. ``clients`` None
-    is unknown: then any of them may be one.
+    A process with its own handler gets the signal, or SIGINT if it handles only that (as Python does). A process that
+    is not an MPS client always gets it, or SIGTERM if it ignores it. An MPS client without a handler would die with its
+    queue in flight and break its neighbours, so it gets nothing here. ``clients`` None: any process may be a client.
     """
     asked = {}
     for pid, started in pids.items():
@@ -46,7 +45,7 @@ def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
             return candidate
     if client:
         return None
-    # What was started with SIGINT ignored, as a script's background job is, ignores it for ever.
+    # A process started with SIGINT ignored, such as a script's background job, ignores it for ever.
     ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
     return signal.SIGTERM if ignored else number
 
@@ -78,12 +77,12 @@ def end_programs(
         return None
     ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
-    # A process that was asked has its time, whatever becomes of its handlers: Python takes them away
-    # while it shuts down, and a stop in the middle of that would be taken by nobody.
+    # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts
+    # down, and nothing would handle a stop in the middle of that.
     while ending and time.monotonic() < deadline and not hurry():
         left = wait_gone(host.processes, ending, 0.1)
         ending = {pid: ending[pid] for pid in left}
-    # With what was started meanwhile.
+    # Including processes started since.
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
@@ -94,7 +93,7 @@ def end_programs(
 
 
 def _living(host: Host, started: Mapping[int, float]) -> dict[int, float]:
-    """Return the processes and all that descend from them, each once, with start times, without those that are gone."""
+    """Return the living ones of some processes and their descendants, with start times."""
     there = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
     below = dict.fromkeys(other for pid in there for other in host.processes.descendants(pid))
     found = known(host.processes, [pid for pid in below if pid not in started])
@@ -103,9 +102,9 @@ def _living(host: Host, started: Mapping[int, float]) -> dict[int, float]:
 
 
 def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | None:
-    """Return the PIDs of the daemon's clients, and those known before; None when the daemon cannot be asked.
+    """Return the PIDs of the daemon's clients and those known before; None when the daemon does not answer.
 
-    A daemon that is gone has no clients any more, and a process without a context breaks nobody.
+    A dead daemon has no clients, and a process without a context breaks nobody.
     """
     try:
         return {client.pid for client in control.clients()} | set(known)
@@ -115,14 +114,14 @@ def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | 
         return None
 
 
-# Helpers of a program (Python's resource tracker) end a moment after it; what stays longer was left behind.
+# Helpers such as Python's resource tracker end a moment after their program; what stays longer was left behind.
 HELPER_SECONDS: Final = 1.0
 
 
 def still_there(host: Host, found: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
-    """Return who stays of those that were found of each program, by its PID; a program of which nobody stays is not in it."""
+    """Return which of the processes found of each program (by its PID) stay; programs without any are left out."""
     members = {program: tuple(pids) for program, pids in found.items()}
-    # Who has got the PID of one meanwhile was not left behind.
+    # By start time: a PID may have been reused.
     started = known(host.processes, [pid for pids in members.values() for pid in pids])
     left = set(wait_gone(host.processes, started, HELPER_SECONDS))
     kept = {program: tuple(pid for pid in pids if pid in left) for program, pids in members.items()}

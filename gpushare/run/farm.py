@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# What a CUDA context takes beside what a program allocates; a pinned memory limit does not count it.
+# What a CUDA context takes in addition to a program's allocations; the pinned memory limit does not count it.
 CONTEXT_BYTES: Final = 512 * MIB
-# Left free, against fragmentation and what was not foreseen.
+# Left free as a margin, against fragmentation for example.
 _MARGIN: Final = 0.02
 
 
@@ -75,14 +75,14 @@ def check_room(host: Host, device: Device, options: FarmOptions) -> int | None:
 
 
 def no_room(device: Device, free: int, copies: int, limit: int | None) -> GpushareError:
-    """Return the refusal: so many copies, each with a limit or without one, do not fit into what is free."""
+    """Return the error for copies, each with a limit or without one, that do not fit into the free memory."""
     if limit is None:
         wanted = f"{copies} copies and their CUDA contexts do" if copies > 1 else "a copy and its CUDA context do"
     else:
         wanted = f"a copy with a limit of {format_bytes(limit)} and its CUDA context do"
     return InUse(
-        f"{wanted} not fit into the {format_bytes(max(0, free))} that are free on {device.title}",
-        "see who holds it: gpushare status; or give fewer --copies, or a smaller --memory",
+        f"{wanted} not fit into the {format_bytes(max(0, free))} free on {device.title}",
+        "see what holds it: gpushare status; or give fewer --copies, or a smaller --memory",
         gpu=str(device.gpu.index),
         code="memory_does_not_fit",
     )
@@ -92,30 +92,30 @@ _OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
 
 
 def log_of(directory: Path, number: int, restarts: int) -> Path:
-    """Return the log of a copy after so many restarts."""
+    """Return the path of a copy's log after N restarts."""
     return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
 
 
 def remove_earlier_logs(directory: int, copies: int) -> None:
-    """Remove the logs of restarts that an earlier farm has left of these copies; the first one's is overwritten anyway."""
+    """Remove the logs of restarts left by an earlier farm; a copy's first log is overwritten anyway."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             match = _OF_A_RESTART.fullmatch(name)
             if match is not None and int(match[1]) < copies:
-                # One that may not be removed hinders nobody, nor does a directory.
+                # A log that cannot be removed, or a directory of that name, does no harm.
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=directory)
 
 
 def hint_on_space(directory: Path | None) -> str:
-    """Return what to do when there was no space left for what a copy prints; None: it was not kept."""
+    """Return what to do when no space was left for what a copy prints; None: the output was not kept."""
     where = tempfile.gettempdir() if directory is None else directory.absolute()
     return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
 
 
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-# An MPS server gives back what a client held a while after its end.
+# An MPS server frees a client's memory a while after the client has ended.
 _ROOM_SECONDS: Final = 10.0
 
 
@@ -138,7 +138,7 @@ class FarmOptions:
 
 @dataclass(kw_only=True)
 class Copy:
-    """One copy: how it did so far. ``failure`` is of its last try; ``tries`` counts the starts."""
+    """One copy so far. ``failure`` is of its last try; ``tries`` counts the starts."""
 
     number: int
     state: str = "waiting"
@@ -148,17 +148,17 @@ class Copy:
     failure: str | None = None
     seconds: float = 0.0
     log: str | None = None
-    # What to do about the failure, where its output does not tell.
+    # What to do about the failure, where its output does not say.
     hint: str | None = None
-    # What its program left running when it ended, at any try; it was ended.
+    # Processes left running by any of its tries; they were ended.
     left_behind: tuple[int, ...] = ()
-    # Seen among the daemon's clients; None: it was never looked for.
+    # Seen among the daemon's clients; None: never checked.
     attached: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FarmResult:
-    """How all copies did, and the signal that the user ended them by."""
+    """How all copies did, and the signal by which the user ended them."""
 
     copies: tuple[Copy, ...]
     seconds: float
@@ -166,7 +166,7 @@ class FarmResult:
 
     @property
     def failed(self) -> tuple[Copy, ...]:
-        """Return the copies that did not end well."""
+        """Return the copies that failed."""
         return tuple(copy for copy in self.copies if copy.failure is not None)
 
 
@@ -186,7 +186,7 @@ class FarmReporter(Protocol):
         """A copy's program has ended and left processes running, which were ended."""
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
-        """So far it has come; called often."""
+        """How far it is; called often."""
 
 
 def numbered(command: Sequence[str], number: int) -> list[str]:
@@ -199,7 +199,7 @@ def farm(
 ) -> FarmResult:
     """Run copies of a command until all have ended; a failed copy leaves the others alone."""
     if options.copies < 1:
-        raise BadUsage("there is no copy to run", "give --copies 1 or more", code="bad_copies")
+        raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
     check_room(host, device, options)
     with contextlib.ExitStack() as held:
         logs = None if options.logs is None else held.enter_context(directory_of_logs(options.logs))
@@ -286,7 +286,7 @@ class _Farm:
         free = None if limit is None else free_memory(self._host, self._device)
         if limit is None or free is None:
             return True
-        # What a copy that runs may still allocate is not free.
+        # Memory that a running copy may still allocate is not free.
         for program in self._running.values():
             holds = peak_memory(self._host, self._device, program) or 0
             free -= max(0, limit + CONTEXT_BYTES - holds)
@@ -297,7 +297,7 @@ class _Farm:
         return False
 
     def _wait_for_room(self, error: GpushareError) -> None:
-        """Give up the copies that wait when nothing of ours will ever make room; those that ended keep their results."""
+        """Give up the waiting copies when none of ours will make room; those that ended keep their results."""
         now = time.monotonic()
         self._full_since = self._full_since or now
         if now - self._full_since >= _ROOM_SECONDS:
@@ -390,7 +390,7 @@ class _Farm:
         if stuck is not None:
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
             copy.hint = stuck.hint
-        # Nothing is started on top of what could not be ended.
+        # Nothing new starts next to a process that could not be ended.
         more = stuck is None and self._signals.first is None and copy.tries <= self._options.restarts
         again = copy.failure is not None and more
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
@@ -408,7 +408,7 @@ class _Farm:
                 one.state = "never started" if one.tries == 0 else "failed"
 
     def _prove(self) -> None:
-        """Look from time to time whether the copies are clients of the daemon."""
+        """Check from time to time whether the copies are clients of the daemon."""
         if not self._looks or time.monotonic() < self._looks[0]:
             return
         self._looks.pop(0)

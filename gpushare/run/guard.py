@@ -1,10 +1,10 @@
 """The guard of `gpushare run`: ends the program the safe way when gpushare itself dies.
 
 Runs as its own process (`python guard.py ROOT SPEC UUID INDEX KIND LEASE DESCRIPTOR [CLAIM]...`),
-started by file so that nothing in the user's folder can stand in for the package. KIND is what the program runs in:
-``mps``, or ``instance``, MIG instances (or a whole GPU) without MPS. It reads lines from its standard input: ``program PID
-STARTED`` and ``ended PID``, of as many programs as there are, then ``done``, or ``linger`` (the program has ended, others still use the daemon: stop it
-when the last one goes). The end of the input without either word is the death of gpushare.
+started by path so that nothing in the user's folder can replace the package. KIND is what the program runs in: ``mps``,
+or ``instance`` for MIG instances (or a whole GPU) without MPS. It reads lines from its standard input: ``program PID
+STARTED`` and ``ended PID`` for any number of programs, then ``done``, or ``linger``: the program has ended and others
+still use the daemon, so stop it when the last one goes. If the input ends without either word, gpushare has died.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Wait for the word, and act on its absence."""
+    """Wait for ``done`` or ``linger``; clean up if neither comes."""
     import signal
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
@@ -29,21 +29,21 @@ def main() -> None:
         elif words == ["done"]:
             return
         elif words == ["linger"]:
-            # The program has ended: its MIG instances were given back, and may be another's by now.
+            # The program has ended. Its MIG instances were given back, and may be in other hands by now.
             _clean_up(sys.argv[1:8], {})
             return
     _clean_up(sys.argv[1:], _moved(programs, booted))
 
 
 def _moved(programs: dict[int, float | None], booted: float | None) -> dict[int, float | None]:
-    """Return programs with their start times as they are told now: the clock may have been set, which moves them all."""
+    """Return programs with their start times as they read now: setting the clock moves them all."""
     now = _boot_time()
     moved = 0.0 if now is None or booted is None else now - booted
     return {pid: None if started is None else started + moved for pid, started in programs.items()}
 
 
 def _boot_time() -> float | None:
-    """Return when the system was started (``btime`` of ``/proc/stat``), which start times are counted from."""
+    """Return the boot time (``btime`` of ``/proc/stat``), from which start times are counted."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             return next((float(line.split()[1]) for line in file if line.startswith("btime ")), None)

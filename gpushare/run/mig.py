@@ -1,4 +1,4 @@
-"""`gpushare run --mig`: a free MIG instance is found, claimed, and a program run in it."""
+"""`gpushare run --mig`: find and claim a free MIG instance."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gpushare.units import quoted
 if TYPE_CHECKING:
     from gpushare.host.host import Host
 
-# The kernel cuts a process's name at 15 bytes.
+# The kernel cuts process names at 15 bytes.
 _MPS_PROCESS: Final = "nvidia-cuda-mps"
 
-# Who is in an instance: nobody (empty), somebody, or it cannot be told (None).
+# The holders of an instance; empty: it is free; None: unknown.
 Inside = tuple[Holder, ...] | None
 
 
@@ -33,12 +33,14 @@ def find_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     if gpu is not None:
         devices = select(gpu, host.nvml.sweep())
         if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
-            raise BadUsage(f"{places[0].title} is not on {quoted(gpu)}", "drop -g: a name says where", code="two_names")
+            raise BadUsage(
+                f"{places[0].title} is not on {quoted(gpu)}", "drop -g: the name already says where", code="two_names"
+            )
     return places
 
 
 def free_place(host: Host, text: str, gpu: str | None) -> Place:
-    """Return the instance that a run would take now; nothing is taken."""
+    """Return the instance that a run would take now, without taking it."""
     places = find_places(host, text, gpu)
     claims, daemons = claimed_instances(host), _daemons(host, places)
     held: list[tuple[Place, Inside]] = []
@@ -59,12 +61,12 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
 def take_place(
     host: Host, text: str, gpu: str | None, check: Callable[[Device], None] = lambda _: None
 ) -> tuple[Place, HeldClaim]:
-    """Take a free instance of a profile, or the one of a name; no other `gpushare run --mig` has it meanwhile.
+    """Take a free instance of a profile, or the one with a name; no other `gpushare run --mig` gets it meanwhile.
 
-    ``check`` raises when the program cannot run in such an instance; it is asked before anything is taken.
+    ``check`` raises when the program cannot run in such an instance; it is called before anything is taken.
 
     Raises:
-        InUse: all of them are in use; says by whom.
+        InUse: all of them are in use.
         GpushareError: as `find_places` and `take_claim`.
     """
     places = find_places(host, text, gpu)
@@ -93,21 +95,21 @@ def take_place(
 
 
 def _again(host: Host, place: Place) -> tuple[Place | None, Inside]:
-    """Look again under the claim: the instance may have been used or changed until it was taken."""
+    """Look again under the claim: the instance may have been used or changed before it was taken."""
     gpu = host.nvml.gpu(place.gpu.index)
     now = next((one for one in places_on(host, gpu) if one.same(place)), None) if gpu.error is None else None
     return now, () if now is None else _inside(host, now, _daemons(host, [now]))
 
 
 def _is_free(place: Place, inside: Inside) -> bool:
-    """Return whether nobody is in an instance. Unknown is not free, unless a name says that this one is meant."""
+    """Return whether an instance is free. Unknown is not free, unless the instance was named."""
     return place.name is not None if inside is None else not inside
 
 
 def _inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Inside:
-    """Return who is in an instance; an idle MPS daemon keeps it for its owner, who may name it."""
+    """Return the holders of an instance; an idle MPS daemon keeps it for its owner, who may name it."""
     if host.processes.namespace_is_host() is False:
-        # NVML lists nobody, or strangers, in another PID namespace.
+        # In another PID namespace, NVML lists nothing, or unrelated processes.
         return None
     processes = processes_in(host.nvml, place.mig, place.gpu.index)
     if processes is None:
@@ -146,14 +148,14 @@ def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
     if first.name is None:
         hint = f"wait for one, or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
     if all(inside is None for _, inside in held) and host.processes.namespace_is_host() is False:
-        hint = "NVML's PIDs are the host's: run there, or name the instance (--mig NAME, -g MIG-...)"
+        hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
     return InUse(f"in use: {places}{more}", hint, gpu=str(first.gpu.index), code="instance_in_use")
 
 
 def _who(inside: Inside) -> str:
     if inside is None:
-        return "who is in it cannot be told"
-    return ", ".join(_holder(one) for one in inside[:4]) or "it was changed this moment"
+        return "its processes are unknown"
+    return ", ".join(_holder(one) for one in inside[:4]) or "it has just been changed"
 
 
 def _holder(one: Holder) -> str:

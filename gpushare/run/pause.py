@@ -1,8 +1,8 @@
-"""Letting a program's processes stand still and go on.
+"""Pause a program's processes and let them continue.
 
-Outside MPS they are locked by the driver (cuCheckpointProcessLock: 1 to 10 ms, new CUDA calls wait, submitted work is
-drained), and stopped (SIGSTOP) where the driver knows no locks or the job has several CUDA processes, which might wait
-for each other. Inside MPS they are stopped: the driver refuses the lock there. Never both: a stopped process hangs the
+Outside MPS the driver locks them (cuCheckpointProcessLock: 1 to 10 ms; new CUDA calls wait, submitted work is drained).
+They are stopped (SIGSTOP) where the driver has no lock, or the job has several CUDA processes, which might wait for each
+other. Inside MPS they are stopped, because the driver refuses the lock there. Never both: a stopped process hangs the
 lock.
 """
 
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 
 LOCK_SECONDS: Final = 0.5
-# How often it is seen whether all of a paused program stands still.
+# How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5
-# So often a program may start another process between the list of its processes and their stop.
+# Rounds of listing and stopping: a program may start another process between the two.
 _STOP_ROUNDS: Final = 3
 _CUDA_NODE: Final = "/dev/nvidia-uvm"
 
 
 class Pauser:
-    """Lets a program's processes stand still and go on, by the driver's lock or by SIGSTOP."""
+    """Pauses a program's processes and lets them continue, by the driver's lock or by SIGSTOP."""
 
     def __init__(self, host: Host, device: Device, pid: int, checkpoint: Checkpoint | None) -> None:
         self._host, self._device, self._pid, self._checkpoint = host, device, pid, checkpoint
         self._on_gpu: list[int] = []
         self._locked: list[int] = []
-        # With their start times: whoever has got such a PID since is not meant.
+        # With their start times, because PIDs are reused.
         self._stopped: dict[int, float] = {}
         self._due = 0.0
         self._told: set[tuple[int, float | None]] = set()
-        # Who must know whom a pause holds, before it does: PID and start time, each once.
+        # Called with PID and start time of each process before it is paused, once each.
         self.tell: Callable[[int, float | None], None] = lambda _pid, _started: None
 
     @property
     def paused(self) -> bool:
-        """Return whether it stands still."""
+        """Return whether it is paused."""
         return bool(self._locked or self._stopped)
 
     @property
@@ -64,15 +64,15 @@ class Pauser:
         return "stop" if self._checkpoint is None else "lock"
 
     def look(self) -> None:
-        """Find out who would have to be locked; a pause that knows it already takes effect at once."""
+        """Find the processes to lock, so that the next pause takes effect at once."""
         if self._checkpoint is not None and not self.paused:
             self._on_gpu = self._cuda_processes()
 
     def pause(self) -> None:
-        """Let all of it stand still; to be called again as long as it is to.
+        """Pause all of it; call again for as long as it is to be paused.
 
-        A queue that does not drain in time is tried again. From time to time it is seen who has come since, and who was
-        continued by others (a SIGCONT of the shell, which gpushare passes on).
+        A queue that does not drain in time is tried again. From time to time, new processes are looked for, and those
+        that others have continued (a SIGCONT of the shell, which gpushare passes on).
         """
         known = self._on_gpu
         tried = self._checkpoint is not None and not self.paused and len(known) == 1
@@ -84,18 +84,18 @@ class Pauser:
         if self._checkpoint is None:
             self._stop()
             return
-        # Production is spared by now; whether that was all of the program is found out behind it.
+        # Production is spared by now; find out whether that was all of the program.
         self._on_gpu = self._cuda_processes()
-        # Whoever has died stands still no longer for those that come after it.
+        # A dead process must not count as paused for those that come after it.
         self._locked = [pid for pid in self._locked if self._host.processes.alive(pid)]
         if self._on_gpu and self._on_gpu != (known if tried else self._locked):
             self.resume()
             if not self._locked:
-                self._pause_anew()
+                self._pause_again()
 
-    def _pause_anew(self) -> None:
+    def _pause_again(self) -> None:
         if len(self._on_gpu) > 1:
-            # Locked one after the other, they may wait for each other (NCCL).
+            # Locked one by one, they may wait for each other (NCCL).
             self._checkpoint = None
         else:
             self._lock(self._on_gpu[0])
@@ -103,7 +103,7 @@ class Pauser:
             self._stop()
 
     def resume(self) -> None:
-        """Let it go on; what went wrong in that is tried again at the next call."""
+        """Let it continue; what fails is tried again at the next call."""
         self._due = 0.0
         for pid in list(self._locked):
             with contextlib.suppress(GpushareError):
@@ -121,7 +121,7 @@ class Pauser:
         try:
             self._checkpoint.unlock(pid)
         except OperationFailed:
-            # One without a context any more (it has become another program) is refused for ever, and is not locked.
+            # A process that has lost its context (by exec) is refused for ever, and is not locked.
             if self._checkpoint.is_locked(pid):
                 raise
 
@@ -129,9 +129,9 @@ class Pauser:
         checkpoint = self._checkpoint
         info = self._host.processes.describe(pid)
         if checkpoint is None or info is None or info.stopped:
-            # A stopped process hangs the lock; and it stands still already.
+            # A stopped process hangs the lock, and is paused already.
             return
-        # Noted before it is done: what happens in between must not leave it locked.
+        # Noted first: a failure in between must not leave it locked.
         self._tell_once(pid, info.started_at)
         self._locked.append(pid)
         try:
@@ -140,7 +140,7 @@ class Pauser:
             self._locked.remove(pid)
             self._checkpoint = None
         except GpushareError:
-            # It may have been locked in the end: unlocking one that is not does no harm.
+            # It may have been locked after all; unlocking one that is not does no harm.
             self.resume()
 
     def _stop(self) -> None:
@@ -149,7 +149,7 @@ class Pauser:
             new = [pid for pid in self._host.processes.descendants(self._pid) if pid not in seen]
             seen.update(new)
             sent = [self._stop_one(pid) for pid in new]
-            # Where all stood still already, none can have started another.
+            # If all were stopped already, none can have started another.
             if not any(sent):
                 return
 
@@ -171,7 +171,7 @@ class Pauser:
     def _cuda_processes(self) -> list[int]:
         family = set(self._host.processes.descendants(self._pid))
         if self._host.processes.namespace_is_host() is False:
-            # NVML's PIDs are not those that we know; every CUDA context has this node open.
+            # NVML's PIDs are of another namespace; every CUDA context has this node open.
             return sorted(family & set(self._host.processes.open_files(_CUDA_NODE).by_pid))
         try:
             found = self._host.nvml.processes(self._device.gpu.index) or ()
@@ -188,9 +188,9 @@ def checkpoint_of(host: Host) -> Checkpoint | None:
 
 
 def resume_all(host: Host, pids: Sequence[int], *, mps: bool, checkpoint: Any = None) -> None:
-    """Let programs of a gpushare that died go on, so that they can end: unlocked, and no longer stopped."""
+    """Continue and unlock the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
-    # First out of the stop: a stopped process hangs the driver's calls, and the driver may not be there any more.
+    # SIGCONT first: a stopped process hangs the driver's calls, and the driver may be gone.
     for member, started in known(host.processes, members).items():
         with contextlib.suppress(NoPermission):
             signal_known(host.processes, member, started, signal.SIGCONT)
@@ -261,7 +261,7 @@ class Pauses:
 
 
 def note_pauses(host: Host, found: Pauses) -> None:
-    """Note how a program stands now, atomically."""
+    """Write the state of a program, atomically."""
     path = _directory(host.run_directory) / f"{found.pid}.json"
     with contextlib.suppress(OSError, NoPermission):
         make_private_directory(path.parent)
@@ -275,7 +275,7 @@ def forget_pauses(host: Host, pid: int) -> None:
 
 
 def noted_pauses(host: Host) -> tuple[Pauses, ...]:
-    """Return the programs that live, by PID; what another user notes where this one cannot look is missing."""
+    """Return the living programs, by PID; those of other users are missing where this one may not look."""
     found = []
     for directory in (host.run_directory, *host.shared_run_directories):
         if not is_trusted_directory(directory, _directory(directory).name):

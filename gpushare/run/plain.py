@@ -1,4 +1,4 @@
-"""A device outside MPS, as a share: variables that keep a program away from every daemon, and the proof that it runs there."""
+"""A share outside MPS: the variables that keep a program away from every daemon, and the proof that it runs there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlainShare:
     host: Host
     device: Device
     claim: HeldClaim | None = None
-    # Of a MIG instance.
+    # What to call a MIG instance.
     title: str | None = None
 
     @property
@@ -74,10 +74,10 @@ class PlainShare:
         return PlainWatch(self.host, self.device, pid)
 
     def close(self, *, program_lives: bool = False) -> bool:
-        """Give an instance that was taken back; return False: there is no daemon that somebody else could still use."""
+        """Release the claim, if there is one; return False, because there is no daemon that others could still use."""
         claim, self.claim = self.claim, None
         if claim is not None and not program_lives:
-            # Else it is the guard's now, as long as the program lives.
+            # Else the guard holds it for as long as the program lives.
             claim.release()
         return False
 
@@ -90,9 +90,9 @@ def pipe_directory(host: Host, device: Device) -> Path:
 def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> dict[str, str]:
     """Return the environment of a program that runs on a device without MPS.
 
-    CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, and without the variable one at /tmp/nvidia-mps: that would
-    be another device's. So it names a directory of ours without a daemon, where CUDA goes to the device itself. The
-    caller's other CUDA_MPS_... variables mean nothing without a daemon, and go.
+    CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, by default at /tmp/nvidia-mps, which would be another device's.
+    So the variable names a directory of ours without a daemon, and CUDA goes to the device itself. The caller's other
+    CUDA_MPS_... variables mean nothing without a daemon, and are dropped.
     """
     kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
     return {
@@ -116,7 +116,7 @@ class PlainWatch(Watch):
     def look(self) -> None:
         """Look for the program's processes on the device, and anywhere else."""
         if self.host.processes.namespace_is_host() is False:
-            # NVML's PIDs are not those that we know.
+            # NVML's PIDs are of another namespace.
             return
         tree = set(self.host.processes.descendants(self.program_pid))
         try:
@@ -157,5 +157,5 @@ class PlainWatch(Watch):
             yield from ((gpu, process) for process in found)
 
     def clients(self) -> set[int]:
-        """Return nobody: outside MPS the end of one breaks no other."""
+        """Return none: outside MPS the end of one breaks no other."""
         return set()

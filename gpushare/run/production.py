@@ -1,4 +1,4 @@
-"""The production job beside which a program is paused: a process, or whoever bears its name now."""
+"""Production jobs: their records, and whether one works now, so that a program next to it is paused."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 _FAMILY_SECONDS: Final = 1.0
 _NVML_SECONDS: Final = 0.2
-# So much CPU time, in so long a window, is work. Told in ticks of 10 ms, one alone may be a timer's.
+# This share of CPU time in a window counts as work. In ticks of 10 ms, a single tick may be a timer.
 _BUSY_SHARE: Final = 0.25
 _WINDOW_SECONDS: Final = 0.02
 _TICKS_WINDOW_SECONDS: Final = 0.06
 _LEAST_TICKS_SECONDS: Final = 0.015
-# A request every 10 ms of which the CPU sees 0.4 ms is work too; idle programs stay below a hundredth of a core.
+# A request every 10 ms that takes 0.4 ms of CPU is work too; idle programs stay below 1 % of a core.
 _LIGHT_SHARE: Final = 0.03
 _LIGHT_SECONDS: Final = 0.5
-# Longer than that ago, nobody was looking (gpushare itself was stopped): work from meanwhile says nothing about now.
+# After a longer gap (gpushare itself was stopped), the work in it says nothing about now.
 _UNSEEN_SECONDS: Final = 1.5
-# A sample of NVML tells of up to a second before its stamp (a sixth of a second to a second, by the kind of GPU).
+# An NVML sample covers up to a second before its stamp (1/6 to 1 s, by GPU model).
 _SAMPLE_SECONDS: Final = 1.0
 
 
 class Activity:
-    """Whether a production job works now. ``clock`` only rises; ``wall`` is the time of day, in which NVML stamps."""
+    """Whether a production job works now. ``clock`` is monotonic; ``wall`` is the time of day, which NVML stamps."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Activity:
         self._looks: list[tuple[float, float]] = []
         self._used: dict[int, CpuTime] = {}
         self._used_seconds = 0.0
-        # Since when, and from how much CPU time, light work is counted; and what the last half a second said.
+        # Start and CPU time of the current window for light work, and the verdict of the last one.
         self._light: tuple[float, float] | None = None
         self._lightly = False
-        # When the CPU showed work last: by the clock that only rises, for the time of day may be set back.
+        # When the CPU last showed work, by the monotonic clock: the time of day may be set back.
         self._cpu_active_at = -math.inf
         self._nvml_active = False
 
@@ -89,7 +89,7 @@ class Activity:
         used = {pid: one for pid in self._family if (one := cpu_time(pid)) is not None}
         if not used:
             return False
-        # One by one: a child that ends takes its time with it, and must not hide the work of the others.
+        # One by one: the CPU time of a child that ends is lost, and must not hide the work of the others.
         before_used, self._used = self._used, used
         self._used_seconds += sum(
             max(0.0, one.seconds - before_used[pid].seconds) for pid, one in used.items() if pid in before_used
@@ -99,18 +99,18 @@ class Activity:
         self._looks.append((at, self._used_seconds))
         exact = all(one.exact for one in used.values())
         window, least = (_WINDOW_SECONDS, 0.0) if exact else (_TICKS_WINDOW_SECONDS, _LEAST_TICKS_SECONDS)
-        # The shortest stretch that is as long as the window; looks come late at times.
+        # The shortest span at least as long as the window; some looks come late.
         while len(self._looks) > 2 and at - self._looks[1][0] >= window:
             del self._looks[0]
         (first, before), (last, now) = self._looks[0], self._looks[-1]
         if last > first and now - before >= _BUSY_SHARE * max(window, last - first) and now - before > least:
-            # What is light counts from here: the work that has been seen must not look like more.
+            # Light work is counted from here, so that the same work does not count twice.
             self._light, self._lightly = None, False
             return True
         return exact and self._busy_lightly(at)
 
     def _busy_lightly(self, at: float) -> bool:
-        """Return whether there was a little work again and again; updated every half second."""
+        """Return whether there was steady light work; updated every half second."""
         since, before = self._light or (at, self._used_seconds)
         if at - since < _LIGHT_SECONDS:
             self._light = since, before
@@ -120,7 +120,7 @@ class Activity:
         return self._lightly
 
     def _busy_on_the_gpu(self, at: float) -> bool:
-        # A sample from right after work that the CPU showed still tells of it.
+        # A sample taken right after work seen on the CPU still covers that work.
         told = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
         samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - told) if told > 0 else None
         return any(percent > 0 and pid in self._family for pid, percent in samples or ())
@@ -148,17 +148,17 @@ def write_production(host: Host, production: Production) -> None:
         NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
     directory = host.run_directory / "production"
-    # One by one: a mode holds for the last of a path only.
+    # One by one: the mode applies to the last directory of a path only.
     make_private_directory(host.run_directory)
     make_private_directory(directory)
-    # Others read it too, and spare the job.
+    # Other users read it too, to spare the job.
     path = directory / f"{production.name}.json"
     with writing(path, "the record of a production job"):
         replace_file(path, json.dumps(asdict(production)))
 
 
 def productions(host: Host) -> list[Production]:
-    """Return every production job that is known, living or not: this user's, and root's."""
+    """Return every known production job, running or not: this user's and root's."""
     found = []
     for run_directory in (host.run_directory, *host.shared_run_directories):
         if not is_trusted_directory(run_directory, "production"):
@@ -172,7 +172,7 @@ def productions(host: Host) -> list[Production]:
 
 
 def find_production(host: Host, name: str) -> Production | None:
-    """Return the production job of a name, living or not, or None."""
+    """Return the production job of a name, running or not, or None."""
     return next((one for one in productions(host) if one.name == name), None)
 
 
@@ -184,7 +184,7 @@ def lives(host: Host, production: Production) -> bool:
 class ProductionJob:
     """A production job by PID and start time; with a name also those that follow it under this name.
 
-    ``always``: it counts as active as long as it lives. In the short stops of a duty cycle nobody can see more than its CPU.
+    ``always``: it counts as active for as long as it runs. The short stops of a duty cycle show no more than its CPU.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ProductionJob:
         return self._always or self._activity.active()
 
     def lives(self) -> bool:
-        """Return whether it runs. One that has ended may have been started again under its name: then it is that one."""
+        """Return whether it runs. If it was started again under its name, follow the new process."""
         here = self._host.processes.alive(self.pid, self._started_at)
         return here or (self._name is not None and self._follow(self._name))
 
@@ -221,13 +221,13 @@ class ProductionJob:
         return True
 
 
-# GPM averages between two samples: shorter windows are noise. Percent of the SMs that are work (idle GPUs show 0).
+# GPM averages between two samples, and shorter windows are noise. Idle GPUs show 0 %.
 _LOOK_SECONDS: Final = 0.1
 _BUSY_PERCENT: Final = 1.0
-# A queue of the job that was stopped has drained by then (the deepest one measured took 0.1 s).
+# By then, the queue of the stopped job has drained (the deepest one measured took 0.1 s).
 _DRAINED_SECONDS: Final = 0.5
-# How long the other runs between two looks for which it is stopped (for 0.3 s): twice as long after each that found nothing,
-# up to the most; less of a job that works unseen than of one that never has.
+# How long the other job runs between two looks, for each of which it is stopped for 0.3 s. Twice as long after each look
+# that found nothing, up to the most; shorter for a production job that has worked unseen before.
 _FIRST_PAUSE_SECONDS: Final = 1.5
 _MOST_UNSEEN_SECONDS: Final = 6.0
 _FIRST_SECONDS: Final = 2.0
@@ -236,10 +236,10 @@ _ALONE_SECONDS: Final = 1.0
 
 
 class UnseenWork:
-    """Whether production works, where its CPU says that it does not.
+    """Whether production works although its CPU does not show it.
 
-    ``activity`` returns the percent of the SMs that were busy since it was asked last, or None; ``alone`` whether nobody
-    but production and the other job is on the GPU.
+    ``activity`` returns the percentage of SMs that were busy since its last call, or None; ``alone`` whether production
+    and the other job are alone on the GPU.
     """
 
     def __init__(self, activity: Callable[[], float | None], alone: Callable[[], bool]) -> None:
@@ -251,14 +251,14 @@ class UnseenWork:
         self._still_since: float | None = None
         self._window_at = 0.0
         self._working = False
-        # Whether the window that goes on can only show work that was not seen.
+        # Whether the current window can only show work that the CPU does not.
         self._clean = False
         self._trusted, self._trust_due = True, -math.inf
 
     def works(self, at: float, *, seen: bool, still: bool) -> bool:
-        """Return whether production works at a time (seconds of a clock that only rises).
+        """Return whether production works at a time (monotonic seconds).
 
-        ``seen`` is what its CPU says; ``still`` whether the other job stands still, or is not on the GPU yet.
+        ``seen`` is what its CPU shows; ``still`` whether the other job is paused, or not on the GPU yet.
         """
         if at >= self._trust_due:
             self._trusted, self._trust_due = self._alone(), at + _ALONE_SECONDS
@@ -275,7 +275,7 @@ class UnseenWork:
         if at - self._window_at >= _LOOK_SECONDS:
             self._window_at = at
             percent = self._activity()
-            # A window may show what the other had in its queue when it was stopped, or work that was seen.
+            # A window may show what was in the other job's queue when it was stopped, or work that the CPU showed.
             self._working = self._clean and percent is not None and percent >= _BUSY_PERCENT
             self._clean = not seen
             if self._working and at - self._still_since >= _DRAINED_SECONDS:
@@ -285,9 +285,9 @@ class UnseenWork:
 
     def _running(self, at: float, *, seen: bool) -> bool:
         if self._still_since is not None or self._look_at == math.inf:
-            # It has just gone on: nothing was found this time.
+            # It has just continued: nothing was found this time.
             self._still_since, self._working = None, False
             self._look_at = at + self._pause
             self._pause = min(_MOST_UNSEEN_SECONDS if self.found else _MOST_SECONDS, 2 * self._pause)
-        # Called work, the look stops the other job; what comes of it is told there.
+        # Reported as work, this stops the other job for a look; `_standing` then decides.
         return seen or at >= self._look_at

@@ -1,4 +1,4 @@
-"""`gpushare run`: a program inside a share, from the daemon's start to the proof, its end and the clean-up."""
+"""Run one program in a share: start, signals, terminal, proof, end; and the guard."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the terminal back."""
+        """Take the terminal back and close it."""
         self._take_back()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -57,7 +57,7 @@ class Terminal:
         if number in {signal.SIGTTIN, signal.SIGTTOU}:
             self._lend()
             if self._lent or self._descriptor is None or _foreground(self._descriptor) is None:
-                # With a terminal that is gone the program reads its end.
+                # If the terminal is gone, the program reads end-of-file.
                 self._continue()
             else:
                 # We are in the background too: stop like any job that wants the terminal. The SIGCONT
@@ -71,7 +71,7 @@ class Terminal:
             self._continue()
 
     def suspend(self) -> None:
-        """Ctrl-Z at gpushare: stop the program with it, and let both go on together."""
+        """Ctrl-Z at gpushare: stop the program too, and continue both together."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGTSTP)
         self._stop_self()
@@ -121,7 +121,7 @@ def _give(descriptor: int, group: int) -> bool:
 
 @contextlib.contextmanager
 def _ignored(number: int) -> Iterator[None]:
-    """A background process that moves the terminal would be stopped by SIGTTOU."""
+    """Ignore a signal: SIGTTOU would stop a background process that moves the terminal."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield
@@ -146,14 +146,14 @@ class Wakeups:
         for number in self._numbers:
             if signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGCHLD:
                 continue
-            # The byte in the wake-up socket is the message; the handler only keeps the default away.
+            # The byte in the wake-up socket is the message; the handler only replaces the default action.
             self._before[number] = signal.signal(number, lambda *_: None)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signals back."""
+        """Restore the handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._fd_before)
@@ -161,7 +161,7 @@ class Wakeups:
         self._write.close()
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait at most ``seconds`` for a signal and return all that came, in their order."""
+        """Wait at most ``seconds`` for a signal and return all that came, in order."""
         ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
         if not ready:
             return []
@@ -199,7 +199,7 @@ class EndSignals(Wakeups):
         return bool(numbers)
 
 
-# Passed on to a program that handles them; one that does not would die of them.
+# Passed on to a program that handles them; others would die of them.
 _DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)
 
@@ -215,7 +215,7 @@ class RunOptions:
 
 
 class Reporter(Protocol):
-    """What a run says while it goes on; the command line prints it on stderr."""
+    """What a run reports while it goes on; the command line prints it on stderr."""
 
     def attached(self, pid: int) -> None:
         """A process of the program was seen in its share."""
@@ -243,7 +243,7 @@ def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
 
 @dataclass
 class Run:
-    """One program in a share: what is to be done, and what does it."""
+    """One program in a share: the plan, and carrying it out."""
 
     host: Host
     share: Share
@@ -301,13 +301,13 @@ class _Session:
         return self._share.close(program_lives=self._child is not None and self._child.poll() is None)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        # Signals are caught before the program starts: from then on none may kill gpushare unheard.
+        # Catch signals before the program starts: from then on, none may kill gpushare.
         with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
             child = self._child = self._host.processes.spawn(command, environment, announce=guard.announce)
             info = self._host.processes.describe(child.pid)
             guard.started(child.pid, None if info is None else info.started_at)
             watch = self._share.watch(child.pid)
-            # Else a worker in a session of its own could stay stopped for ever when both gpushare and its program are gone.
+            # Else a worker in its own session could stay stopped for ever when gpushare and its program are gone.
             watch.before_pause(guard.started)
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, watch, wakeups, terminal)
@@ -328,7 +328,7 @@ class _Session:
                 elif number in _PASSED_ON:
                     _pass_on(child.pid, number)
             terminal.serve(child)
-            # Each look is a conversation, whose own end is a SIGCHLD: only the clock says when to look again.
+            # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
             if time.monotonic() >= next_look:
                 if child.poll() is None and self._ended_by is None:
                     self._look(watch, wakeups)
@@ -342,7 +342,7 @@ class _Session:
             self._end(watch, signal.SIGTERM, wakeups)
 
     def _would_kill_a_client(self, watch: Watch, number: int) -> bool:
-        """Return whether a signal that is passed on would end an MPS client with its queue in flight."""
+        """Return whether passing a signal on would end an MPS client with its queue in flight."""
         clients = watch.clients()
         return any(
             (clients is None or member in clients) and self._host.processes.catches(member, number) is False
@@ -350,7 +350,7 @@ class _Session:
         )
 
     def _say(self, report: Callable[..., None], *facts: object) -> None:
-        """Report something; whatever goes wrong in that must not end the program."""
+        """Report something; a failure to do so must not end the program."""
         with contextlib.suppress(Exception):
             report(*facts)
 
@@ -391,14 +391,14 @@ class _Session:
             return 1
         if status >= 0:
             return status
-        # Ended by us, perhaps by another signal than we got: the caller sees the one that it sent.
+        # Ended by us, perhaps by another signal than the one we got: report the one that the caller sent.
         if -status in {signal.SIGKILL, signal.SIGINT, signal.SIGTERM} and self._ended_by is not None:
             return 128 + self._ended_by
         return 128 - status
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Guard]:
-        """Yield the guard. Without an orderly end, because something failed here, it ends what is left of the program."""
+        """Yield the guard. If something fails here, it ends what is left of the program."""
         guard = Guard(self._host, self._share)
         try:
             yield guard
@@ -439,7 +439,7 @@ class Guard:
         except OSError as error:
             why = system_error(error)
             raise OperationFailed(
-                f"the guard, which ends the program when gpushare dies, does not start: {error.strerror or error}",
+                f"the guard, which ends the program if gpushare dies, does not start: {error.strerror or error}",
                 f"see what starts it: ls -l {shlex.quote(sys.executable)}" if why is None else why.hint,
                 code="guard_failed",
             ) from error
@@ -448,7 +448,7 @@ class Guard:
             for path in held[3:]:
                 from gpushare.host.claims import HeldClaim
 
-                # If gpushare is killed from here on, the instance is the guard's.
+                # From here on, the guard holds the instance if gpushare is killed.
                 HeldClaim(Path(path)).add(self._process.pid)
         except BaseException:
             self._pipe.close()
@@ -456,7 +456,7 @@ class Guard:
             raise
 
     def announce(self, pid: int, started: float | None) -> None:
-        """Tell it of a program from within, before it runs: gpushare may be killed at any point.
+        """Announce a program from within its process, before it runs: gpushare may be killed at any point.
 
         Raises:
             OSError: the guard is gone; nothing may run unguarded.
@@ -465,7 +465,7 @@ class Guard:
         os.write(self._pipe.fileno(), f"program {pid} {'-' if started is None else started}\n".encode())
 
     def started(self, pid: int, started: float | None) -> None:
-        """Tell it of a process that it must end, or continue, if gpushare dies."""
+        """Name a process that it must end, or continue, if gpushare dies."""
         self._tell(f"program {pid} {'-' if started is None else started}")
 
     def ended(self, pid: int) -> None:
@@ -473,14 +473,14 @@ class Guard:
         self._tell(f"ended {pid}")
 
     def dismiss(self, *, lingers: bool) -> None:
-        """End it in order; with ``lingers`` it first waits for the daemon's last user, and stops the daemon."""
+        """Dismiss it. With ``lingers``, it waits for the daemon's last user and stops the daemon."""
         self._tell("linger" if lingers else "done")
         self.leave()
         if not lingers:
             self._process.wait()
 
     def leave(self) -> None:
-        """Say nothing more: unless it was dismissed, it acts as if gpushare had died."""
+        """Close its input. Unless it was dismissed, it acts as if gpushare had died."""
         with contextlib.suppress(OSError):
             self._pipe.close()
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 # The period of a duty cycle: short enough for several in a window of measuring, long enough that stops and draining
 # queues cost little of it.
 DUTY_SECONDS: Final = 0.5
-DUTY_COSTS: Final = "a duty cycle costs production's p99 in each slice, and a job of small kernels more of its rate than the time it takes"
+DUTY_COSTS: Final = "a duty cycle raises production's p99 in each slice, and slows a job of small kernels by more than its share of the time"
 SCHEMA: Final = 1
 _NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The setting that was found for the opportunistic job beside one production job, and under what it was found.
+    """The setting found for an opportunistic job next to one production job, and the conditions of the measurement.
 
     ``meets`` False: no setting met the goal, and this one comes nearest. Shares are relative to the job alone.
     """
@@ -56,11 +56,11 @@ class Tuned:
 
 
 def check_job_name(name: str) -> str:
-    """Return a name that a production job may have."""
+    """Return a valid name of a production job."""
     if not _NAME.fullmatch(name):
         raise BadUsage(
             f"'{name[:60]}' cannot be the name of a production job",
-            "a letter first, then letters, digits, - _ or ., 32 at most: web, llm-1",
+            "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",
             code="bad_name",
         )
     return name
@@ -107,9 +107,9 @@ def _tuned(raw: Any) -> Tuned | None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchedCap:
-    """What was best under MPS for so many copies: percent of the threads, None is no cap; when, and under which driver.
+    """The best cap under MPS for some number of copies (None: no cap), when and under which driver it was measured.
 
-    ``best`` False: another way than MPS was better still.
+    ``best`` False: another way than MPS was faster.
     """
 
     threads_percent: float | None
@@ -119,7 +119,7 @@ class BenchedCap:
 
 
 def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:
-    """Return what was found for so many copies of a command on such a GPU; None: it was not measured."""
+    """Return the best cap for N copies of a command on such a GPU; None: it was not measured."""
     for directory in (host.state_directory, *host.shared_state_directories):
         if not is_trusted_directory(directory, "benched"):
             continue
@@ -139,14 +139,14 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Mappi
     """
     directory = host.state_directory / "benched"
     make_private_directory(directory, variable="GPUSHARE_STATE_DIR")
-    # A command line may hold a secret; what an older gpushare wrote here everybody could read.
-    with writing(directory, "which keeps the caps that were found"):
+    # A command line may hold a secret, and an older gpushare made this directory readable for all.
+    with writing(directory, "which keeps the measured caps"):
         directory.chmod(0o700)
     path = directory / _file_name(device, command)
     known = _read_benched(path, device, command)
     known.update({str(copies): vars(cap) for copies, cap in caps.items()})
     record = {"schema": SCHEMA, "device": _kind(device), "command": list(command), "caps": known}
-    with writing(path, "which keeps the caps that were found"):
+    with writing(path, "which keeps the measured caps"):
         replace_file(path, json.dumps(record, indent=2), mode=0o600)
     return path
 

@@ -1,4 +1,4 @@
-"""The two roles of `gpushare run`: a production job that is known, and capped only by its user, and one that takes what is left."""
+"""The two roles of `gpushare run`: a production job, known by name, and an opportunistic one that takes what is left."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# Beside four different production jobs on an H200 this ended the harm, where anything does.
+# Next to four different production jobs on an H200, this cap ended the harm wherever any cap did.
 SAFE_THREADS_PERCENT: Final = 60.0
-# A context's own memory, and what a driver keeps.
+# The memory of a context itself, and what the driver keeps.
 _MARGIN_BYTES: Final = 1024 * MIB
 
 
 @dataclass
 class ProductionWatch(Attachment):
-    """The watch over a production job: it also keeps its record up to date."""
+    """The watch over a production job, which also keeps the job's record up to date."""
 
     name: str = ""
     peak: int | None = None
     _due: float = 0.0
 
     def wait(self) -> float:
-        """Return how many seconds may pass until the next look: the memory is looked at more often than the daemon."""
+        """Return the seconds until the next look; memory is checked more often than the daemon."""
         return min(super().wait(), 1.0)
 
     def look(self) -> None:
-        """Look for the program's processes, and at how much memory they hold."""
+        """Look for the program's processes and their memory."""
         if time.monotonic() >= self._due:
             super().look()
             self._due = time.monotonic() + super().wait()
         self.record()
 
     def record(self) -> None:
-        """Write the record, if it says something new; what goes wrong in that must not end the program."""
+        """Write the record if it has changed; a failure must not end the program."""
         with contextlib.suppress(GpushareError):
             held = self._held()
             if held is None or (self.peak is not None and held <= self.peak):
                 return
             self.peak = held
-            # A peak that cannot be noted, on a disk that is full meanwhile, ends no production job.
+            # A full disk must not end a production job.
             with contextlib.suppress(GpushareError):
                 write_production(
                     self.host, production_of(self.host, self.device, self.name, self.program_pid, self.peak)
@@ -92,7 +92,7 @@ class ProductionShare(MpsShare):
         before = find_production(self.host, self.name)
         if before is not None and lives(self.host, before):
             raise InUse(
-                f"a production job '{self.name}' runs already (process {before.pid})",
+                f"a production job '{self.name}' is already running (process {before.pid})",
                 "give it another name: --production OTHER",
                 code="name_in_use",
             )
@@ -101,14 +101,14 @@ class ProductionShare(MpsShare):
     def open(self) -> None:
         """Open it and write the job's record, so that it is known before its program runs.
 
-        A job that nobody could know of would not be spared.
+        A job without a record would not be spared.
         """
         super().open()
         self._write(os.getpid())
 
     def _write(self, pid: int) -> int | None:
         before = find_production(self.host, self.name)
-        # The most memory that was seen of this job on this device.
+        # The peak memory of this job on this device.
         peak = None if before is None or before.device_uuid != self.device.uuid else before.memory_peak_bytes
         write_production(self.host, production_of(self.host, self.device, self.name, pid, peak))
         return peak
@@ -127,7 +127,7 @@ class ProductionShare(MpsShare):
         return cap if cap is not None and cap < 100 else None
 
     def watch(self, pid: int) -> ProductionWatch:
-        """Return the watch over the program. Its record names it now; if that fails, it goes on naming this gpushare."""
+        """Return the watch over the program, and name it in the record; if that fails, the record still names gpushare."""
         peak = None
         with contextlib.suppress(GpushareError):
             peak = self._write(pid)
@@ -154,16 +154,16 @@ class SparedProcess:
     started_at: float | None
     title: str
     under_mps: bool
-    # None: it was given by its PID.
+    # None: it was given by PID.
     name: str | None = None
 
 
 def spared_process(host: Host, device: Device, beside: str | None) -> SparedProcess | None:
-    """Return the production job that runs now: of this name, this PID, or the only one on the device; None: none runs."""
+    """Return the running production job of this name or PID, or the only one on the device; None: none runs."""
     if beside is not None and beside.isdecimal():
         info = host.processes.describe(int(beside))
         if info is None or not host.processes.alive(int(beside)):
-            raise NotFound(f"there is no process {beside}", "see who is there: gpushare status", code="no_process")
+            raise NotFound(f"there is no process {beside}", "see what is running: gpushare status", code="no_process")
         pid, started, title, name = info.pid, info.started_at, f"process {beside}", None
     else:
         production = find_spared(host, device, beside)
@@ -171,8 +171,8 @@ def spared_process(host: Host, device: Device, beside: str | None) -> SparedProc
             return None
         if production.device_uuid != device.uuid:
             raise BadUsage(
-                f"'{production.name}' runs on another device than {device.title}: {production.device_uuid}",
-                f"run this job there: -g {production.device_uuid}; or name no job: --opportunistic alone",
+                f"'{production.name}' runs on another device, {production.device_uuid}, not on {device.title}",
+                f"run this job there: -g {production.device_uuid}; or drop --for",
                 code="other_device",
             )
         name = production.name
@@ -181,7 +181,7 @@ def spared_process(host: Host, device: Device, beside: str | None) -> SparedProc
 
 
 def _under_mps(host: Host, device: Device, pid: int) -> bool:
-    """Return whether a program is a client of our daemon on the device, or may yet become one."""
+    """Return whether a program is a client of our daemon on the device, or may still become one."""
     try:
         home, _ = own_daemon(host, device)
     except GpushareError:
@@ -222,12 +222,12 @@ def place_of_production(host: Host, gpus: Sequence[Gpu], beside: str) -> str | N
 
 
 def find_spared(host: Host, device: Device, beside: str | None) -> Production | None:
-    """Return the production job that is to be spared: of this name or PID, or the only one that lives on the device."""
+    """Return the production job to spare: of this name or PID, or the only one that runs on the device."""
     if beside is None:
         living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
     if beside.isdecimal():
-        # It may be a process of anybody, of which nothing is known.
+        # Any other process: there is no record of it.
         return next((one for one in living_productions(host, device) if one.pid == int(beside)), None)
     found = find_production(host, check_job_name(beside))
     if found is None and find_tuned(host, beside) is None:
@@ -240,7 +240,7 @@ def find_spared(host: Host, device: Device, beside: str | None) -> Production | 
 
 
 def tuned_beside(host: Host, device: Device, beside: str | None) -> Tuned | None:
-    """Return what was tuned for the production job of this name or PID, or for the only one that lives on the device."""
+    """Return the tuning for the production job of this name or PID, or for the only one that runs on the device."""
     return _tuned_for(host, find_spared(host, device, beside), beside)
 
 
@@ -257,7 +257,7 @@ def spare(host: Host, device: Device, given: Limits, beside: str | None) -> Spar
     notes = [] if tuned is None and given.threads_percent is not None else _where_it_was_tuned(host, device, tuned)
     if beside is None and len(living) > 1:
         notes.append(
-            f"production jobs here: {', '.join(one.name for one in living)}; for what one was tuned for: --for NAME"
+            f"production jobs here: {', '.join(one.name for one in living)}; to use the tuning for one of them: --for NAME"
         )
     threads, priority = given.threads_percent, given.priority
     if threads is None:
@@ -265,7 +265,7 @@ def spare(host: Host, device: Device, given: Limits, beside: str | None) -> Spar
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
     memory = given.memory_limit_bytes
-    # Another production job on the device needs its memory as well.
+    # Another production job on the device needs its memory too.
     try:
         left = _memory_left(device, [production, *(one for one in living if one != production)], tuned)
     except InUse:
@@ -275,7 +275,7 @@ def spare(host: Host, device: Device, given: Limits, beside: str | None) -> Spar
     if memory is None:
         memory = left
         if memory is None:
-            notes.append("no memory limit: the production job's need is not known; give one with --memory")
+            notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
     elif left is not None and memory > left:
         notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(left)}")
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
@@ -296,7 +296,7 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
 
 
 def production_cap_note(device: Device, tuned: Tuned | None, given: float | None = None) -> list[str]:
-    """Return how the production job has to be started where it was tuned under another cap than the given one."""
+    """Return how to start the production job, if it was tuned under another cap than the given one."""
     if tuned is None or tuned.production_threads_percent in {None, given}:
         return []
     cap = f"{tuned.production_threads_percent:g}"
@@ -316,7 +316,7 @@ def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tun
     if left < MIB:
         raise InUse(
             f"production takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
-            " nothing is left for another",
+            " nothing is left for another job",
             "run it on another GPU: -g",
             gpu=str(device.gpu.index),
             code="memory_does_not_fit",
@@ -324,7 +324,7 @@ def _memory_left(device: Device, beside: Sequence[Production | None], tuned: Tun
     return left // MIB * MIB
 
 
-NOT_PROTECTED: Final = "not protected: a GPU fault of either job ends both (MPS); memory bandwidth is shared at any cap; a cap is no reserve"
+NOT_PROTECTED: Final = "not protected: under MPS, a GPU fault of either job ends both; memory bandwidth is shared at any cap; a cap reserves nothing"
 
 
 TICK_SECONDS: Final = 0.01
@@ -341,7 +341,7 @@ class PausingWatch:
     pacer: Pacer = field(default_factory=Pacer)
     unseen: UnseenWork | None = None
     pauses: int = 0
-    # Is told how often it was paused and whether it is now, whenever that changes; None: it has ended.
+    # Called with the number of pauses and whether it is paused now, on each change; None: it has ended.
     tell: Callable[[tuple[int, bool] | None], None] | None = None
     _told: tuple[int, bool] | None = None
     _due: float = 0.0
@@ -350,7 +350,7 @@ class PausingWatch:
     _alive_due: float = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        # What is known of the program's place is what the inner watch knows.
+        # All else is as in the inner watch.
         return getattr(self.inner, name)
 
     def wait(self) -> float:
@@ -376,7 +376,7 @@ class PausingWatch:
     def _pace(self) -> None:
         at = time.monotonic()
         if at >= self._alive_due:
-            # Its PID may be somebody else's by now, who works; and it may have been started again.
+            # Its PID may have been reused by a busy process, or the job may have been started again.
             self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
         active = self._alive and self.production.active()
         if self._alive and self.unseen is not None:
@@ -396,13 +396,13 @@ class PausingWatch:
         self.pauser.tell = tell
 
     def release(self) -> None:
-        """Let the program go on for good: it is to end, and must be able to."""
+        """Let the program continue for good: it is about to end, and must be able to."""
         self._released = True
         self.pauser.resume()
 
     def settle(self) -> None:
-        """Find out what can still be found out of a program that has ended."""
-        # What it leaves behind (a worker in a session of its own) must not be held by a gpushare that ends.
+        """Continue what the program left behind, and let the inner watch settle."""
+        # Such as a worker in its own session: it must not stay paused when gpushare ends.
         self.release()
         self.inner.settle()
         self._say(None)
@@ -425,9 +425,9 @@ class PausingShare:
     host: Host
     production: ProductionJob
     checkpoint: Checkpoint | None
-    # Under MPS, where the driver tells how busy the SMs were between two questions (GPM, Hopper and later).
+    # Under MPS, where the driver reports SM activity between two readings (GPM, Hopper and later).
     recorder: ActivityRecorder | None = None
-    # Of the time while production is active; None: none of it.
+    # Percentage of the time while production is active; None: none of it.
     duty_percent: float | None = None
     # The production job, for people.
     title: str = "production"
@@ -451,17 +451,17 @@ class PausingShare:
             unseen=self._unseen(pid),
             tell=self._teller(pid),
         )
-        # Its facts are the inner watch's, and only read here.
+        # The other attributes are the inner watch's.
         return cast("Watch", watch)
 
     def _unseen(self, pid: int) -> UnseenWork | None:
-        """Return what tells of work under MPS that its CPU does not show; None where nothing can."""
+        """Return what detects work under MPS that the CPU does not show; None where nothing can."""
         if self.recorder is None:
             return None
         return UnseenWork(self.recorder.since_last, lambda: self._alone(pid))
 
     def _alone(self, pid: int) -> bool:
-        """Return whether nobody is on the device but production, the program with this PID, and MPS servers."""
+        """Return whether only production, the program with this PID and MPS servers are on the device."""
         processes = self.host.processes
         if processes.namespace_is_host() is False:
             return False
@@ -479,7 +479,7 @@ class PausingShare:
         return found is not None and all(info is None or is_server(info.name) for info in infos)
 
     def _teller(self, pid: int) -> Callable[[tuple[int, bool] | None], None]:
-        """Return what notes the pauses of a program for the metrics."""
+        """Return what writes the pauses of a program down, for the metrics."""
         info = self.host.processes.describe(pid)
         first = Pauses(
             pid=pid, started_at=None if info is None else info.started_at, gpu_uuid=self.device.gpu.uuid or ""

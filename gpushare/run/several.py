@@ -1,7 +1,7 @@
-"""Several programs in one share of a device: started, read, paused and ended together, and guarded if gpushare dies.
+"""Several programs: started, read, paused and ended together, and guarded if gpushare dies.
 
-What they print goes to files, not to pipes: a client whose reader has died would be killed by its next line, with its
-queue in flight. Files also never make a program wait for us.
+Their output goes to files, not to pipes: if the reader of a pipe dies, the next line kills the client with its queue in
+flight. Nor does a file ever make a program wait for us.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 def is_full(descriptor: int) -> bool:
-    """Return whether the file system of an open file has no block left for this user; False where it does not tell.
+    """Return whether the file system of an open file has no block left for this user; False where that is unknown.
 
-    What is kept back for root (ext4) is room for root.
+    Blocks reserved for root (ext4) count as free for root only.
     """
     try:
         found = os.fstatvfs(descriptor)
@@ -51,9 +51,9 @@ def is_full(descriptor: int) -> bool:
     return found.f_blocks > 0 and free == 0
 
 
-# A temporary file is read and thrown away: more than this is not kept on the disk.
+# A temporary file is truncated beyond this; it was read already.
 _MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
-# A line without an end must not fill the memory.
+# A line without an end must not fill memory.
 _LONGEST_LINE: Final = 64 * 1024
 
 
@@ -61,8 +61,8 @@ _LONGEST_LINE: Final = 64 * 1024
 class Program:
     """One of several programs. ``listen`` gets each line that it prints, and when it was seen (monotonic seconds).
 
-    ``redrawn``: also each state of a progress bar, that draws over itself (a return, no new line). ``heard`` is when
-    it has printed last, whatever it was. ``no_space``: it ended badly, and what it printed to had no room left.
+    ``redrawn``: each state of a progress bar too, which ends in a carriage return. ``heard`` is when it last printed
+    anything. ``no_space``: it failed, and the file system of its output was full.
     """
 
     title: str
@@ -92,11 +92,11 @@ class Program:
 
     @property
     def failure(self) -> str | None:
-        """Return how it ended badly, with its last line; None while it runs and after a good end."""
+        """Return how it failed, with its last line; None while it runs and after a success."""
         if self.status is None or self.status == 0:
             return None
         if self.no_space:
-            # Its last line is what still fitted, and tells nothing.
+            # Its last line is only what still fitted.
             return f"{exit_text(self.status)}, with no space left for what it prints"
         return f"{exit_text(self.status)}{f': {self.last_line}' if self.last_line else ''}"
 
@@ -111,7 +111,7 @@ class Program:
             if self._rest:
                 self._tell(self._rest, at)
             self._rest = b""
-            # Before the end of a temporary file makes room again.
+            # Before closing a temporary file frees its blocks.
             self.no_space = status != 0 and is_full(self.file.fileno())
             self.file.close()
         return status is not None
@@ -121,7 +121,7 @@ class Program:
             self._offset += len(chunk)
             self.heard = at
             if self.redrawn:
-                # A return ends a line as well; so nothing is empty but what says nothing.
+                # A carriage return ends a line too; the empty lines that this makes are skipped.
                 chunk = chunk.replace(b"\r", b"\n")
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
@@ -131,12 +131,12 @@ class Program:
                 self._tell(self._rest, at)
                 self._rest = b""
         if not self.kept and self._offset > _MOST_OUTPUT_BYTES:
-            # It appends, so it goes on at the new end.
+            # The program appends, so it continues at the new end.
             os.ftruncate(self.file.fileno(), 0)
             self._offset = 0
 
     def _tell(self, line: bytes, at: float) -> None:
-        # A progress bar draws over itself: what counts stands behind the last return.
+        # A progress bar draws over itself: only the text after the last return counts.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         if text.strip():
             self.last_line = text.strip()[:200]
@@ -145,7 +145,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Log:
-    """A log to be: its path, and the open directory that it goes into, whatever has that name by then."""
+    """A log to be written: its path, and the open directory that it goes into, even if that was renamed."""
 
     path: Path
     directory: int
@@ -255,7 +255,7 @@ class Group:
                 self.guard.ended(program.pid)
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Look again and again for so long, or until something is so; return whether it is."""
+        """Look repeatedly for some seconds, or until a condition is true; return whether it is."""
         deadline = time.monotonic() + seconds
         while True:
             self.look()
@@ -297,7 +297,7 @@ class Group:
         """
         pids = [pid for found in left.values() for pid in found]
         for pid in pids:
-            # If gpushare dies now, it must not stay stopped for ever.
+            # If gpushare dies now, it must not stay stopped.
             self._guard_on(pid)
         drain = end_programs(
             self.host,
@@ -316,8 +316,8 @@ class Group:
     def left_behind(self, programs: Sequence[Program], elsewhere: Sequence[int] = ()) -> dict[int, tuple[int, ...]]:
         """Return what programs that have just ended left running, by their PID: the rest of their process groups.
 
-        A process in a session of its own can no longer be known. ``elsewhere`` are those that were seen otherwise; whose
-        they are nobody knows, so they count as the first program's.
+        A process in a session of its own cannot be traced back. ``elsewhere`` are such processes, seen on the GPU; they
+        count as the first program's.
         """
         found = {program.pid: set(group_members(program.pid)) for program in programs}
         if found:
@@ -336,7 +336,7 @@ class Group:
             time.sleep(POLL_SECONDS)
 
     def _guard_on(self, pid: int) -> None:
-        """Tell the guard of a process, with the start time that tells it from a later one of the same PID."""
+        """Name a process to the guard, with its start time, because PIDs are reused."""
         info = self.host.processes.describe(pid)
         if self.guard is not None and info is not None and info.started_at is not None:
             self.guard.started(pid, info.started_at)
@@ -352,7 +352,7 @@ class Several(Group):
         super().__init__(host, None, clients=self._clients, meter=share.meter, grace_seconds=grace_seconds)
         self.share = share
         mig = share.device.mig
-        # A pause waits for the drained queue outside MPS too.
+        # Used by a pause, which waits for a drained queue outside MPS too.
         self._drained = ActivityMeter(host.nvml, share.device.gpu.index, None if mig is None else mig.gpu_instance_id)
 
     def _clients(self) -> set[int] | None:
@@ -370,13 +370,13 @@ class Several(Group):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs and give the share back; after a failure in that the guard goes on with it."""
+        """End what still runs and give the share back; if that fails, the guard goes on with it."""
         lingers: bool | None = None
         try:
             with EndSignals() as signals:
                 left = [program for program in self.programs if program.runs]
                 for program in left:
-                    # A paused program could not do what it does at its end.
+                    # A paused program could not end by itself.
                     self.resume(program)
                 self.end(left, hurry=signals.came)
                 lingers = self.share.close()
@@ -411,7 +411,7 @@ class Several(Group):
     def attached(self, program: Program, clients: set[int] | None = None) -> bool | None:
         """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer.
 
-        ``clients`` are the daemon's, if they have been asked for.
+        ``clients`` are the daemon's, if the caller has them.
         """
         if clients is None and isinstance(self.share, MpsShare):
             clients = self._clients()
@@ -424,15 +424,15 @@ class Several(Group):
         return wait_for_drain(self._drained, before, bound_seconds)
 
     def stop(self, program: Program) -> None:
-        """Stop a program (SIGSTOP); the GPU goes on with its queue."""
+        """Stop a program (SIGSTOP); the GPU still works on its queue."""
         self._signal(program, signal.SIGSTOP)
 
     def resume(self, program: Program) -> None:
-        """Let a paused program go on (SIGCONT)."""
+        """Let a paused program continue (SIGCONT)."""
         self._signal(program, signal.SIGCONT)
 
     def _signal(self, program: Program, number: int) -> None:
-        # Once it has ended, its PID may be another's.
+        # Once it has ended, its PID may be reused.
         tree = self.host.processes.descendants(program.pid) if program.runs else ()
         for pid, started in known(self.host.processes, tree).items():
             with contextlib.suppress(NoPermission):
@@ -440,7 +440,7 @@ class Several(Group):
 
 
 def _members(program: Program) -> list[int]:
-    """Return a program and its process group, orphans too; none once it has ended, as its PID may be another's."""
+    """Return a program and its process group, orphans too; none once it has ended, as its PID may be reused."""
     return [program.pid, *group_members(program.pid)] if program.runs else []
 
 

@@ -1,4 +1,4 @@
-"""What `gpushare run` runs a program in: the variables that lead there, the proof that it is there, and its end."""
+"""A share under MPS: joining or starting a daemon, the variables of a client, the proof that it is attached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# The daemon logs every conversation: ask often only while a program usually makes its context.
+# The daemon logs every conversation, so ask often only while a program is likely to create its context.
 _SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
 _PENDING: Final = re.compile(
     r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"
@@ -48,13 +48,13 @@ _LOG_TAIL_BYTES: Final = 64 * 1024
 
 
 def spacing(age: float) -> float:
-    """Return how long to wait between two looks at a program of this age (seconds) that has not been seen inside."""
+    """Return the seconds between two looks at a program of this age that has not been seen inside."""
     return next(seconds for until, seconds in _SPACING if age < until)
 
 
 @dataclass
 class Watch(abc.ABC):
-    """What is known so far of where a program's processes are; `look` brings it up to date."""
+    """Where a program's processes are, as far as known; `look` updates it."""
 
     host: Host
     device: Device
@@ -66,11 +66,11 @@ class Watch(abc.ABC):
     # Kept waiting by the daemon, because another user's clients hold the server.
     pending: set[int] = field(default_factory=set)
     daemon_gone: bool = False
-    # Seen outside by the last look. Two must agree: the lists of the daemon and of NVML are not of one moment.
+    # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
     _suspects: set[int] = field(default_factory=set)
 
     def wait(self) -> float:
-        """Return how many seconds may pass until the next look."""
+        """Return the seconds until the next look."""
         return 5.0 if self.attached else spacing(time.monotonic() - self.started)
 
     @abc.abstractmethod
@@ -85,10 +85,10 @@ class Watch(abc.ABC):
         """Return the processes whose sudden death breaks others; None when it cannot be told."""
 
     def release(self) -> None:  # noqa: B027 - only a pausing one has something to do
-        """Let the program go on for good: it is to end."""
+        """Let the program continue for good: it is about to end."""
 
     def before_pause(self, tell: Callable[[int, float | None], None]) -> None:  # noqa: B027 - as above
-        """Let ``tell`` know each process that the watch stops, with its start time, before it does."""
+        """Call ``tell`` with each process that the watch pauses, and its start time, before it does."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Attachment(Watch):
             self._look_pending(tree)
 
     def _look_outside(self, tree: set[int]) -> None:
-        """A process of ours that computes on the GPU and that the daemon does not know is outside MPS."""
+        """A process of ours is outside MPS if it computes on the GPU and the daemon does not know it."""
         if self.host.processes.namespace_is_host() is False:
             return
         try:
@@ -140,7 +140,7 @@ class Attachment(Watch):
         self._suspects = now
 
     def _look_pending(self, tree: set[int]) -> None:
-        """The daemon logs "pending" for everybody while a server starts; behind another user it stays so."""
+        """The daemon logs "pending" for every client while a server starts; behind another user it stays so."""
         waiting = self._logged(_PENDING) & tree
         for pid in waiting:
             self._waiting_since.setdefault(pid, time.monotonic())
@@ -170,7 +170,7 @@ class Attachment(Watch):
             return False
 
     def _logged(self, pattern: re.Pattern[str]) -> set[int]:
-        """Return the clients of this user that the log names. Whoever may connect can write any line into it."""
+        """Return the clients of this user named in the log, into which any user who may connect can write."""
         text = read_tail(self.home.log / "control.log", _LOG_TAIL_BYTES)
         return {int(pid) for pid, uid in pattern.findall(text) if int(uid) == self.host.uid}
 
@@ -179,10 +179,10 @@ _POLL_SECONDS: Final = 2.0
 
 
 def stop_if_last(host: Host, home: DaemonHome) -> bool:
-    """Stop a daemon that a `gpushare run` started, if nobody uses it any more; return whether it lives on in use.
+    """Stop a daemon that `gpushare run` started, if it is unused; return whether it is still in use.
 
     Raises:
-        GpushareError: it is unused and would not stop.
+        GpushareError: it is unused and does not stop.
     """
     with home.locked():
         record = home.read()
@@ -190,7 +190,7 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
             return False
         pid = live_pid(host, home, record)
         if pid is None:
-            # It died before its last program; nobody else would clear it away.
+            # It died before its last program; nothing else would clean up after it.
             restore_mode(host, record)
             home.clear()
             return False
@@ -200,7 +200,7 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         if clients_of(control):
             return True
         end_daemon(host, control, pid, seconds=1.0, force=False)
-        # It may have taken over what a daemon before it had changed.
+        # It may have inherited changes of a daemon before it.
         restore_mode(host, record)
         home.clear()
     return False
@@ -218,21 +218,21 @@ def after_death(
 ) -> None:
     """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
 
-    ``programs`` are PIDs with their start times. The lease and the claims are the dead gpushare's, which the guard has
-    held on; with ``mps`` the programs end the safe way.
+    ``programs`` are PIDs with their start times. The lease and the claims are those of the dead gpushare, which the
+    guard still holds. With ``mps`` the programs end the safe way.
     """
     host = connect(spec)
-    # One that was given back before gpushare died may be somebody else's.
+    # A claim that was released before gpushare died may be held by another run.
     claims = [one for one in claims if one.held()]
     home = home_of(host.run_directory, uuid)
     with contextlib.suppress(GpushareError):
         _end(host, home, uuid, index, programs, mps=mps)
-    # Only now: as long as the programs lived, its daemon was in use.
+    # Only now: while the programs lived, the daemon was in use.
     if lease is not None:
         lease.release()
     lingers = mps and _in_use(host, home)
     if claims:
-        # One that hangs in the driver is still in its instance.
+        # A program that hangs in the driver still uses its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
             time.sleep(_POLL_SECONDS)
     for one in claims:
@@ -261,7 +261,7 @@ def _end(
 
 
 def _in_use(host: Host, home: DaemonHome) -> bool:
-    """Stop the daemon with its last user; return whether it is still to be waited for."""
+    """Stop the daemon if it is unused; return whether to keep waiting."""
     try:
         return stop_if_last(host, home)
     except GpushareError:
@@ -275,13 +275,13 @@ def _gpu_instance(host: Host, uuid: str) -> int | None:
     return next((mig.gpu_instance_id for mig in instances if mig.uuid == uuid), None)
 
 
-# The guard's words for what the program runs in.
+# What the program runs in, as the guard is told.
 MPS: Final = "mps"
 INSTANCE: Final = "instance"
 
 
 class Guarded(Protocol):
-    """What the guard must know of a place."""
+    """What the guard must know about a share."""
 
     @property
     def device(self) -> Device:
@@ -319,15 +319,15 @@ class Share(Guarded, Protocol):
         """Return the watch over a program that has just been started."""
 
     def close(self, *, program_lives: bool = False) -> bool:
-        """Give it back, once; return whether others go on using it, which the guard then waits for.
+        """Give it back; return whether others still use it, in which case the guard waits for them.
 
-        ``program_lives``: something failed, and the guard will end the program; until then it is not given back.
+        ``program_lives``: something failed and the guard will end the program, which keeps its claim until then.
         """
 
 
 @dataclass
 class MpsShare:
-    """A share under an MPS daemon of ours, or of another user that lets us in.
+    """A share under an MPS daemon of ours, or of another user who lets us in.
 
     There is no lease on another user's daemon: it is not ours to stop. ``claim`` is held when the device is a MIG
     instance that was taken.
@@ -405,10 +405,7 @@ class MpsShare:
         return Attachment(self.host, self.device, pid, home=self.home, seen={pid})
 
     def close(self, *, program_lives: bool = False) -> bool:
-        """Give the leases back, and stop the daemon if this was its last program; return whether others use it.
-
-        With clients left the guard waits for them.
-        """
+        """Release the lease and stop the daemon if this was its last program; return whether others still use it."""
         lease, self.lease = self.lease, None
         lingers = False
         if lease is not None:
@@ -417,10 +414,10 @@ class MpsShare:
                 lingers = stop_if_last(self.host, self.home)
             except GpushareError:
                 lingers = True
-        # After the daemon: who takes the instance then finds it empty.
+        # After the daemon, so that the next holder finds the instance empty.
         claim, self.claim = self.claim, None
         if claim is not None and not program_lives:
-            # Else it is the guard's now, as long as the program lives.
+            # Else the guard holds it for as long as the program lives.
             claim.release()
         return lingers
 
@@ -432,19 +429,19 @@ def check_command(device: Device, program: str, limits: Limits) -> None:
     own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
     if own and limits.memory_limit_bytes is None and parse_pinned_limits(own, device.uuid) is None:
         raise BadUsage(
-            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={own} is no limit for {device.title} alone: CUDA would drop all limits",
+            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={own} is not a limit for {device.title} alone, and CUDA would drop all limits",
             "remove it: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
             code="bad_environment",
         )
 
 
 def check_program(program: str) -> None:
-    """Raise unless there is such a program, before anything is set up for it."""
+    """Raise unless there is such a program."""
     if shutil.which(program) is not None:
         return
     if os.path.isfile(program):
         raise NoPermission(
-            f"may not execute {quoted(program, 200)}",
+            f"no permission to execute {quoted(program, 200)}",
             f"check its mode: ls -l {shlex.quote(program)}",
             code="command_not_executable",
         )
@@ -462,7 +459,7 @@ def _check_threads(limits: Limits) -> None:
             parse_thread_percentage(own)
         except BadUsage as error:
             raise BadUsage(
-                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={own}: {error.message}; CUDA would ignore it in silence",
+                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={own}: {error.message}; CUDA would silently ignore it",
                 "remove it: unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; or give --threads",
                 code="bad_environment",
             ) from None
@@ -477,10 +474,10 @@ def open_mps_share(host: Host, device: Device, program: str, limits: Limits) -> 
 
 
 def held(lease: Lease | None) -> tuple[str, str]:
-    """Return path and descriptor of a lease as the guard is told them."""
+    """Return path and descriptor of a lease, as arguments of the guard."""
     return ("", "-1") if lease is None else (os.fspath(lease.path), str(lease.descriptor))
 
 
 def claimed(*claims: HeldClaim | None) -> tuple[str, ...]:
-    """Return claims as the guard is told them."""
+    """Return the paths of claims, as arguments of the guard."""
     return tuple(os.fspath(one.path) for one in claims if one is not None)

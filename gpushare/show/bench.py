@@ -15,7 +15,7 @@ from gpushare.units import format_bytes, format_copies, quoted
 
 _MARK: Final = "*"
 _MOST_COMMAND: Final = 60
-# Sentences are broken here, whatever the width: they are read, not cut.
+# Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
 
 
@@ -70,11 +70,11 @@ def _text(data: Mapping[str, Any]) -> str:
 def _answer(data: Mapping[str, Any]) -> list[str]:
     best = data["best"]
     if best is None:
-        return ["Nothing to choose from: fewer than two ways were measured with the same number of copies."]
-    # One copy shares with nobody: how it does under each way stands in the table.
+        return ["No choice: fewer than two ways were measured with the same number of copies."]
+    # One copy shares with nothing; the table shows it under each way.
     lines = [_sentence(pick) for pick in data["picks"] if pick["copies"] > 1 or len(data["picks"]) == 1]
     if len(lines) > 1:
-        lines.append(f"The most in all: {format_copies(best['copies'])}, {best['way']}.")
+        lines.append(f"Highest throughput: {format_copies(best['copies'])}, {best['way']}.")
     return lines
 
 
@@ -91,12 +91,12 @@ def _sentence(pick: Mapping[str, Any]) -> str:
         near = "had the most" if pick["way"] == pick["fastest"] else "is the simplest"
         return f"{format_copies(pick['copies'])}: no difference between the ways; {pick['way']} {near}."
     elif others:
-        way += f"; no difference to {', '.join(others)}"
+        way += f"; no difference from {', '.join(others)}"
     return f"{format_copies(pick['copies'])}: {way}."
 
 
 def _throughput(data: Mapping[str, Any]) -> Table:
-    """Return the table of ways and numbers of copies; the chosen way of each number has a mark."""
+    """Return the table of ways and numbers of copies, with a mark at the chosen way of each number."""
     numbers = sorted({cell["copies"] for cell in data["cells"]})
     ways = list(dict.fromkeys(cell["way"] for cell in data["cells"]))
     cells = {(cell["way"], cell["copies"]): cell for cell in data["cells"]}
@@ -138,7 +138,7 @@ def _figure(cell: Mapping[str, Any] | None) -> str | None:
         return "failed" if cell["failures"] else None
     figures = cell["throughput"]
     mean, low, high = figures["mean"], figures["low"], figures["high"]
-    # Of nothing there is no share.
+    # No percentage of zero.
     spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and mean else ""
     return f"{_MARK + ' ' if cell['chosen'] else ''}{shown(mean)}{spread}"
 
@@ -202,7 +202,11 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column(key="verdict", title="verdict", style={"faster": "green", "slower": "red"}.get),
     )
     return Table(
-        name="comparison", title="against the earlier one", columns=columns, rows=tuple(rows), empty="nothing in common"
+        name="comparison",
+        title="compared with the earlier benchmark",
+        columns=columns,
+        rows=tuple(rows),
+        empty="nothing in common",
     )
 
 
@@ -224,7 +228,7 @@ def _left_out(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _reasons(rows: Sequence[Mapping[str, Any]], width: int) -> list[Any]:
-    """Return the reasons as lines that are wrapped, never cut: they end with what to do."""
+    """Return the reasons as wrapped lines, which are never cut: they end with what to do."""
     from rich.text import Text
 
     lines = []
@@ -254,14 +258,14 @@ def _csv(data: Mapping[str, Any]) -> Table:
 
 
 def check_plot(text: str) -> None:
-    """Raise unless a picture of this name can be drawn, before anything is measured."""
+    """Raise unless a picture with this name can be drawn; called before anything is measured."""
     from importlib.util import find_spec
 
     if Path(text).suffix.lower() not in {".png", ".svg"}:
         raise BadUsage(f"{quoted(text)} is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
     if find_spec("matplotlib") is None:
         raise NotSupported(
-            "drawing needs matplotlib, and it is not installed",
+            "drawing needs matplotlib, which is not installed",
             "install it: pip install 'gpushare[plot]'; or drop --plot",
             code="no_matplotlib",
         )
@@ -271,7 +275,7 @@ def drawn(data: Mapping[str, Any], form: str) -> bytes:
     """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
     import matplotlib as mpl
 
-    # No window: this may run where there is no display.
+    # Without a window: there may be no display.
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

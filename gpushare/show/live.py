@@ -35,7 +35,7 @@ def watch(
 
     On a terminal the table is redrawn on the alternate screen. Elsewhere, or in another format, each
     look is one document: JSON Lines, YAML documents, CSV with one header, plain with a blank line
-    between. An error of one look takes the place of its result, and the next look goes on.
+    between. An error of one look replaces its result, and the next look follows.
 
     Raises:
         BrokenPipeError: the reader is gone.
@@ -61,7 +61,7 @@ def _seen(look: Look, command: str, *, quiet: bool) -> Result:
 
 
 def _rest(started: float, seconds: float) -> None:
-    """Sleep until the next look is due; a look that took longer delays, and never piles up."""
+    """Sleep until the next look is due; late looks do not pile up."""
     time.sleep(max(started + seconds - time.monotonic(), 0.0))
 
 
@@ -118,7 +118,7 @@ def _on_screen(look: Look, seconds: float, stream: IO[str], command: str, *, qui
 def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     """Return the lines of one screen, no longer and no more than it has.
 
-    Errors and notes come before the tables: what does not fit is cut at the bottom.
+    Errors and notes come before the tables, because what does not fit is cut at the bottom.
     """
     from rich.text import Text
 
@@ -131,7 +131,7 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
         messages = [Text.assemble(("error:", "bold red"), f" {one_line(error.message)}"), *hint, *messages]
     lines = [Text(head, style="dim")]
     for message in messages:
-        # Here nobody can scroll sideways to the end of a hint.
+        # The screen cannot be scrolled sideways to the end of a hint.
         lines += message.wrap(console, width)
     body = result_lines(result, width)
     lines += [Text(""), *body] if body else []

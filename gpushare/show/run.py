@@ -53,11 +53,11 @@ class RunReport:
         )
         if self._lowered(client):
             self._say(
-                f"the daemon of {self._device.title} allows less than was asked for; its limits hold (gpushare mps set)"
+                f"the daemon of {self._device.title} has lower limits than requested, and they apply; change them: gpushare mps set"
             )
 
     def _lowered(self, client: MpsClient) -> bool:
-        """Return whether the daemon's own limits are below those that were asked for."""
+        """Return whether the daemon's own limits are below the requested ones."""
         asked = self._limits
         if asked is None:
             return False
@@ -68,9 +68,9 @@ class RunReport:
         return any(held is not None and wanted is not None and held < wanted for held, wanted in pairs)
 
     def outside(self, pid: int) -> None:
-        """Say loudly that a process has escaped its share."""
+        """Say that a process has escaped its share, even with --quiet."""
         self._write(
-            f"error: process {pid} runs on {self._device.title} outside MPS: it has no limits, and is time-sliced with all MPS clients\n"
+            f"error: process {pid} runs on {self._device.title} outside MPS: it has no limits, and is time-sliced with the MPS clients\n"
             "hint: the program or a wrapper changes CUDA_MPS_PIPE_DIRECTORY or CUDA_VISIBLE_DEVICES; --strict ends such a program\n"
         )
 
@@ -83,20 +83,20 @@ class RunReport:
 
     def unproved(self) -> None:
         """Say that nothing was proved."""
-        self._say("the program ended and no CUDA context of it was seen: that it ran inside its share is not proved")
+        self._say(
+            "the program ended and no CUDA context of it was seen, so it is not proved that it ran inside its share"
+        )
 
     def daemon_gone(self) -> None:
         """Say that the share is gone."""
         self._write(
-            f"error: the MPS daemon of {self._device.title} died while the program runs: its CUDA calls will fail\n"
+            f"error: the MPS daemon of {self._device.title} died while the program was running: its CUDA calls will fail\n"
             "hint: end the program and start it again; see: gpushare doctor\n"
         )
 
     def ended(self, drain: Drain) -> None:
         """Say how the program was ended."""
-        how = {"idle": "the GPU was seen idle", "fall": "the GPU's activity was seen to fall"}.get(
-            drain.by, "the whole bound was waited"
-        )
+        how = {"idle": "the GPU was idle", "fall": "the GPU's activity fell"}.get(drain.by, "after the full time limit")
         self._say(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
 
     def _client(self, pid: int) -> MpsClient | None:
@@ -118,7 +118,7 @@ class RunReport:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            # The program goes on, whoever listens.
+            # The program continues even if nobody reads.
             self._quiet = True
 
 
@@ -134,21 +134,21 @@ class InstanceReport(RunReport):
         self._say(f"process {pid} runs in {self._device.title}{ids}")
 
     def outside(self, pid: int) -> None:
-        """Say loudly that a process runs elsewhere."""
+        """Say that a process runs elsewhere, even with --quiet."""
         self._write(
-            f"error: process {pid} runs on a GPU outside {self._device.title}, which was taken for it\n"
+            f"error: process {pid} runs on a GPU outside {self._device.title}, where it belongs\n"
             "hint: the program or a wrapper changes CUDA_VISIBLE_DEVICES or CUDA_MPS_PIPE_DIRECTORY\n"
         )
 
     def unproved(self) -> None:
         """Say that nothing was proved."""
         self._say(
-            f"the program ended and no CUDA context of it was seen: that it ran in {self._device.title} is not proved"
+            f"the program ended and no CUDA context of it was seen, so it is not proved that it ran in {self._device.title}"
         )
 
 
 class CopyLines:
-    """Prefixed lines of the copies on stdout (on stderr beside a JSON document), and one progress line on a terminal."""
+    """Prefixed lines of the copies on stdout (on stderr if stdout gets a document), and a progress line on a terminal."""
 
     def __init__(self, copies: int, *, output: OutputFormat, quiet: bool, note: Callable[[str], None]) -> None:
         documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
@@ -169,14 +169,16 @@ class CopyLines:
         """Say how a copy failed."""
         if copy.failure is not None:
             self.clear()
-            more = "; it is started again" if again else ""
+            more = "; restarting it" if again else ""
             self._note(f"copy {copy.number} failed: {copy.failure}{more}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """Say what a copy left running."""
         self.clear()
         named = ", ".join(map(str, pids))
-        self._note(f"copy {copy.number} left process {named} behind, which was ended; it must stay in the foreground")
+        self._note(
+            f"copy {copy.number} left process {named} behind, which was ended; the program must stay in the foreground"
+        )
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         """Draw the progress line."""

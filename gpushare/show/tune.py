@@ -10,7 +10,7 @@ from typing import Any, Final
 from gpushare.errors import GpushareError
 from gpushare.show.result import Column, Result, Table
 
-# Sentences are broken here, whatever the width: they are read, not cut.
+# Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
 _OWN_COLUMN: Final = re.compile(", (?:production cap|duty cycle)")
 
@@ -20,7 +20,7 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: Gpush
 
     ``error`` is what ended it early.
     """
-    # It ran as asked, and its answer is that no setting meets the goal.
+    # It ran as asked; the answer is that no setting meets the goal.
     exit_code = 0 if data["best"] is not None else 7
     return Result(
         command="tune",
@@ -36,7 +36,7 @@ def tune_result(data: Mapping[str, Any], notes: Sequence[str] = (), error: Gpush
 
 
 def _rows(curve: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the curve for the table, in which a cap on production and a duty cycle have columns of their own."""
+    """Return the curve for the table, with separate columns for a cap on production and a duty cycle."""
     return tuple({**row, "setting": _OWN_COLUMN.split(row["setting"])[0]} for row in curve)
 
 
@@ -51,7 +51,7 @@ def share(value: Any) -> str:
 
 
 def error_of(value: Any) -> str:
-    """Return a standard error; what rounds to nothing is small, not none."""
+    """Return a standard error; one that rounds to 0 is shown as small, not as 0."""
     return "<0.01" if value is not None and value < 0.005 else share(value)
 
 

@@ -172,7 +172,7 @@ def test_a_foreign_daemon_leaves_mps_out(cli: Cli, world: World, sim_dir: Path) 
 def test_others_on_the_gpu_are_said(cli: Cli, world: World) -> None:
     pid = admin.add_process(world.spec, "0", sm_percent=20)
     answer = cli("bench", "--copies", "2", "--ways", "timeslice", "--repeat", "1", *WINDOW, *job(40)).ok()
-    assert f"other processes were on the GPU while it was measured ({pid} python3)" in answer.err
+    assert f"other processes used the GPU during the measurement ({pid} python3)" in answer.err
     assert "others there" in answer.out
     assert "\r" not in answer.err, "no progress off a terminal"
 

@@ -158,7 +158,7 @@ def test_a_signal_ends_it_with_success_and_the_recording(
     started.signal(number)
     answer = started.result().ok()
     assert answer.data["reason"] == "interrupted"
-    assert "what was recorded is kept" in answer.err
+    assert "samples were kept" in answer.err
     assert read_recording(path).samples == answer.data["samples"]
 
 

@@ -78,7 +78,7 @@ def test_it_runs_and_stands_still_in_turn_as_long_as_production_does(
     assert answer.code == 128 + signal.SIGTERM
     assert not alive(pid)
     assert "for 60 % of the time while it runs" in answer.err
-    assert "a duty cycle costs production's p99" in answer.err
+    assert "a duty cycle raises production's p99" in answer.err
     assert "a cap cannot protect it" not in answer.err
 
 
@@ -91,7 +91,7 @@ def test_what_was_tuned_is_taken_with_its_cap(cli: Cli, web: int) -> None:
     assert "CUDA_MPS_CLIENT_PRIORITY=1" in planned.out
     assert "paused by SIGSTOP for 45 % of the time while it runs" in planned.err
     assert "when it runs: cap 70 %, low priority, memory limit" in planned.err
-    assert "not protected: a GPU fault" in planned.err
+    assert "not protected: under MPS, a GPU fault" in planned.err
     # Without a name too, where it is the only one; and by its PID.
     assert "for 45 % of the time" in cli("run", "--opportunistic", "-n", "--", "true").ok().out
     assert "for 45 % of the time" in cli("run", "--opportunistic", "--for", str(web), "-n", "--", "true").ok().out
@@ -154,7 +154,7 @@ def test_beside_a_job_that_does_not_run_yet_it_is_refused(refused: Callable[...,
     keep_tuned(world.host, FOUND)
     words = ("run", "--opportunistic", "--for", "web")
     text = refused(*words, "--", "true", code="no_production", exit_code=6)
-    assert "tuned for 55 % of the time" in text
+    assert "tuned to run for 55 % of the time" in text
     assert "gpushare run --production web -g 0 -- CMD" in text
     assert "PERCENTAGE=70.0" in cli(*words, "--duty-cycle", "100", "-n", "--", "true").ok().out
 
@@ -173,7 +173,10 @@ def test_one_that_was_found_is_shown_and_kept(cli: Cli, world: World, monkeypatc
     best = found.data["best"]
     assert best["setting"] == f"cap 80 %, low priority, duty cycle {best['duty_percent']:g} %"
     assert {one["duty_percent"] for one in found.data["trials"]} == {None, best["duty_percent"]}
-    assert f"it is stopped for {100 - best['duty_percent']:g} % of the time then; a duty cycle costs" in found.err
+    assert (
+        f"with it, the job is stopped for {100 - best['duty_percent']:g} % of the time; a duty cycle raises"
+        in found.err
+    )
     kept = find_tuned(world.host, "web")
     assert kept is not None
     assert kept.duty_percent == best["duty_percent"]
@@ -209,7 +212,7 @@ def test_beside_a_job_on_another_gpu_it_is_refused(refused: Callable[..., str], 
     assert info is not None
     write_production(world.host, replace(info, device_uuid="GPU-other"))
     text = refused("run", "--opportunistic", "--for", "web", "-n", "--", "true", code="other_device", exit_code=2)
-    assert "'web' runs on another device than GPU 0: GPU-other" in text
+    assert "'web' runs on another device, GPU-other, not on GPU 0" in text
     assert "-g GPU-other" in text
 
 
@@ -224,5 +227,5 @@ def test_outside_mps_nothing_is_said_of_caps(cli: Cli) -> None:
     with process("import time; time.sleep(600)") as other:
         words = ("run", "--opportunistic", "--for", str(other), "--duty-cycle", "50", "-n", "--", "true")
         err = cli(*words).ok().err
-    assert "a duty cycle costs production's p99" in err
+    assert "a duty cycle raises production's p99" in err
     assert "(MPS)" not in err

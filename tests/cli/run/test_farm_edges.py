@@ -50,7 +50,7 @@ def test_what_a_copy_has_left_behind_is_ended_and_named(
     for number, pid in enumerate(left):
         assert not alive(pid)
         assert (
-            f"note: copy {number} left process {pid} behind, which was ended; it must stay in the foreground\n"
+            f"note: copy {number} left process {pid} behind, which was ended; the program must stay in the foreground\n"
             in answer.err
         )
 

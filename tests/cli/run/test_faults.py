@@ -96,7 +96,7 @@ def test_a_file_that_may_not_be_executed(cli: Cli, tmp_path: Path) -> None:
     os.chmod(script, 0o644)
     refused = cli("run", "--", str(script))
     assert refused.code == 4
-    assert "may not execute" in refused.err
+    assert "no permission to execute" in refused.err
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EAGAIN])
@@ -113,6 +113,6 @@ def test_a_guard_that_does_not_start_is_said(cli: Cli, monkeypatch: pytest.Monke
     answer = cli("run", "--", "false", output="json")
     assert answer.code == 1
     (said,) = answer.lines("error")
-    assert "the guard, which ends the program when gpushare dies, does not start" in said
+    assert "the guard, which ends the program if gpushare dies, does not start" in said
     assert answer.lines("hint")
     assert World().state.daemons == []

@@ -183,7 +183,9 @@ def test_an_instance_with_a_process_is_not_free(refused: Callable[..., str], cli
 def test_what_cannot_be_told_is_not_free(refused: Callable[..., str], cli: Cli, world: World) -> None:
     world.mig("1g.18gb")
     world.fault("not-supported", "processes")
-    assert "cannot be told" in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    assert "its processes are unknown" in refused(
+        "run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19
+    )
     admin.clear_faults(H200)
     world.fault("blind")
     refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
@@ -229,7 +231,7 @@ def test_an_instance_that_was_changed_meanwhile_is_not_taken(world: World, monke
         return lock(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_mig, "take_claim", late)
-    with pytest.raises(InUse, match="it was changed this moment"):
+    with pytest.raises(InUse, match="it has just been changed"):
         run_mig.take_place(world.host, "1g", None)
     assert leases(world) == {}
 
@@ -446,5 +448,5 @@ def test_dry_run_takes_nothing(cli: Cli, world: World) -> None:
     assert step["command"].startswith(f"CUDA_VISIBLE_DEVICES={uuid} CUDA_MPS_PIPE_DIRECTORY=")
     assert step["command"].endswith("sh -c 'exit 3'")
     steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--threads", "25", "--", "true").ok().data["steps"]
-    assert [one["what"].split()[0] for one in steps] == ["make", "note", "start", "note", "run"]
+    assert [one["what"].split()[0] for one in steps] == ["create", "record", "start", "record", "run"]
     assert (leases(world), list(world.directory.rglob("*.lease"))) == ({}, [])

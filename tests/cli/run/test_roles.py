@@ -108,7 +108,7 @@ def test_without_tuning_the_safe_default_holds_and_what_it_does_not_protect_is_s
     answer = cli("run", "--opportunistic", "--", "sh", "-c", text)
     assert answer.code == 0
     assert "no tuning result found" in answer.err
-    assert "not protected: a GPU fault of either job ends both" in answer.err
+    assert "not protected: under MPS, a GPU fault of either job ends both" in answer.err
     assert "no memory limit" in answer.err
 
 

@@ -89,7 +89,7 @@ def test_dry_run(cli: Cli, world: World) -> None:
     assert "sh -c 'exit 3'" in data.out
     assert world.state.daemons == []
     steps = cli("-o", "json", "run", "-n", "--", "true").ok().data["steps"]
-    assert [step["what"].split()[0] for step in steps] == ["make", "note", "start", "note", "run"]
+    assert [step["what"].split()[0] for step in steps] == ["create", "record", "start", "record", "run"]
     cli("mps", "start").ok()
     assert len(cli("-o", "json", "run", "-n", "--", "true").ok().data["steps"]) == 1
 

@@ -178,7 +178,7 @@ def test_caps_on_production_that_fail_are_told(cli: Cli, monkeypatch: pytest.Mon
     monkeypatch.setattr(Pair, "start_production", refused)
     found = cli("tune", *PAIR, *QUICK, "--keep", "90%", "--caps", "90,80", output="json")
     assert (found.code, found.data["best"]["setting"]) == (0, "cap 80 %, low priority")
-    assert "caps on production were not tried to the end: the port is in use" in found.err
+    assert "not all caps on production were tried: the port is in use" in found.err
 
 
 def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:
@@ -197,8 +197,8 @@ def test_only_caps_that_are_asked_for_are_tried_where_some_are() -> None:
     ("kept", "error", "spread", "said"),
     [
         (1.0, 0.01, 0.01, None),
-        (0.98, 0.02, 0.01, "met by less than the figures scatter (0.980 ±0.020)"),
-        (1.0, 0.01, 0.12, "production alone moved by 12 % from window to window"),
+        (0.98, 0.02, 0.01, "met by less than the scatter of the figures (0.980 ±0.020)"),
+        (1.0, 0.01, 0.12, "production alone varied by 12 % between windows"),
         (1.0, 0.01, None, None),
     ],
 )
@@ -222,4 +222,4 @@ def test_a_larger_cap_that_met_the_goal_by_luck_is_named() -> None:
         outcome=outcome(search, trials), production_spread=0.2, trials=[SimpleNamespace(rounds=24)]
     )
     (note,) = _uncertain(result)
-    assert note.startswith("cap 80 %, low priority met the goal too, but by less than its figures scatter")
+    assert note.startswith("cap 80 %, low priority met the goal too, but by less than the scatter of its figures")
