@@ -21,19 +21,16 @@ from gpushare.cli.options import (
     note,
     settings,
 )
-from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NoPermission, NotFound, OperationFailed
+from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
-    from gpushare.host.host import Host
-    from gpushare.model import Gpu
     from gpushare.mps.daemons import FoundDaemon
     from gpushare.mps.stop import Stop, Stopped
     from gpushare.plan import Plan
-    from gpushare.selection import Device
 
 
 def status(gpu: GpuOption = None) -> Any:
@@ -143,128 +140,6 @@ def env(
     environment = client_environment({}, device, home, limits)
     text = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
     return Result(command="mps env", data={"environment": environment}, text=text)
-
-
-def stopping(host: Host, gpu: str | None, pipe_directory: str | None) -> list[tuple[FoundDaemon, Device | None]]:
-    """Return the daemons to stop, with the GPUs whose compute mode is to be restored.
-
-    Raises:
-        NotFound: there is none.
-        BadUsage: a daemon of others without --yes, or both a GPU and a directory are given.
-    """
-    from gpushare.mps.daemons import find_daemons
-
-    if pipe_directory is not None and gpu is not None:
-        raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
-    gpus = gpus_of(host)
-    found = find_daemons(host, gpus, deep=False)
-    if pipe_directory is not None:
-        chosen = [_by_pipe(host, found, pipe_directory)]
-    else:
-        chosen = _by_gpu([item for item in found if item.daemon.ours], found, gpu, gpus)
-    return [(item, _device_of(item, gpus)) for item in chosen]
-
-
-def _by_gpu(
-    ours: Sequence[FoundDaemon], found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]
-) -> list[FoundDaemon]:
-    from gpushare.selection import select_for_change
-
-    if gpu is None and not ours:
-        raise _none_there(found, [])
-    if gpu is None and len(ours) == 1 and len(gpus) == 1:
-        # The only one, also if it serves a MIG instance.
-        return [*ours]
-    try:
-        devices = select_for_change(gpu, gpus)
-    except GpuLost as error:
-        raise _lost(error, ours) from error
-    chosen = [item for device in devices for item in ours if _serves(item, device, all_of=gpu == "all")]
-    if not chosen:
-        raise _none_there(found, devices)
-    return chosen
-
-
-def _lost(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
-    """Return the error with a hint that works: a lost GPU has no UUID, but its daemon still has its directory."""
-    ways = [
-        f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
-        for item in ours
-        if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
-    ]
-    hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(ways)}" if ways else error.hint
-    return GpuLost(error.message, hint, gpu=error.gpu, code=error.code)
-
-
-def _device_of(found: FoundDaemon, gpus: Sequence[Gpu]) -> Device | None:
-    from gpushare.selection import Device
-
-    uuid = found.daemon.device_uuid
-    return next((Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None and gpu.uuid == uuid), None)
-
-
-def _serves(found: FoundDaemon, device: Device, *, all_of: bool) -> bool:
-    """Return whether a daemon serves a device; with ``all_of`` a GPU includes its MIG instances."""
-    if found.daemon.device_uuid == device.uuid:
-        return True
-    return all_of and device.mig is None and found.daemon.gpu_index == device.gpu.index
-
-
-def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NotFound:
-    from gpushare.mps.control import NoDaemon
-
-    names = ", ".join(device.title for device in devices) or "this host"
-    foreign = next((item.daemon for item in found if not item.daemon.ours), None)
-    hint = "see what is there: gpushare mps status"
-    indexes = {device.gpu.index for device in devices if device.mig is None}
-    instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
-    if instances:
-        hint = f"its MIG instances have daemons: -g all, or -g {instances[0]}"
-    elif foreign is not None and foreign.pipe_directory is not None:
-        hint = f"gpushare did not start the daemon {foreign.pid} (user {foreign.user or 'unknown'}); stop it: gpushare mps stop --pipe-directory {shlex.quote(foreign.pipe_directory)} --yes"
-    return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
-
-
-def _by_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
-    import os
-
-    from gpushare.mps.control import NoDaemon
-
-    wanted = os.path.abspath(pipe_directory)
-    item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
-    if item is None:
-        raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
-    if not item.daemon.ours and not settings.yes and not settings.dry_run:
-        raise BadUsage(
-            f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
-            f"stop it anyway: gpushare mps stop --pipe-directory {shlex.quote(wanted)} --yes",
-            code="foreign_daemon",
-        )
-    return item
-
-
-def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
-    """Return the daemon of a pipe directory, which any user's process can name.
-
-    Of several, root's or our own is taken if it is the one that listens there.
-
-    Raises:
-        InUse: there are several, and that does not decide.
-    """
-    ours = next((item for item in same if item.daemon.ours), None)
-    if ours is not None or len(same) < 2:
-        return ours or next(iter(same), None)
-    listener = host.programs.listener(directory)
-    chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
-    if chosen is None or not chosen.trusted:
-        names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
-        who = "it is unknown which listens" if listener is None else f"process {listener.pid} listens"
-        raise InUse(
-            f"{len(same)} processes name the pipe directory {directory}: {names}; {who} there",
-            f"look at them, and end the right one: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
-            code="several_daemons",
-        )
-    return chosen
 
 
 def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> dict[str, Any]:
@@ -444,7 +319,7 @@ def stop(
     from dataclasses import replace
 
     from gpushare.host.records import sweep_leftovers
-    from gpushare.mps.stop import Stop
+    from gpushare.mps.stop import Stop, daemons_to_stop
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds
@@ -454,7 +329,8 @@ def stop(
     if not settings.dry_run:
         # First: a stop that finds nothing to do clears leftovers too.
         sweep_leftovers(host)
-    chosen = stopping(host, gpu, pipe_directory)
+    gpus = gpus_of(host)
+    chosen = daemons_to_stop(host, gpus, gpu, pipe_directory, foreign=settings.yes or settings.dry_run)
     forces = force or drain is not None
     if settings.dry_run:
         works = [(Stop(host, found, device, drain_seconds=seconds, force=forces), found) for found, device in chosen]

@@ -7,32 +7,137 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed, TimedOut
+from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, OperationFailed, TimedOut
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
-from gpushare.mps.daemons import FoundDaemon, live_pid
+from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord
 from gpushare.plan import Plan, Step, carry_out
-from gpushare.selection import Device
+from gpushare.selection import Device, select_for_change
 from gpushare.units import counted
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
+    from gpushare.model import Gpu
 
 # How long a daemon and its servers may take to end (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.5
 # A daemon that does not answer for so long hangs (2 ms are usual on an H200).
 _PROBE_SECONDS: Final = 2.0
+
+
+def daemons_to_stop(
+    host: Host, gpus: Sequence[Gpu], gpu: str | None, pipe_directory: str | None, *, foreign: bool
+) -> list[tuple[FoundDaemon, Device | None]]:
+    """Return the daemons on a GPU, or of a pipe directory, each with the GPU whose compute mode is to be restored.
+
+    ``foreign`` allows a daemon that gpushare did not start.
+
+    Raises:
+        NotFound: there is none.
+        InUse: several processes name the directory.
+        BadUsage: a daemon of others without ``foreign``, or both a GPU and a directory are given.
+    """
+    if pipe_directory is not None and gpu is not None:
+        raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
+    found = find_daemons(host, gpus, deep=False)
+    chosen = (
+        _on_gpu(found, gpu, gpus)
+        if pipe_directory is None
+        else [_at_pipe(host, found, pipe_directory, foreign=foreign)]
+    )
+    whole = {one.uuid: Device(gpu=one) for one in gpus if one.uuid is not None}
+    return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
+
+
+def _on_gpu(found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
+    ours = [item for item in found if item.daemon.ours]
+    if gpu is None and not ours:
+        raise _none_there(found, [])
+    if gpu is None and len(ours) == 1 and len(gpus) == 1:
+        # The only one, also if it serves a MIG instance.
+        return ours
+    try:
+        devices = select_for_change(gpu, gpus)
+    except GpuLost as error:
+        # A lost GPU has no UUID, but its daemon still has its directory.
+        ways = [
+            f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
+            for item in ours
+            if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
+        ]
+        hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(ways)}" if ways else error.hint
+        raise GpuLost(error.message, hint, gpu=error.gpu, code=error.code) from error
+    chosen = [
+        item
+        for device in devices
+        for item in ours
+        if item.daemon.device_uuid == device.uuid
+        # With "all" a GPU includes its MIG instances.
+        or (gpu == "all" and device.mig is None and item.daemon.gpu_index == device.gpu.index)
+    ]
+    if not chosen:
+        raise _none_there(found, devices)
+    return chosen
+
+
+def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
+    names = ", ".join(device.title for device in devices) or "this host"
+    foreign = next((item for item in found if not item.daemon.ours), None)
+    hint = "see what is there: gpushare mps status"
+    indexes = {device.gpu.index for device in devices if device.mig is None}
+    instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
+    if instances:
+        hint = f"its MIG instances have daemons: -g all, or -g {instances[0]}"
+    elif foreign is not None and foreign.daemon.pipe_directory is not None:
+        who = f"{foreign.daemon.pid} (user {foreign.daemon.user or 'unknown'})"
+        hint = f"gpushare did not start the daemon {who}; stop it: {foreign.stop_command}"
+    return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
+
+
+def _at_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str, *, foreign: bool) -> FoundDaemon:
+    wanted = os.path.abspath(pipe_directory)
+    item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
+    if item is None:
+        raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
+    if not item.daemon.ours and not foreign:
+        raise BadUsage(
+            f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
+            f"stop it anyway: {item.stop_command}",
+            code="foreign_daemon",
+        )
+    return item
+
+
+def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
+    """Return the daemon of a pipe directory, which any user's process can name.
+
+    Of several, root's or our own is taken if it is the one that listens there.
+    """
+    ours = next((item for item in same if item.daemon.ours), None)
+    if ours is not None or len(same) < 2:
+        return ours or next(iter(same), None)
+    listener = host.programs.listener(directory)
+    chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
+    if chosen is None or not chosen.trusted:
+        names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
+        who = "it is unknown which listens" if listener is None else f"process {listener.pid} listens"
+        raise InUse(
+            f"{len(same)} processes name the pipe directory {directory}: {names}; {who} there",
+            f"look at them, and end the right one: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
+            code="several_daemons",
+        )
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)
