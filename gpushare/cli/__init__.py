@@ -25,25 +25,25 @@ from gpushare.show.text import NotWritten, put  # noqa: E402
 # One file per verb, in the order of the help, with its line there. Only the file of the requested verb is loaded: the
 # whole tree costs more than Typer itself at every start.
 VERBS: Final[Mapping[str, str]] = {
-    "status": "Show GPUs, sharing, limits, clients, processes.",
+    "status": "Show GPUs, how they are shared, limits and processes.",
     "run": "Run a program inside a share of a GPU.",
     "doctor": "Check the host; each finding has a remedy.",
     "timeslice": "Show and set the time-slice level.",
     "mps": "Start, limit, watch and stop MPS daemons.",
-    "mig": "Show, plan and change MIG layouts exactly.",
+    "mig": "Show, plan and change MIG layouts.",
     "advise": "Recommend a way of sharing, with its commands.",
     "compare": "Compare the ways of sharing; every cell has its source.",
     "bench": "Measure which way of sharing is best for a command.",
-    "tune": "Find the cap of a job beside a production job.",
+    "tune": "Find the cap of a job next to a production job.",
     "observe": "Record how GPUs and processes are used.",
     "savings": "Estimate what sharing fewer GPUs would save.",
-    "apply": "Make the host what gpushare.yaml says.",
+    "apply": "Set up the host as gpushare.yaml says.",
     "diff": "Show how the host differs from gpushare.yaml; exit 7 if it does.",
-    "capture": "Write how the host is shared, as gpushare.yaml.",
+    "capture": "Write the sharing of the host as gpushare.yaml.",
     "export": "Write this host for Kubernetes, Slurm, Docker, systemd.",
     "metrics": "Serve metrics for Prometheus.",
     "explain": "Explain an error code or a log line.",
-    "sim": "Simulated hosts, to try everything on.",
+    "sim": "Simulated hosts to try everything on.",
 }
 
 

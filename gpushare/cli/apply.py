@@ -26,7 +26,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    app.command("apply", cls=ChangingCommand, short_help="Make the host what gpushare.yaml says.")(apply)
+    app.command("apply", cls=ChangingCommand, short_help="Set up the host as gpushare.yaml says.")(apply)
 
 
 def apply(

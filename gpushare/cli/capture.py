@@ -13,7 +13,7 @@ from gpushare.units import quoted
 
 
 def register(app: typer.Typer) -> None:
-    app.command("capture", cls=Command, short_help="Write how the host is shared, as gpushare.yaml.")(capture)
+    app.command("capture", cls=Command, short_help="Write the sharing of the host as gpushare.yaml.")(capture)
 
 
 def capture(

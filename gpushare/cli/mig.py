@@ -31,10 +31,10 @@ def add_env(group: typer.Typer) -> None:
 def env(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an instance.", show_default=False)],
 ) -> Any:
-    """Print the export line that leads a shell's programs to an instance: eval "$(gpushare mig env train)".
+    """Print the export line with which a shell's programs use an instance: eval "$(gpushare mig env train)".
 
-    The instance is looked at first: a MIG UUID may have come back with another size, and is then not printed.
-    A program that runs so holds no lease: `gpushare run --mig` also keeps others out.
+    The instance is checked first: a MIG UUID that came back with another size is not printed. A program started
+    this way holds no lease: `gpushare run --mig` also keeps others out.
     """
     import shlex
 
@@ -82,13 +82,13 @@ group = typer.Typer(
 )
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="An empty GPU of this model instead of this host's: h100-80gb."),
+    typer.Option("--model", metavar="MODEL", help="An empty GPU of this model instead of this host's GPUs: h100-80gb."),
 ]
 
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="mig", cls=Group, short_help="Show, plan and change MIG layouts exactly.")
+    app.add_typer(group, name="mig", cls=Group, short_help="Show, plan and change MIG layouts.")
     if any(command.name == "create" for command in group.registered_commands):
         # The tree was built before in this process.
         return
@@ -103,7 +103,7 @@ def register(app: typer.Typer) -> None:
 def status(gpu: GpuOption = None) -> Any:
     """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
 
-    A * marks an instance that somebody is in. With MIG on and no instance, no CUDA program can use the GPU.
+    A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import left_behind
@@ -134,8 +134,8 @@ def status(gpu: GpuOption = None) -> Any:
 def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     """Show the GPU instance profiles that the driver offers, with free counts and placements.
 
-    The number in a name is rounded: memory is what counts. With --model, published facts stand in for a
-    driver, each with its confidence; the driver's own may differ.
+    The number in a name is rounded; the memory column is exact. With --model, published facts replace the
+    driver's, each with its confidence; the driver's may differ.
     """
     from gpushare.show.mig import profile_rows, profiles_table
     from gpushare.show.result import Result
@@ -149,13 +149,13 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     return Result(command="mig profiles", data={"profiles": rows}, tables=(profiles_table(rows),))
 
 
-@group.command("fits", cls=Command, short_help="Say whether a wish fits, and what would have to go.")
+@group.command("fits", cls=Command, short_help="Tell whether a wish fits, and what is in the way.")
 def fits(
     wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory: NeededMemory = None, sm: NeededSms = None
 ) -> Any:
-    """Say whether a wish fits beside what exists: yes and where; no and what would have to go; never.
+    """Tell whether a wish fits next to what exists: yes, and where; no, and what is in the way; or never.
 
-    Exit code 0: it fits; 7: not as things are; 3: never on these GPUs.
+    Exit code 0: it fits; 7: not at the moment; 3: never on these GPUs.
     """
     from gpushare.errors import ExitCode
     from gpushare.mig.holders import no_plan_error
@@ -181,22 +181,20 @@ def fits(
     return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
 
-@group.command("plan", cls=Command, short_help="Print the cheapest way to a wish.")
+@group.command("plan", cls=Command, short_help="Print the cheapest plan for a wish.")
 def plan(
     wish: Wishes = None,
     gpu: GpuOption = None,
     model: Model = None,
     memory: NeededMemory = None,
     sm: NeededSms = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="The GPUs have exactly this afterwards, nothing else.")
-    ] = False,
-    may_destroy: Annotated[bool, typer.Option("--may-destroy", help="Idle instances may go.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Plan exactly this layout and nothing else.")] = False,
+    may_destroy: Annotated[bool, typer.Option("--may-destroy", help="Idle instances may be destroyed.")] = False,
 ) -> Any:
-    """Print the steps to a wish that destroy and create the least, with a picture and plain nvidia-smi lines.
+    """Print the steps to a wish that destroy and create the least, with a picture and nvidia-smi commands.
 
-    Busy instances always stay. Without --exact the wish is added, and idle instances go only with
-    --may-destroy. Several GPUs share a wish where it costs least; with --exact each gets all of it.
+    Busy instances always stay. Without --exact the wish is added, and idle instances are destroyed only with
+    --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.
     """
     from gpushare.mig.planner import plan_add, plan_exact
 

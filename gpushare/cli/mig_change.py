@@ -248,13 +248,13 @@ def _say(step: Any) -> None:
 
 def recover(
     forget: Annotated[
-        bool, typer.Option("--forget", help="Accept what could not come back; set a broken journal aside.")
+        bool, typer.Option("--forget", help="Accept what could not be restored; set a broken journal aside.")
     ] = False,
 ) -> Any:
-    """Undo what a change left that died in the middle. Every other change does it first, too.
+    """Undo a change that was interrupted. Every other change does this first.
 
-    What could not come back, because somebody uses what is in its place, stays named here, by `mig status` and by
-    `doctor` until it is there again or accepted, and is tried again each time this is called. A journal that cannot be read is in the way of every change.
+    What cannot be restored because its place is in use is reported here, by `mig status` and by `doctor` until it is
+    restored or accepted, and each call tries again. A journal that cannot be read blocks every change.
     """
     from gpushare.host.records import sweep_leftovers
     from gpushare.mig.journal import Journal
@@ -315,7 +315,7 @@ def _forgotten(host: Host, journal: Journal) -> tuple[str, ...]:
 
 Evict = Annotated[
     list[str] | None,
-    typer.Option("--evict", metavar="INSTANCE", help="This busy instance may go: its programs are ended."),
+    typer.Option("--evict", metavar="INSTANCE", help="This busy instance may be destroyed: its programs are ended."),
 ]
 Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Rewrite the CDI specification of containers.")]
 
@@ -337,17 +337,18 @@ def create(
     wish: Wishes = None,
     gpu: GpuOption = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="What to call it; several become NAME-1, NAME-2.")
+        str | None,
+        typer.Option("--name", metavar="NAME", help="The name of the instance; several become NAME-1, NAME-2."),
     ] = None,
     memory: NeededMemory = None,
     sm: NeededSms = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
-    """Add GPU instances with their compute instances, where they leave the most room. Nothing is destroyed.
+    """Add GPU instances with compute instances, where they leave the most room. Nothing is destroyed.
 
-    Each is made at an explicit placement and read back. A name means GPU, profile and placement: `run --mig
-    NAME` and `mig env NAME` find it again, also after a reboot. A compute instance (1c.3g.40gb) without a name goes
-    into an idle GPU instance that has room for it; beside somebody only where its place is said (1c.3g.40gb:4).
+    Each is created at an explicit placement and read back. A name means GPU, profile and placement: `run --mig
+    NAME` and `mig env NAME` find it even after a reboot. A compute instance (1c.3g.40gb) without a name goes
+    into an idle GPU instance with room for it, and into a busy one only with a placement (1c.3g.40gb:4).
     """
     from gpushare.cli.mig_files import wished
     from gpushare.mig.names import check_name
@@ -383,9 +384,9 @@ def destroy(
     evict: Evict = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
-    """Destroy instances and nothing else. One that somebody is in stays, unless --evict names it too.
+    """Destroy instances and nothing else. A busy one stays, unless --evict names it too.
 
-    A UUID means the GPU instance when it is its only compute instance, else that compute instance.
+    A UUID means the GPU instance if it has only this compute instance, else the compute instance.
     """
     from gpushare.mig.planner import plan_destroy
     from gpushare.mig.target import find_targets
@@ -409,10 +410,10 @@ def apply(
     evict: Evict = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
-    """Give each GPU exactly this layout, at the least cost: what is there and is wished stays in its place.
+    """Give each GPU exactly this layout at the lowest cost: existing instances of the layout stay.
 
-    Idle instances that are not wished go, busy ones only with --evict. MIG is switched on where it is off. With
-    -f the file says which GPUs; one that it turns off loses its idle instances and its mode.
+    Other instances are destroyed if they are idle, busy ones only with --evict. MIG is switched on where it is off.
+    With -f, the file names the GPUs; where it turns MIG off, idle instances are destroyed first.
     """
     from gpushare.mig.planner import plan_exact
 
@@ -449,21 +450,21 @@ def apply(
 
 
 def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
-    """Switch MIG mode on. Nobody may be on the GPU: from Hopper on only the first instance would fail.
+    """Switch MIG mode on. The GPU must be idle: on Hopper and later, otherwise only the first instance would fail.
 
-    A mode that is only pending is an error, and is taken back. With MIG on and no instance no CUDA program can
-    use the GPU.
+    A mode that stays pending is an error, and is undone. With MIG on and no instance, no CUDA program can use
+    the GPU.
     """
     return _switched("mig enable", gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
 
 
 def disable(
     gpu: GpuOption = None,
-    destroy: Annotated[bool, typer.Option("--destroy", help="Idle instances go first.")] = False,
+    destroy: Annotated[bool, typer.Option("--destroy", help="Destroy idle instances first.")] = False,
     evict: Evict = None,
     refresh_cdi: Refresh = False,
 ) -> Any:
-    """Switch MIG mode off. Instances that exist stay in the way, unless --destroy says that they go."""
+    """Switch MIG mode off. Existing instances prevent it, unless --destroy is given."""
     return _switched("mig disable", gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
 
 
@@ -615,10 +616,10 @@ def name(
     gpu: GpuOption = None,
     forget: Annotated[str | None, typer.Option("--forget", metavar="NAME", help="Forget this name.")] = None,
 ) -> Any:
-    """Give an instance a name, or forget one. The instance itself does not change.
+    """Give an instance a name, or forget a name. The instance itself does not change.
 
-    The name means GPU, profile and placement, not the UUID: that comes back with whatever is created there. One
-    instance has one name; it is kept over a reboot.
+    The name means GPU, profile and placement, not the UUID, which another instance at this place may have later. An
+    instance has one name, which survives a reboot.
     """
     if (forget is None) == (name is None or instance is None):
         raise BadUsage(
@@ -692,17 +693,17 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the insta
 def add_grants(group: Typer) -> None:
     """Add both commands to ``gpushare mig``."""
     group.command("grant", cls=ChangingCommand, short_help="Let only named users use an instance.")(grant)
-    group.command("revoke", cls=ChangingCommand, short_help="Take a grant back.")(revoke)
+    group.command("revoke", cls=ChangingCommand, short_help="Revoke a grant.")(revoke)
 
 
 def grant(
     name: Name,
-    user: Annotated[str, typer.Argument(metavar="USER", help="Who may use it: a name or an id.", show_default=False)],
+    user: Annotated[str, typer.Argument(metavar="USER", help="User name or id.", show_default=False)],
 ) -> Any:
-    """Let a user, and nobody else but root, use a MIG instance. Needs root.
+    """Let only this user, and root, use a MIG instance. Needs root.
 
-    Without a grant every local user may use every instance: MIG isolates memory and SMs, not users. A second grant
-    adds a user. The grant is kept with the name, and gpushare applies it again when it recreates the instance.
+    Without a grant, every local user can use every instance: MIG isolates memory and SMs, not users. Another grant
+    adds a user. Grants are kept with the name, and gpushare applies them again when it recreates the instance.
     """
     from gpushare.mig.grant import plan_grant
 
@@ -712,10 +713,10 @@ def grant(
 def revoke(
     name: Name,
     user: Annotated[
-        str | None, typer.Argument(metavar="[USER]", help="Only this one; else all.", show_default=False)
+        str | None, typer.Argument(metavar="[USER]", help="Only this user. [default: all]", show_default=False)
     ] = None,
 ) -> Any:
-    """Take a user's grant back, or all of them; then every local user may use the instance again. Needs root."""
+    """Revoke a user's grant, or all; without grants every local user can use the instance. Needs root."""
     from gpushare.mig.grant import plan_revoke
 
     return _carried("mig revoke", lambda host: plan_revoke(host, name, user))

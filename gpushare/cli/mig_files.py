@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 def add_files(group: typer.Typer) -> None:
     """Add both commands to ``gpushare mig``."""
-    group.command("check", cls=Command, short_help="Say whether the GPUs are as asked; exit 7 if not.")(check)
-    group.command("export", cls=Command, short_help="Write what is there as a mig-parted file.")(export)
+    group.command("check", cls=Command, short_help="Check whether the GPUs have a layout; exit 7 if not.")(check)
+    group.command("export", cls=Command, short_help="Write the layout as a mig-parted file.")(export)
 
 
 def check(
@@ -45,11 +45,11 @@ def check(
     file: PartedFile = None,
     config: PartedConfig = None,
 ) -> Any:
-    """Say whether each chosen GPU has exactly these MIG devices, and what is missing and what is too much.
+    """Check whether each chosen GPU has exactly these MIG devices; show what is missing or too many.
 
-    Kinds and numbers count; places only where they are asked for (3g.40gb:4). MIG mode and pending mode count
-    too. With a file each GPU must be as its entry says, and one that no entry is for is not as asked.
-    Exit code 0: all as asked; 7: not. Needs no root.
+    Profiles and counts are compared, placements only if given (3g.40gb:4), and the MIG mode and pending mode.
+    With a file, each GPU must match its entry; a GPU without an entry does not match. Exit code 0: all match;
+    7: not. Needs no root.
     """
     from gpushare.errors import ExitCode
     from gpushare.show.result import Result
@@ -81,13 +81,13 @@ def export(
     gpu: GpuOption = None,
     name: Annotated[str, typer.Option("--name", metavar="CONFIG", help="The name of the config.")] = "current",
     placement: Annotated[
-        bool, typer.Option("--placement", help="With exact places, in a second document that mig-parted skips.")
+        bool, typer.Option("--placement", help="Add exact placements, in a second document that mig-parted skips.")
     ] = False,
 ) -> Any:
-    """Write the MIG layout as a mig-parted v1 file, which mig-parted and `gpushare mig apply -f` take.
+    """Write the MIG layout as a mig-parted v1 file, for mig-parted and `gpushare mig apply -f`.
 
-    GPUs with the same layout share an entry. mig-parted has no word for places: with --placement they stand in
-    a second YAML document, and apply and check then keep to them.
+    GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
+    second YAML document, which apply and check follow.
     """
     from gpushare.mig.driver import MigReader
     from gpushare.mig.parted import Exported, check_config_name, document, placements, yaml_text

@@ -37,14 +37,14 @@ def fault(
     kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="What fails.", show_default=False)] = None,
     value: Annotated[str | None, typer.Argument(metavar="[VALUE]", show_default=False)] = None,
     gpu: Gpu = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take every fault back.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all faults.")] = False,
 ) -> Any:
     """Make something fail on a simulated host.
 
     Of a GPU: lost, busy, persistence-off, not-supported FIELD, refused FIELD, reset-required (a MIG mode change stays pending), xid N. Of
     the host: no-driver, no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID,
-    driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N conversations with an MPS daemon are dropped), fail-step N (the N-th changing
-    NVML call from now on fails), crash-step N (the program dies right after the N-th changing NVML call).
+    driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying
+    NVML call from now on fails), crash-step N (the program dies right after the Nth modifying NVML call).
     """
     from gpushare.show.result import Result
     from gpushare.sim import admin
@@ -79,22 +79,20 @@ group = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Simulated hosts: try everything, rehearse errors, run tests, without a GPU.",
+    help="Simulated hosts: try everything, rehearse errors and run tests without a GPU.",
 )
 Spec = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[HOST]", help="The simulated host; without it --host or GPUSHARE_HOST.", show_default=False
-    ),
+    typer.Argument(metavar="[HOST]", help="The simulated host. [default: --host or GPUSHARE_HOST]", show_default=False),
 ]
 
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts, to try everything on.")
+    app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts to try everything on.")
     group.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
     group.command("show", cls=Command, short_help="Show the state of a host.")(show)
-    group.command("reset", cls=ChangingCommand, short_help="Forget a host.")(reset)
+    group.command("reset", cls=ChangingCommand, short_help="Delete a host.")(reset)
     group.command("add", cls=Command, short_help="Put a simulated process on a GPU.")(add)
     group.command("end", cls=Command, short_help="End a simulated process.")(end)
     group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
@@ -104,7 +102,7 @@ def register(app: typer.Typer) -> None:
 def list_hosts(
     models: Annotated[bool, typer.Option("--models", help="The GPU models that a host can have.")] = False,
 ) -> Any:
-    """List the simulated hosts that were used, or with --models what can be simulated."""
+    """List the simulated hosts in use, or with --models the GPU models."""
     from gpushare.show.result import Column, Result, Table
 
     if models:
@@ -157,7 +155,7 @@ def _models() -> Any:
 
 
 def show(host: Spec = None) -> Any:
-    """Show the whole state of a simulated host: GPUs, processes, daemons, faults."""
+    """Show the state of a simulated host: GPUs, processes, daemons, faults."""
     from gpushare.show.result import Result
     from gpushare.sim.admin import describe
 
@@ -238,7 +236,7 @@ def reset(
     host: Spec = None,
     everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
 ) -> Any:
-    """Forget a simulated host: its simulated processes end, its state goes. Real programs on it are left alone."""
+    """Delete a simulated host with its processes and state. Real programs on it are left alone."""
     from gpushare.show.result import Result
     from gpushare.sim import admin
 
@@ -261,24 +259,22 @@ def reset(
 def add(
     gpu: Gpu = "0",
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Its memory: 1G; a holder's: 0.")
+        str | None, typer.Option("--memory", metavar="SIZE", help="Its memory. [default: 1G; of a holder: 0]")
     ] = None,
     sm: Annotated[int, typer.Option("--sm", metavar="PCT", help="SM % while it is busy.", min=0, max=100)] = 50,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its program.")] = "python3",
     user: Annotated[str | None, typer.Option("--user", metavar="USER", help="Its owner.")] = None,
-    queue: Annotated[
-        str, typer.Option("--queue", metavar="SECS", help="How deep its queue of launched work is: 110ms.")
-    ] = "0",
+    queue: Annotated[str, typer.Option("--queue", metavar="SECS", help="Duration of its queued work: 110ms.")] = "0",
     graphics: Annotated[bool, typer.Option("--graphics", help="A graphics process.")] = False,
     mps: Annotated[bool, typer.Option("--mps", help="A client of gpushare's MPS daemon on that GPU.")] = False,
     instance: Annotated[
         str | None, typer.Option("--mig", metavar="INSTANCE", help="MIG UUID or GPU instance id.")
     ] = None,
-    holder: Annotated[bool, typer.Option("--holder", help="No CUDA context: it only has device nodes open.")] = False,
+    holder: Annotated[bool, typer.Option("--holder", help="It has no CUDA context, only open device nodes.")] = False,
 ) -> Any:
     """Put a simulated process on a simulated GPU and print its PID.
 
-    A holder is in no process list of NVML and still keeps a GPU, or with --mig an instance, in use, as DCGM does:
+    A holder is not in NVML's process lists, but keeps a GPU, or with --mig an instance, in use, as DCGM does:
     --holder --name nv-hostengine. With --memory it has allocations, as a profiler does.
     """
     from gpushare.selection import select_one
@@ -323,10 +319,10 @@ def end(
     pid: Annotated[int, typer.Argument(metavar="PID")],
     signal: Annotated[
         str | None,
-        typer.Option("--signal", metavar="NAME", help="By a signal (KILL, TERM, INT, STOP, CONT); else by itself."),
+        typer.Option("--signal", metavar="NAME", help="KILL, TERM, INT, STOP or CONT. [default: it ends by itself]"),
     ] = None,
 ) -> Any:
-    """End a simulated process, by itself or by a signal, with the consequences that this has under MPS."""
+    """End a simulated process, by itself or by a signal, with the consequences under MPS."""
     import signal as signals
 
     from gpushare.show.result import Result
@@ -348,7 +344,7 @@ def mig(
     instances: Annotated[list[str] | None, typer.Argument(metavar="[PROFILE[:START]...]", show_default=False)] = None,
     gpu: Gpu = "0",
 ) -> Any:
-    """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none turns MIG off."""
+    """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none: turn MIG off."""
     from gpushare.show.result import Result
     from gpushare.sim.admin import set_mig
 

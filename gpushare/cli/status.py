@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("status", cls=Command, short_help="Show GPUs, sharing, limits, clients, processes.")(status)
+    app.command("status", cls=Command, short_help="Show GPUs, how they are shared, limits and processes.")(status)
 
 
 def status(

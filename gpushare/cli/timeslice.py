@@ -13,7 +13,7 @@ group = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Time-slice level: how long a program runs before the GPU turns to the next one.",
+    help="Time-slice level: how long a program runs before the GPU switches to the next one.",
 )
 
 
@@ -22,15 +22,15 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="timeslice", cls=Group, short_help="Show and set the time-slice level.")
     group.command("show", cls=Command, short_help="Show the level of each GPU.")(show)
     group.command("set", cls=ChangingCommand, short_help="Set the level.")(set_level)
-    group.command("reset", cls=ChangingCommand, short_help="Go back to how it was.")(reset)
+    group.command("reset", cls=ChangingCommand, short_help="Restore the default level.")(reset)
 
 
 def show(gpu: GpuOption = None) -> Any:
     """Show the time-slice level and the compute mode of each GPU.
 
-    NVIDIA publishes no millisecond value for any level, so none is shown. Measured by others, at level
-    default: waits of about 1 ms (RTX 3070) and up to 2.3 ms (RTX 4090). On an H200 at level default a
-    small training loop beside a saturating job kept 0.51 of its rate, and the other 0.79.
+    NVIDIA does not publish the levels in milliseconds, so none are shown. Others measured waits of about 1 ms
+    (RTX 3070) and up to 2.3 ms (RTX 4090) at level default. On an H200 at level default, a small training loop next
+    to a saturating job kept 0.51 of its rate, and the other job 0.79.
     """
     from gpushare.selection import select
     from gpushare.show.result import Column, Result, Table
@@ -92,13 +92,13 @@ def set_level(
     level: Annotated[str, typer.Argument(metavar="LEVEL", help="default, short, medium or long (or 0 to 3).")],
     gpu: GpuOption = None,
     beside_mps: Annotated[
-        bool, typer.Option("--beside-mps", help="Set it although an MPS daemon of gpushare serves the GPU.")
+        bool, typer.Option("--beside-mps", help="Set it even if an MPS daemon of gpushare serves the GPU.")
     ] = False,
 ) -> Any:
-    """Set the time-slice level, with compute mode default where another one is in the way. Needs root.
+    """Set the time-slice level, and compute mode default if another mode is in the way. Needs root.
 
-    The level and the mode are read back. Both are lost at a reboot. NVIDIA publishes no millisecond
-    value; programs that run already may keep the old level: measure your own program.
+    The level and the mode are read back. Both are lost at a reboot. Running programs may keep the old level, and
+    NVIDIA does not publish the levels in milliseconds: measure your own program.
     """
     from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
@@ -111,7 +111,7 @@ def set_level(
 
 
 def reset(gpu: GpuOption = None) -> Any:
-    """Go back to level default, and to the compute mode that `timeslice set` found. Needs root."""
+    """Restore level default, and the compute mode from before `timeslice set`. Needs root."""
     from gpushare.cli.options import carried_out
     from gpushare.selection import select_for_change
     from gpushare.timeslice.policy import plan_reset
