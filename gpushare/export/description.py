@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import GpuLost, NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
-from gpushare.hostfile.live import Device, Seat, seated
+from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
 from gpushare.hostfile.look import users_of, with_units
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import parse_wish, resolve
@@ -355,8 +355,8 @@ def in_place(
 def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> list[MigDescription | None]:
     """Return the live device for each wish, chosen as by `gpushare apply`; None: it does not exist yet."""
     # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
-    seats = (
-        Seat(
+    missing = (
+        WantedDevice(
             wish=InstanceWish(wish="", name=one.name, mps=_held(one.mps)),
             profile=one.profile,
             start=one.start,
@@ -365,7 +365,7 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
         for one in wanted
     )
     devices = (
-        Device(
+        PlacedDevice(
             one.profile,
             -1 if one.start is None else one.start,
             slices=0,
@@ -376,7 +376,7 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
         )
         for number, one in enumerate(there)
     )
-    found = seated(seats, devices).seats
+    found = assign(missing, devices).devices
     return [None if one.device is None else there[one.device.number] for one in found]
 
 

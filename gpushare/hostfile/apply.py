@@ -14,8 +14,14 @@ from gpushare.errors import GpuLost, NotFound, NotSupported
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
-from gpushare.hostfile.live import Device as Seated
-from gpushare.hostfile.live import Seats, devices_of_layout, devices_to_be, limits_key, seats_of
+from gpushare.hostfile.live import (
+    Assignment,
+    PlacedDevice,
+    assignment_of,
+    devices_of_layout,
+    devices_to_be,
+    limits_key,
+)
 from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import (
     ask_levels,
@@ -47,7 +53,7 @@ if TYPE_CHECKING:
     from gpushare.mig.journal import Journal
     from gpushare.mig.profile import Layout
 
-_NOTHING = Seats(())
+_NOTHING = Assignment(())
 
 
 @dataclass(frozen=True)
@@ -127,19 +133,19 @@ class _GpuWork:
 
     def __post_init__(self) -> None:
         self.wants_mig = self.entry.sharing is Sharing.MIG
-        self.seats, self.to_be = self._seated()
-        self.names = self.seats.names
+        self.assignment, self.to_be = self._assigned()
+        self.names = self.assignment.names
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
         self.going = _going(self.plan)
         self.restarted = self._unwanted()
 
-    def _seated(self) -> tuple[Seats, list[Seated]]:
+    def _assigned(self) -> tuple[Assignment, list[PlacedDevice]]:
         if not self.wants_mig or self.change is None:
             return _NOTHING, []
         layout: Layout = self.change.layout
         kept = [one for one in devices_of_layout(self.live) if one.uuid not in _going(self.change.plan)]
         to_be = devices_to_be(self.change.after, layout.profiles, kept)
-        return seats_of(self.entry, layout.profiles, to_be), to_be
+        return assignment_of(self.entry, layout.profiles, to_be), to_be
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
@@ -152,7 +158,9 @@ class _GpuWork:
 
     def _wishes(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
-        found = {seat.device.uuid: seat.wish.mps for seat in self.seats.seats if seat.device and seat.device.uuid}
+        found = {
+            want.device.uuid: want.wish.mps for want in self.assignment.devices if want.device and want.device.uuid
+        }
         if self.entry.mps is not None:
             found[self.live.gpu.uuid or ""] = self.entry.mps
         return {uuid: wish for uuid, wish in found.items() if wish is not None}
@@ -277,8 +285,8 @@ class _GpuWork:
 
     def _instance_daemons(self) -> list[Step]:
         steps, gpu = [], self.live.gpu
-        for seat in self.seats.seats:
-            one, wish = seat.device, seat.wish.mps
+        for want in self.assignment.devices:
+            one, wish = want.device, want.wish.mps
             if one is None or wish is None or (one.uuid is not None and self._holds(one.uuid, wish)):
                 continue
             memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == one.profile), None)  # type: ignore[union-attr]
@@ -290,7 +298,7 @@ class _GpuWork:
             steps.append(host_mps.daemon_step(self.host, title, finder, wish, selector=selector))
         return steps
 
-    def _programs_in(self, one: Seated) -> list[str]:
+    def _programs_in(self, one: PlacedDevice) -> list[str]:
         """Return the programs in an existing device, by name and PID."""
         parts = [part for there in self.live.instances for part in there.compute if part.uuid and part.uuid == one.uuid]
         return [self._called(who.pid) for part in parts for who in part.holders or ()]
@@ -306,36 +314,36 @@ class _Finder:
 
     host: Host
     gpu: int
-    seat: Seated
+    wanted: PlacedDevice
     kept: frozenset[str]
 
     def __call__(self) -> Device:
         live = _look_again(self.host, self.gpu)
         for one in devices_of_layout(live):
-            fits = (one.place, one.slices) == (self.seat.place, self.seat.slices)
+            fits = (one.place, one.slices) == (self.wanted.place, self.wanted.slices)
             if (
-                one.uuid == self.seat.uuid
-                if self.seat.uuid
+                one.uuid == self.wanted.uuid
+                if self.wanted.uuid
                 else fits and one.uuid not in self.kept and self._is(live, one)
             ):
                 mig = next((mig for mig in live.gpu.mig_instances if mig.uuid == one.uuid), None)
                 if mig is not None:
                     return Device(gpu=live.gpu, mig=mig)
         raise NotFound(
-            f"GPU {self.gpu} has no MIG device {self.seat}",
+            f"GPU {self.gpu} has no MIG device {self.wanted}",
             "see what is there: gpushare mig status",
             gpu=str(self.gpu),
             code="device_gone",
         )
 
-    def _is(self, live: LiveGpu, one: Seated) -> bool:
+    def _is(self, live: LiveGpu, one: PlacedDevice) -> bool:
         """Tell devices of one size in one GPU instance apart by their number."""
         new = [
             other
             for other in devices_of_layout(live)
             if (other.place, other.slices) == (one.place, one.slices) and other.uuid not in self.kept
         ]
-        return new.index(one) == min(self.seat.number, len(new) - 1)
+        return new.index(one) == min(self.wanted.number, len(new) - 1)
 
 
 def _going(plan: GpuPlan | None) -> set[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpushare.errors import NotSupported
 from gpushare.hostfile.file import Entry, MpsWish
-from gpushare.hostfile.live import LiveGpu, LiveMps, Seat, Seats, devices_of_layout, seats_of
+from gpushare.hostfile.live import Assignment, LiveGpu, LiveMps, WantedDevice, assignment_of, devices_of_layout
 from gpushare.mig.plan import NoPlan
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout, Profile
@@ -109,12 +109,12 @@ def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
         yield Point(what="MIG devices", found=None, wanted=_counted(one, number))
     for one, number in found.extra:
         yield Point(what="MIG devices", found=_counted(one, number), wanted=None)
-    seats = seats_of(entry, live.layout.profiles, devices_of_layout(live))
-    yield from name_points(live, seats, elsewhere)
-    for seat in seats.seats:
-        if seat.device is not None:
-            yield from mps_points(f"MPS of {seat.device}", live.daemon(seat.device.uuid), seat.wish.mps)
-    taken = {seat.device for seat in seats.seats}
+    assignment = assignment_of(entry, live.layout.profiles, devices_of_layout(live))
+    yield from name_points(live, assignment, elsewhere)
+    for want in assignment.devices:
+        if want.device is not None:
+            yield from mps_points(f"MPS of {want.device}", live.daemon(want.device.uuid), want.wish.mps)
+    taken = {want.device for want in assignment.devices}
     for device in devices_of_layout(live):
         if device not in taken:
             yield from mps_points(f"MPS of {device}", live.daemon(device.uuid), None)
@@ -131,17 +131,17 @@ def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, s
     }
 
 
-def name_points(live: LiveGpu, seats: Seats, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     """Yield missing, wrong and surplus names and grants."""
-    wanted = {one.name: one for one in seats.names}
+    wanted = {one.name: one for one in assignment.names}
     # Names in the file whose devices do not exist yet.
-    waiting = {one.wish.name: one for one in seats.seats if one.wish.name and one.wish.name not in wanted}
+    waiting = {one.wish.name: one for one in assignment.devices if one.wish.name and one.wish.name not in wanted}
     there = {one.name: one for one in live.names}
     for name in sorted(wanted.keys() | there.keys() | waiting.keys()):
         now, want = there.get(name), wanted.get(name)
         if want is None:
-            seat = waiting.get(name)
-            place = elsewhere.get(name) if seat is None else _place(seat)
+            late = waiting.get(name)
+            place = elsewhere.get(name) if late is None else _place(late)
             found = None if now is None else f"{now.profile}:{now.start}"
             yield Point(what=f"name {name}", found=found, wanted=place)
             continue
@@ -155,8 +155,8 @@ def name_points(live: LiveGpu, seats: Seats, elsewhere: Mapping[str, str]) -> It
             yield Point(what=f"users of {name}", found="not in force", wanted=_users(users[1]))
 
 
-def _place(seat: Seat) -> str:
-    return seat.profile if seat.start is None else f"{seat.profile}:{seat.start}"
+def _place(want: WantedDevice) -> str:
+    return want.profile if want.start is None else f"{want.profile}:{want.start}"
 
 
 def _counted(one: MigDevice, number: int) -> str:

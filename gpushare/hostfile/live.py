@@ -169,7 +169,7 @@ def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
     return counted
 
 
-class Device(NamedTuple):
+class PlacedDevice(NamedTuple):
     """One MIG device, existing or to be created; ``number`` distinguishes those of one size in one GPU instance."""
 
     profile: str
@@ -190,14 +190,14 @@ class Device(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class WantedDevice:
     """One MIG device of the file, and the device assigned to it (None: there is none yet)."""
 
     wish: InstanceWish
     profile: str
     start: int | None
     slices: int
-    device: Device | None = None
+    device: PlacedDevice | None = None
 
 
 class WantedName(NamedTuple):
@@ -210,10 +210,10 @@ class WantedName(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seats:
+class Assignment:
     """All items of an entry with their devices."""
 
-    seats: tuple[Seat, ...]
+    devices: tuple[WantedDevice, ...]
 
     @property
     def names(self) -> tuple[WantedName, ...]:
@@ -223,55 +223,55 @@ class Seats:
             BadUsage: two for one GPU instance.
         """
         found: dict[tuple[str, int], WantedName] = {}
-        for seat in self.seats:
-            if seat.device is None or seat.wish.name is None:
+        for want in self.devices:
+            if want.device is None or want.wish.name is None:
                 continue
-            other = found.get(seat.device.place)
+            other = found.get(want.device.place)
             if other is not None:
                 raise BadUsage(
-                    f"the names '{other.name}' and '{seat.wish.name}' are for the same GPU instance, {seat.device.profile}",
+                    f"the names '{other.name}' and '{want.wish.name}' are for the same GPU instance, {want.device.profile}",
                     "keep one of them: a name is for the GPU instance with all its compute instances",
                     code="bad_file",
                 )
-            found[seat.device.place] = WantedName(seat.wish.name, *seat.device.place, seat.wish.users)
+            found[want.device.place] = WantedName(want.wish.name, *want.device.place, want.wish.users)
         return tuple(found.values())
 
 
-def seats_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[Device]) -> Seats:
+def assignment_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[PlacedDevice]) -> Assignment:
     """Return the items of an entry, each with the device that fits best.
 
     Raises:
         BadUsage, NotSupported: the GPU has no such profile.
     """
-    return seated(_expanded(entry, profiles), devices)
+    return assign(_expanded(entry, profiles), devices)
 
 
-def seated(wanted: Iterable[Seat], devices: Iterable[Device]) -> Seats:
-    """Return the seats in their order, each with the device that fits best; some may get none."""
-    free, seats = list(devices), list(wanted)
-    # Seats with a fixed placement first. Prefer a device that is already as wanted, then by name, then an unnamed one.
+def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice]) -> Assignment:
+    """Return the wanted devices in their order, each with the device that fits best; some may get none."""
+    free, found = list(devices), list(wanted)
+    # Those with a fixed placement first. Prefer a device that is already as wanted, then by name, then an unnamed one.
     for placed in (True, False):
         for suits in (_is_it, _is_named, _is_served, _is_bare, _fits):
-            for number in _named_first(seats):
-                seat = seats[number]
-                if seat.device is not None or (seat.start is not None) is not placed:
+            for number in _named_first(found):
+                want = found[number]
+                if want.device is not None or (want.start is not None) is not placed:
                     continue
-                chosen = next((one for one in free if _fits(seat, one) and suits(seat, one)), None)
+                chosen = next((one for one in free if _fits(want, one) and suits(want, one)), None)
                 if chosen is not None:
                     free.remove(chosen)
-                    seats[number] = replace(seat, device=chosen)
-    return Seats(tuple(seats))
+                    found[number] = replace(want, device=chosen)
+    return Assignment(tuple(found))
 
 
-def devices_of_layout(live: LiveGpu) -> list[Device]:
-    found: list[Device] = []
+def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
+    found: list[PlacedDevice] = []
     names = {(one.profile, one.start): one.name for one in live.names}
     for one in live.instances:
         place = one.profile.name, one.start
         for part in sorted(one.compute, key=lambda part: part.id):
             daemon = live.daemon(part.uuid)
             found.append(
-                Device(
+                PlacedDevice(
                     *place,
                     slices=part.profile.slices,
                     whole=part.profile.slices == one.profile.slices,
@@ -284,7 +284,7 @@ def devices_of_layout(live: LiveGpu) -> list[Device]:
     return found
 
 
-def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[Device]) -> list[Device]:
+def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[PlacedDevice]) -> list[PlacedDevice]:
     """Return the MIG devices after a change; ``kept`` are the current ones that it does not touch."""
     whole = {profile.name: profile.slices for profile in profiles}
     left, found = list(kept), []
@@ -297,48 +297,48 @@ def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[D
                 found.append(same[0])
                 continue
             number = _count(found, one.place, slices)
-            found.append(Device(*one.place, slices, slices == whole.get(one.profile.name), number))
+            found.append(PlacedDevice(*one.place, slices, slices == whole.get(one.profile.name), number))
     return found
 
 
-def _count(found: Sequence[Device], place: tuple[str, int], slices: int) -> int:
+def _count(found: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
     return sum((one.place, one.slices) == (place, slices) for one in found)
 
 
-def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[Seat]:
-    seats = []
+def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
+    found = []
     for one in entry.mig:
         for request in parse_wish(one.wish):
             profile = resolve(request, profiles)
-            seats += [
-                Seat(wish=one, profile=profile.name, start=request.start, slices=slices)
+            found += [
+                WantedDevice(wish=one, profile=profile.name, start=request.start, slices=slices)
                 for _ in range(request.count)
                 for slices in request.compute or (profile.slices,)
             ]
-    return seats
+    return found
 
 
-def _named_first(seats: list[Seat]) -> list[int]:
-    return sorted(range(len(seats)), key=lambda number: (seats[number].wish.name is None, number))
+def _named_first(devices: list[WantedDevice]) -> list[int]:
+    return sorted(range(len(devices)), key=lambda number: (devices[number].wish.name is None, number))
 
 
-def _fits(seat: Seat, one: Device) -> bool:
-    return (seat.profile, seat.slices) == (one.profile, one.slices) and seat.start in {None, one.start}
+def _fits(want: WantedDevice, one: PlacedDevice) -> bool:
+    return (want.profile, want.slices) == (one.profile, one.slices) and want.start in {None, one.start}
 
 
-def _is_it(seat: Seat, one: Device) -> bool:
-    return seat.wish.name == one.name and _same_mps(seat.wish.mps, one.mps)
+def _is_it(want: WantedDevice, one: PlacedDevice) -> bool:
+    return want.wish.name == one.name and _same_mps(want.wish.mps, one.mps)
 
 
-def _is_named(seat: Seat, one: Device) -> bool:
-    return seat.wish.name is not None and seat.wish.name == one.name
+def _is_named(want: WantedDevice, one: PlacedDevice) -> bool:
+    return want.wish.name is not None and want.wish.name == one.name
 
 
-def _is_served(seat: Seat, one: Device) -> bool:
-    return one.name is None and (seat.wish.mps is None) == (one.mps is None)
+def _is_served(want: WantedDevice, one: PlacedDevice) -> bool:
+    return one.name is None and (want.wish.mps is None) == (one.mps is None)
 
 
-def _is_bare(_seat: Seat, one: Device) -> bool:
+def _is_bare(_want: WantedDevice, one: PlacedDevice) -> bool:
     return one.name is None
 
 

@@ -33,8 +33,7 @@ from gpushare.units import size_option
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.hostfile.file import Entry
-    from gpushare.hostfile.live import Device as Seated
-    from gpushare.hostfile.live import LiveGpu, WantedName
+    from gpushare.hostfile.live import LiveGpu, PlacedDevice, WantedName
     from gpushare.model import Gpu, TimeSlice
 
 
@@ -298,10 +297,10 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
         )
 
 
-def future(gpu: Gpu, seated: Seated, memory: int | None) -> Device:
+def future(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
     """Return a MIG device that is, or is to be, on a GPU."""
-    mig = next((one for one in gpu.mig_instances if one.uuid == seated.uuid), None)
-    return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(seated), memory_total_bytes=memory))
+    mig = next((one for one in gpu.mig_instances if one.uuid == placed.uuid), None)
+    return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(placed), memory_total_bytes=memory))
 
 
 def _words(wish: MpsWish) -> list[str]:
