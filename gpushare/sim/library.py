@@ -22,6 +22,7 @@ from gpushare.sim.nvml_abi import (
     NO_INSTANCE,
     Code,
     EntryPoint,
+    Form,
     Handle,
     Kind,
     On,
@@ -29,12 +30,12 @@ from gpushare.sim.nvml_abi import (
     Target,
     check_version,
     entry_point,
+    getter,
     number,
     pointer_value,
     put,
     put_fields,
     put_handle,
-    put_known,
     put_text,
     target_of,
     unversioned,
@@ -88,22 +89,6 @@ def _shutdown(library: SimulatedLibrary) -> None:
     library.references -= 1
 
 
-@entry_point("nvmlSystemGetDriverVersion")
-def _driver_version(library: SimulatedLibrary, buffer: Any, length: Any) -> None:
-    put_text(buffer, length, library.state.driver)
-
-
-@entry_point("nvmlSystemGetNVMLVersion")
-def _nvml_version(library: SimulatedLibrary, buffer: Any, length: Any) -> None:
-    put_text(buffer, length, f"{_cuda_major(library)}.{library.state.driver}")
-
-
-@entry_point("nvmlSystemGetCudaDriverVersion", "nvmlSystemGetCudaDriverVersion_v2")
-def _cuda_version(library: SimulatedLibrary, version: Any) -> None:
-    # The same number as the "Binary version" of its MPS programs: 13020 with 595.
-    put(version, binary_version(library.state.driver) if _cuda_major(library) > 11 else 11080)
-
-
 def _cuda_major(library: SimulatedLibrary) -> int:
     branch = library.state.driver.split(".", 1)[0]
     # R580 brought CUDA 13, R525 CUDA 12.
@@ -117,11 +102,6 @@ def _process_name(library: SimulatedLibrary, pid: Any, buffer: Any, length: Any)
         raise Refused(Code.NOT_FOUND)
     # NVML cuts a name that is too long, it does not refuse.
     put_text(buffer, length, name[: max(number(length) - 1, 0)])
-
-
-@entry_point("nvmlDeviceGetCount_v2", "nvmlDeviceGetCount")
-def _count(library: SimulatedLibrary, count: Any) -> None:
-    put(count, len(library.state.gpus))
 
 
 @entry_point("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
@@ -157,66 +137,6 @@ def _handle_by_bus_id(library: SimulatedLibrary, bus_id: Any, device: Any) -> No
     raise Refused(Code.NOT_FOUND)
 
 
-@entry_point("nvmlDeviceGetUUID", on=On.DEVICE)
-def _uuid(_library: SimulatedLibrary, target: Target, buffer: Any, length: Any) -> None:
-    put_text(buffer, length, target.instance.uuid if target.instance else target.gpu.uuid)
-
-
-@entry_point("nvmlDeviceGetName", on=On.DEVICE)
-def _name(_library: SimulatedLibrary, target: Target, buffer: Any, length: Any) -> None:
-    name = target.model.name
-    if target.instance is not None:
-        name = f"{name} MIG {activity.device_name(target, target.instance)}"
-    put_text(buffer, length, name)
-
-
-@entry_point("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo", on=On.DEVICE)
-def _pci_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    domain, bus, rest = target.gpu.pci_bus_id.split(":")
-    values = {
-        "busIdLegacy": f"{domain[-4:]}:{bus}:{rest}".encode(),
-        "busId": target.gpu.pci_bus_id.encode(),
-        "domain": int(domain, 16),
-        "bus": int(bus, 16),
-        "device": int(rest.split(".")[0], 16),
-    }
-    if target.model.pci_device_ids:
-        values["pciDeviceId"] = int(target.model.pci_device_ids[0], 16) << 16 | 0x10DE
-    put_fields(target_of(info), values)
-
-
-@entry_point("nvmlDeviceGetMinorNumber", on=On.GPU)
-def _minor_number(_library: SimulatedLibrary, target: Target, minor: Any) -> None:
-    put(minor, target.handle.index)
-
-
-@entry_point("nvmlDeviceGetIndex", on=On.DEVICE)
-def _index(_library: SimulatedLibrary, target: Target, index: Any) -> None:
-    # Of a MIG device: its index on the GPU, what nvmlDeviceGetMigDeviceHandleByIndex takes.
-    put(index, target.gpu.mig.index(target.instance) if target.instance else target.handle.index)
-
-
-@entry_point("nvmlDeviceGetMemoryInfo", on=On.DEVICE)
-def _memory(library: SimulatedLibrary, target: Target, memory: Any) -> None:
-    total, reserved, used = activity.memory_of(library.state, target)
-    # Version 1 counts reserved memory as used.
-    values = {"total": total, "used": used + reserved, "free": total - used - reserved}
-    put_fields(target_of(memory), values)
-
-
-@entry_point("nvmlDeviceGetMemoryInfo_v2", on=On.DEVICE)
-def _memory_v2(library: SimulatedLibrary, target: Target, memory: Any) -> None:
-    check_version(target_of(memory))
-    total, reserved, used = activity.memory_of(library.state, target)
-    values = {"total": total, "reserved": reserved, "used": used, "free": total - used - reserved}
-    put_fields(target_of(memory), values)
-
-
-@entry_point("nvmlDeviceGetComputeMode", on=On.DEVICE)
-def _compute_mode(_library: SimulatedLibrary, target: Target, mode: Any) -> None:
-    put(mode, target.gpu.compute_mode)
-
-
 @entry_point("nvmlDeviceSetComputeMode", on=On.GPU)
 def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> None:
     wanted = number(mode)
@@ -238,11 +158,6 @@ def _mig_mode(_library: SimulatedLibrary, target: Target, current: Any, pending:
     put(pending, mode if next_mode is None else next_mode)
 
 
-@entry_point("nvmlDeviceGetPersistenceMode", on=On.DEVICE)
-def _persistence(_library: SimulatedLibrary, target: Target, mode: Any) -> None:
-    put(mode, int(target.gpu.persistence))
-
-
 @entry_point("nvmlDeviceSetPersistenceMode", on=On.GPU)
 def _set_persistence(library: SimulatedLibrary, target: Target, mode: Any) -> None:
     if number(mode) not in {0, 1}:
@@ -258,31 +173,6 @@ def _capability(_library: SimulatedLibrary, target: Target, major: Any, minor: A
         raise Refused(Code.NOT_SUPPORTED)
     for argument, part in zip((major, minor), capability.split("."), strict=True):
         put(argument, int(part))
-
-
-@entry_point("nvmlDeviceGetArchitecture", on=On.DEVICE)
-def _architecture(_library: SimulatedLibrary, target: Target, architecture: Any) -> None:
-    put(architecture, _ARCHITECTURES[target.model.arch])
-
-
-@entry_point("nvmlDeviceGetNumGpuCores", on=On.GPU)
-def _cores(_library: SimulatedLibrary, target: Target, cores: Any) -> None:
-    # 64 FP32 lanes per SM up to GA100, 128 from GA10x on.
-    narrow = target.model.arch in {"pascal", "volta", "turing"} or target.model.compute_capability == "8.0"
-    sms = target.model.multiprocessors
-    put_known(cores, None if sms is None else sms * (64 if narrow else 128))
-
-
-@entry_point("nvmlDeviceGetBrand", on=On.DEVICE)
-def _brand(_library: SimulatedLibrary, target: Target, brand: Any) -> None:
-    put(brand, next(value for prefix, value in _BRANDS if target.model.name.startswith(prefix)))
-
-
-@entry_point("nvmlDeviceGetSerial", on=On.GPU)
-def _serial(_library: SimulatedLibrary, target: Target, buffer: Any, length: Any) -> None:
-    if "GeForce" in target.model.name:
-        raise Refused(Code.NOT_SUPPORTED)
-    put_text(buffer, length, f"{1_650_000_000_000 + int(target.gpu.uuid[-8:], 16):d}")
 
 
 @entry_point("nvmlDeviceGetFieldValues", on=On.DEVICE)
@@ -307,79 +197,142 @@ def _field(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> int | 
     return 1 if field == _MIG_QUERY_WITHOUT_MIG else None
 
 
-# Ratios of our idle H200: 96 W of 700 W; 31 degrees.
-_IDLE_POWER, _IDLE_TEMPERATURE, _IDLE_CLOCK_MHZ = 0.137, 31, 345
+_IDLE_CLOCK_MHZ = 345
 
 
-@entry_point("nvmlDeviceGetUtilizationRates", on=On.DEVICE)
-def _utilization(library: SimulatedLibrary, target: Target, rates: Any) -> None:
+@getter("nvmlDeviceGetName", On.DEVICE, Form.TEXT)
+def _name(_library: SimulatedLibrary, target: Target) -> str:
+    if target.instance is None:
+        return target.model.name
+    return f"{target.model.name} MIG {activity.device_name(target, target.instance)}"
+
+
+@getter("nvmlDeviceGetIndex", On.DEVICE, Form.NUMBER)
+def _index(_library: SimulatedLibrary, target: Target) -> int:
+    # Of a MIG device: its index on the GPU, what nvmlDeviceGetMigDeviceHandleByIndex takes.
+    return target.gpu.mig.index(target.instance) if target.instance else target.handle.index
+
+
+@getter("nvmlDeviceGetPciInfo_v3 nvmlDeviceGetPciInfo_v2 nvmlDeviceGetPciInfo", On.DEVICE, Form.FIELDS)
+def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:
+    domain, bus, rest = target.gpu.pci_bus_id.split(":")
+    values = {
+        "busIdLegacy": f"{domain[-4:]}:{bus}:{rest}".encode(),
+        "busId": target.gpu.pci_bus_id.encode(),
+        "domain": int(domain, 16),
+        "bus": int(bus, 16),
+        "device": int(rest.split(".")[0], 16),
+    }
+    if target.model.pci_device_ids:
+        values["pciDeviceId"] = int(target.model.pci_device_ids[0], 16) << 16 | 0x10DE
+    return values
+
+
+@getter("nvmlDeviceGetMemoryInfo", On.DEVICE, Form.FIELDS)
+def _memory(library: SimulatedLibrary, target: Target) -> dict[str, int]:
+    total, reserved, used = activity.memory_of(library.state, target)
+    # Version 1 counts reserved memory as used.
+    return {"total": total, "used": used + reserved, "free": total - used - reserved}
+
+
+@getter("nvmlDeviceGetMemoryInfo_v2", On.DEVICE, Form.VERSIONED_FIELDS)
+def _memory_v2(library: SimulatedLibrary, target: Target) -> dict[str, int]:
+    total, reserved, used = activity.memory_of(library.state, target)
+    return {"total": total, "reserved": reserved, "used": used, "free": total - used - reserved}
+
+
+@getter("nvmlDeviceGetNumGpuCores", On.GPU, Form.NUMBER)
+def _cores(_library: SimulatedLibrary, target: Target) -> int | None:
+    # 64 FP32 lanes per SM up to GA100, 128 from GA10x on.
+    narrow = target.model.arch in {"pascal", "volta", "turing"} or target.model.compute_capability == "8.0"
+    sms = target.model.multiprocessors
+    return None if sms is None else sms * (64 if narrow else 128)
+
+
+@getter("nvmlDeviceGetBrand", On.DEVICE, Form.NUMBER)
+def _brand(_library: SimulatedLibrary, target: Target) -> int:
+    return next(value for prefix, value in _BRANDS if target.model.name.startswith(prefix))
+
+
+@getter("nvmlDeviceGetSerial", On.GPU, Form.TEXT)
+def _serial(_library: SimulatedLibrary, target: Target) -> str | None:
+    return None if "GeForce" in target.model.name else f"{1_650_000_000_000 + int(target.gpu.uuid[-8:], 16):d}"
+
+
+@getter("nvmlDeviceGetUtilizationRates", On.DEVICE, Form.FIELDS)
+def _utilization(library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
     # nvidia-smi shows N/A with MIG on, on the GPU and on its MIG devices.
     if target.mig_enabled:
-        raise Refused(Code.NOT_SUPPORTED)
+        return None
     busy = activity.utilization(library.state, target)
-    put_fields(target_of(rates), {"gpu": round(busy), "memory": activity.memory_bandwidth(busy)})
+    return {"gpu": round(busy), "memory": activity.memory_bandwidth(busy)}
 
 
-@entry_point("nvmlDeviceGetPowerUsage", on=On.GPU)
-def _power(library: SimulatedLibrary, target: Target, milliwatts: Any) -> None:
-    limit = _power_limit(target)
-    busy = activity.utilization(library.state, target) / 100
-    put(milliwatts, round(limit * (_IDLE_POWER + (1 - _IDLE_POWER) * busy)))
+@getter("nvmlDeviceGetPowerUsage", On.GPU, Form.NUMBER)
+def _power(library: SimulatedLibrary, target: Target) -> int | None:
+    watts = activity.power_watts(library.state, target)
+    return None if watts is None else round(watts * 1000)
 
 
-@entry_point(
-    "nvmlDeviceGetEnforcedPowerLimit",
-    "nvmlDeviceGetPowerManagementLimit",
-    "nvmlDeviceGetPowerManagementDefaultLimit",
-    on=On.GPU,
+@getter(
+    "nvmlDeviceGetEnforcedPowerLimit nvmlDeviceGetPowerManagementLimit nvmlDeviceGetPowerManagementDefaultLimit",
+    On.GPU,
+    Form.NUMBER,
 )
-def _enforced_limit(_library: SimulatedLibrary, target: Target, milliwatts: Any) -> None:
-    put(milliwatts, _power_limit(target))
+def _power_limit(_library: SimulatedLibrary, target: Target) -> int | None:
+    """Return milliwatts."""
+    return None if target.model.power_limit_watts is None else target.model.power_limit_watts * 1000
 
 
-def _power_limit(target: Target) -> int:
-    if target.model.power_limit_watts is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    return target.model.power_limit_watts * 1000
-
-
-@entry_point("nvmlDeviceGetTemperature", on=On.GPU)
-def _temperature(library: SimulatedLibrary, target: Target, sensor: Any, celsius: Any) -> None:
+@getter("nvmlDeviceGetTemperature", On.GPU, Form.NUMBER)
+def _temperature(library: SimulatedLibrary, target: Target, sensor: int) -> int:
     # NVML_TEMPERATURE_GPU is the only sensor.
-    if number(sensor) != 0:
+    if sensor != 0:
         raise Refused(Code.INVALID_ARGUMENT)
-    put(celsius, _celsius(library, target))
+    return activity.temperature_celsius(library.state, target)
 
 
 @entry_point("nvmlDeviceGetTemperatureV", on=On.GPU)
 def _temperature_v(library: SimulatedLibrary, target: Target, temperature: Any) -> None:
     struct = target_of(temperature)
     check_version(struct)
-    if number(struct.sensorType) != 0:
-        raise Refused(Code.INVALID_ARGUMENT)
-    put_fields(struct, {"temperature": _celsius(library, target)})
+    put_fields(struct, {"temperature": _temperature(library, target, number(struct.sensorType))})
 
 
-def _celsius(library: SimulatedLibrary, target: Target) -> int:
-    return _IDLE_TEMPERATURE + round(0.35 * activity.utilization(library.state, target))
-
-
-@entry_point("nvmlDeviceGetTotalEnergyConsumption", on=On.GPU)
-def _energy(library: SimulatedLibrary, target: Target, millijoules: Any) -> None:
-    if target.model.arch == "pascal":
-        raise Refused(Code.NOT_SUPPORTED)
+@getter("nvmlDeviceGetTotalEnergyConsumption", On.GPU, Form.NUMBER)
+def _energy(library: SimulatedLibrary, target: Target) -> int | None:
+    """Return millijoules."""
+    limit = _power_limit(library, target)
+    if target.model.arch == "pascal" or limit is None:
+        return None
     # Idle power only: load in the past is not recorded, and a counter may never go back.
-    seconds = max(now() - library.state.created_at, 0.0)
-    put(millijoules, round(_power_limit(target) * _IDLE_POWER * seconds))
+    return round(limit * activity.IDLE_POWER * max(now() - library.state.created_at, 0.0))
 
 
-@entry_point("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo", on=On.GPU)
-def _clock(library: SimulatedLibrary, target: Target, kind: Any, megahertz: Any) -> None:
+@getter("nvmlDeviceGetClockInfo nvmlDeviceGetMaxClockInfo", On.GPU, Form.NUMBER)
+def _clock(library: SimulatedLibrary, target: Target, kind: int) -> int | None:
     # Graphics and SM clock run together; the memory and video clocks are not in the catalogue.
-    if number(kind) not in {0, 1}:
-        raise Refused(Code.NOT_SUPPORTED)
-    idle = not activity.utilization(library.state, target)
-    put_known(megahertz, _IDLE_CLOCK_MHZ if idle else target.model.max_sm_clock_mhz)
+    if kind not in {0, 1}:
+        return None
+    return target.model.max_sm_clock_mhz if activity.utilization(library.state, target) else _IDLE_CLOCK_MHZ
+
+
+@getter("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER)
+def _cuda_version(library: SimulatedLibrary) -> int:
+    # The same number as the "Binary version" of its MPS programs: 13020 with 595.
+    return binary_version(library.state.driver) if _cuda_major(library) > 11 else 11080
+
+
+getter("nvmlSystemGetDriverVersion", On.NOTHING, Form.TEXT)(lambda library: library.state.driver)
+getter("nvmlSystemGetNVMLVersion", On.NOTHING, Form.TEXT)(
+    lambda library: f"{_cuda_major(library)}.{library.state.driver}"
+)
+getter("nvmlDeviceGetCount_v2 nvmlDeviceGetCount", On.NOTHING, Form.NUMBER)(lambda library: len(library.state.gpus))
+getter("nvmlDeviceGetUUID", On.DEVICE, Form.TEXT)(lambda _, target: (target.instance or target.gpu).uuid)
+getter("nvmlDeviceGetMinorNumber", On.GPU, Form.NUMBER)(lambda _, target: target.handle.index)
+getter("nvmlDeviceGetComputeMode", On.DEVICE, Form.NUMBER)(lambda _, target: target.gpu.compute_mode)
+getter("nvmlDeviceGetPersistenceMode", On.DEVICE, Form.NUMBER)(lambda _, target: int(target.gpu.persistence))
+getter("nvmlDeviceGetArchitecture", On.DEVICE, Form.NUMBER)(lambda _, target: _ARCHITECTURES[target.model.arch])
 
 
 # MPS clients are in the compute list and in the MPS list, their server in the compute list

@@ -14,13 +14,14 @@ from gpushare.sim.devices import forget_gone
 from gpushare.sim.mig import gpu_instance_id, gpu_instances, mig_uuid, occupied
 from gpushare.sim.nvml_abi import (
     Code,
+    Form,
     Handle,
     Kind,
     On,
     Refused,
     Target,
-    check_version,
     entry_point,
+    getter,
     number,
     put,
     put_fields,
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
 
 # Driver 580 answers INVALID_ARGUMENT from here on (H200).
 _PROFILE_COUNT: Final = 17
-
-
-@entry_point("nvmlDeviceGetMaxMigDeviceCount", on=On.GPU)
-def _max_count(_library: SimulatedLibrary, target: Target, count: Any) -> None:
-    # 0, not an error, without MIG (H200 with MIG off).
-    put(count, (target.model.compute_slices or 0) if target.mig_enabled else 0)
 
 
 @entry_point("nvmlDeviceGetMigDeviceHandleByIndex", on=On.GPU)
@@ -68,21 +63,6 @@ def _parent(library: SimulatedLibrary, target: Target, device: Any) -> None:
     put_handle(device, library.gpu(target.handle.index).handle)
 
 
-@entry_point("nvmlDeviceIsMigDeviceHandle", on=On.DEVICE)
-def _is_mig(_library: SimulatedLibrary, target: Target, answer: Any) -> None:
-    put(answer, int(target.instance is not None))
-
-
-@entry_point("nvmlDeviceGetGpuInstanceId", on=On.DEVICE)
-def _gpu_instance_id(_library: SimulatedLibrary, target: Target, identity: Any) -> None:
-    put(identity, require_instance(target).gpu_instance_id)
-
-
-@entry_point("nvmlDeviceGetComputeInstanceId", on=On.DEVICE)
-def _compute_instance_id(_library: SimulatedLibrary, target: Target, identity: Any) -> None:
-    put(identity, require_instance(target).compute_instance_id)
-
-
 def require_instance(target: Target) -> SimulatedMigInstance:
     """Return the instance that was called on; a whole GPU is refused with INVALID_ARGUMENT."""
     # A whole GPU is an invalid argument here (H200).
@@ -106,19 +86,6 @@ def profile_of(target: Target) -> GiProfile:
     return profile
 
 
-@entry_point("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes", on=On.DEVICE)
-def _attributes(_library: SimulatedLibrary, target: Target, attributes: Any) -> None:
-    if target.instance is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    profile = profile_of(target)
-    values = {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
-    values["multiprocessorCount"] = activity.device_multiprocessors(target, target.instance)
-    values["gpuInstanceSliceCount"] = profile.slices
-    values["computeInstanceSliceCount"] = len(mig.span(profile, target.instance))
-    values["memorySizeMB"] = activity.profile_memory_mib(target, profile.name)
-    put_fields(target_of(attributes), values)
-
-
 def engines(profile: GiProfile) -> dict[str, int]:
     """Return the engine counts of a profile by their NVML field names."""
     # NVML has no "unknown" in these structs; what is not published is left out, as 0.
@@ -131,21 +98,21 @@ def engines(profile: GiProfile) -> dict[str, int]:
     }
 
 
-@entry_point("nvmlDeviceGetGpuInstanceProfileInfo", on=On.GPU)
-def _profile_info(_library: SimulatedLibrary, target: Target, profile: Any, info: Any) -> None:
-    _put_profile(target, _profile_by_number(target, number(profile)), target_of(info))
+@getter("nvmlDeviceGetAttributes_v2 nvmlDeviceGetAttributes", On.DEVICE, Form.FIELDS)
+def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
+    if target.instance is None:
+        return None
+    profile = profile_of(target)
+    return _shared(profile) | {
+        "multiprocessorCount": activity.device_multiprocessors(target, target.instance),
+        "gpuInstanceSliceCount": profile.slices,
+        "computeInstanceSliceCount": len(mig.span(profile, target.instance)),
+        "memorySizeMB": activity.profile_memory_mib(target, profile.name),
+    }
 
 
-@entry_point("nvmlDeviceGetGpuInstanceProfileInfoV", on=On.GPU)
-def _profile_info_v(_library: SimulatedLibrary, target: Target, profile: Any, info: Any) -> None:
-    check_version(target_of(info))
-    _put_profile(target, _profile_by_number(target, number(profile)), target_of(info))
-
-
-@entry_point("nvmlDeviceGetGpuInstanceProfileInfoByIdV", on=On.GPU)
-def _profile_info_by_id(_library: SimulatedLibrary, target: Target, identity: Any, info: Any) -> None:
-    check_version(target_of(info))
-    _put_profile(target, _profile_by_id(target, number(identity)), target_of(info))
+def _shared(profile: GiProfile) -> dict[str, int]:
+    return {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
 
 
 def _profile_by_number(target: Target, wanted: int) -> GiProfile:
@@ -164,8 +131,8 @@ def _profile_by_id(target: Target, wanted: int) -> GiProfile:
     return profile
 
 
-def _put_profile(target: Target, profile: GiProfile, info: Any) -> None:
-    values = {
+def _profile_fields(target: Target, profile: GiProfile) -> dict[str, Any]:
+    return engines(profile) | {
         "id": profile.id,
         "isP2pSupported": int(profile.peer_to_peer),
         "sliceCount": profile.slices,
@@ -174,7 +141,6 @@ def _put_profile(target: Target, profile: GiProfile, info: Any) -> None:
         "memorySizeMB": activity.profile_memory_mib(target, profile.name),
         "name": f"MIG {profile.name}".encode(),
     }
-    put_fields(info, values | engines(profile))
 
 
 @entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements", on=On.GPU)
@@ -195,10 +161,9 @@ def put_placements(placements: Any, count: Any, entries: list[tuple[int, int]]) 
             put_fields(array[index], {"start": start, "size": size})
 
 
-@entry_point("nvmlDeviceGetGpuInstanceRemainingCapacity", on=On.GPU)
-def _capacity(_library: SimulatedLibrary, target: Target, identity: Any, count: Any) -> None:
-    profile = _profile_by_id(target, number(identity))
-    put(count, mig.remaining_capacity(profile, mig.occupied(target.gpu, target.model)))
+@getter("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER)
+def _capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
+    return mig.remaining_capacity(_profile_by_id(target, identity), mig.occupied(target.gpu, target.model))
 
 
 @entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
@@ -507,37 +472,28 @@ def _placement(argument: Any) -> tuple[int, int]:
     return int(struct.start), int(struct.size)
 
 
-@entry_point("nvmlGpuInstanceGetComputeInstanceProfileInfo", on=On.GPU_INSTANCE)
-def _compute_profile(_library: SimulatedLibrary, target: Target, profile: Any, engine: Any, info: Any) -> None:
-    _put_compute_profile(target, number(profile), number(engine), target_of(info))
-
-
-@entry_point("nvmlGpuInstanceGetComputeInstanceProfileInfoV", on=On.GPU_INSTANCE)
-def _compute_profile_v(_library: SimulatedLibrary, target: Target, profile: Any, engine: Any, info: Any) -> None:
-    check_version(target_of(info))
-    _put_compute_profile(target, number(profile), number(engine), target_of(info))
-
-
-def _put_compute_profile(target: Target, wanted: int, engine: int, info: Any) -> None:
+@getter("nvmlGpuInstanceGetComputeInstanceProfileInfo", On.GPU_INSTANCE, Form.FIELDS)
+@getter("nvmlGpuInstanceGetComputeInstanceProfileInfoV", On.GPU_INSTANCE, Form.VERSIONED_FIELDS)
+def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, engine: int) -> dict[str, Any] | None:
     if not 0 <= wanted < mig.PROFILE_COUNT or engine != 0:
         raise Refused(Code.INVALID_ARGUMENT)
     profile = profile_of(target)
     instances = mig.offered(profile).get(wanted)
     if instances is None:
-        raise Refused(Code.NOT_SUPPORTED)
+        return None
     slices = mig.slices_of(wanted)
-    whole = slices == profile.slices
-    values: dict[str, Any] = {f"shared{name[0].upper()}{name[1:]}": count for name, count in engines(profile).items()}
-    values |= {"id": wanted, "sliceCount": slices, "instanceCount": instances}
-    values["multiprocessorCount"] = activity.compute_multiprocessors(target, profile, slices)
-    values["name"] = (f"MIG {profile.name}" if whole else f"MIG {slices}c.{profile.name}").encode()
-    put_fields(info, values)
+    return _shared(profile) | {
+        "id": wanted,
+        "sliceCount": slices,
+        "instanceCount": instances,
+        "multiprocessorCount": activity.compute_multiprocessors(target, profile, slices),
+        "name": f"MIG {'' if slices == profile.slices else f'{slices}c.'}{profile.name}".encode(),
+    }
 
 
-@entry_point("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", on=On.GPU_INSTANCE)
-def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: Any, count: Any) -> None:
-    profile = _offering(target, number(identity))
-    put(count, mig.remaining_compute_capacity(profile, number(identity), _mine(target)))
+@getter("nvmlGpuInstanceGetComputeInstanceRemainingCapacity", On.GPU_INSTANCE, Form.NUMBER)
+def _compute_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
+    return mig.remaining_compute_capacity(_offering(target, identity), identity, _mine(target))
 
 
 def _offering(target: Target, wanted: int) -> GiProfile:
@@ -586,3 +542,27 @@ def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None
     put_fields(struct, values)
     span = mig.span(profile, instance)
     put_fields(struct.placement, {"start": span.start, "size": len(span)})
+
+
+@getter("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER)
+def _max_count(_library: SimulatedLibrary, target: Target) -> int:
+    # 0, not an error, without MIG (H200 with MIG off).
+    return (target.model.compute_slices or 0) if target.mig_enabled else 0
+
+
+@getter("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS)
+@getter("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS)
+def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> dict[str, Any]:
+    return _profile_fields(target, _profile_by_number(target, wanted))
+
+
+@getter("nvmlDeviceGetGpuInstanceProfileInfoByIdV", On.GPU, Form.VERSIONED_FIELDS)
+def _profile_info_by_id(_library: SimulatedLibrary, target: Target, identity: int) -> dict[str, Any]:
+    return _profile_fields(target, _profile_by_id(target, identity))
+
+
+getter("nvmlDeviceIsMigDeviceHandle", On.DEVICE, Form.NUMBER)(lambda _, target: int(target.instance is not None))
+getter("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER)(lambda _, target: require_instance(target).gpu_instance_id)
+getter("nvmlDeviceGetComputeInstanceId", On.DEVICE, Form.NUMBER)(
+    lambda _, target: require_instance(target).compute_instance_id
+)

@@ -9,7 +9,7 @@ import ctypes
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.gpu_models import GpuModel
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
@@ -170,6 +170,49 @@ def entry_point(
     return register
 
 
+Value = TypeVar("Value", bound=Callable[..., Any])
+
+
+class Form(Enum):
+    """How a getter hands its value over."""
+
+    NUMBER = "number"
+    # A buffer and its length.
+    TEXT = "text"
+    FIELDS = "fields of a struct"
+    VERSIONED_FIELDS = "fields of a struct that says its version first"
+
+
+def getter(names: str, on: On, form: Form) -> Callable[[Value], Value]:
+    """Register a function that returns a value under the names of entry points, with blanks between them.
+
+    It is called with the library, the `Target` unless ``on`` is NOTHING, and the input arguments as numbers. None is
+    refused with NOT_SUPPORTED.
+    """
+
+    def register(value: Value) -> Value:
+        def answer(library: Any, *arguments: Any) -> None:
+            first = 0 if on is On.NOTHING else 1
+            last = len(arguments) - (2 if form is Form.TEXT else 1)
+            output = arguments[last]
+            if form is Form.VERSIONED_FIELDS:
+                check_version(target_of(output))
+            found = value(library, *arguments[:first], *map(number, arguments[first:last]))
+            if found is None:
+                raise Refused(Code.NOT_SUPPORTED)
+            if form is Form.TEXT:
+                put_text(output, arguments[-1], found)
+            elif form is Form.NUMBER:
+                put(output, found)
+            else:
+                put_fields(target_of(output), found)
+
+        entry_point(*names.split(), on=on)(answer)
+        return value
+
+    return register
+
+
 def unversioned(name: str) -> str:
     """Return an entry point's name without its version: ``_v2``, ``_v3``, ``V``."""
     return re.sub(r"(_v[0-9]+|V[0-9]*)$", "", name)
@@ -196,13 +239,6 @@ def put(argument: Any, value: int) -> None:
     if argument is None:
         raise Refused(Code.INVALID_ARGUMENT)
     target_of(argument).value = value
-
-
-def put_known(argument: Any, value: int | None) -> None:
-    """Write a number, or refuse with NOT_SUPPORTED when the model's is not known."""
-    if value is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    put(argument, value)
 
 
 def put_text(buffer: Any, length: Any, text: str) -> None:

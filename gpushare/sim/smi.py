@@ -12,15 +12,7 @@ from typing import Final
 from gpushare.gpu_models import model_of
 from gpushare.host.program import Completed
 from gpushare.sim.current import changing, current
-from gpushare.sim.smi_options import (  # moved
-    BAD_IDS,
-    NO_DEVICES,
-    NO_VALUE,
-    VALUE,
-    Wrong,
-    parse,
-    read_number,
-)
+from gpushare.sim.smi_options import BAD_IDS, NO_DEVICES, NO_VALUE, VALUE, Wrong, parse, read_number, table
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
 
 _NO_LIBRARY = (
@@ -33,7 +25,6 @@ _NO_DRIVER = (
     "NVIDIA driver is installed and running.\n\n"
 )
 _CHANGING = {"-c", "--compute-mode", "-mig", "--multi-instance-gpu", "--set-timeslice"}
-_RULE = "+-------------------------------------+\n"
 _LEVELS = ("Default", "Short", "Medium", "Long")
 _POLICY_OPTIONS: Final = {
     "-h": ("--help", NO_VALUE),
@@ -136,18 +127,17 @@ def _compute_policy(state: SimulatedHostState, words: Sequence[str]) -> tuple[in
 
 
 def _list(chosen: list[tuple[int, SimulatedGpu]]) -> tuple[int, str]:
-    code, rows, errors = 0, "", ""
+    code, rows, errors = 0, [], ""
     for index, gpu in chosen:
         error = _unsupported(gpu)
         if error is not None:
             code = error[0]
             errors += f"Failed to get compute policies for GPU {index} : {error[1]}\n"
         else:
-            rows += f"|{index:>4}   {'Timeslice':<16}{_LEVELS[gpu.time_slice]:<14}|\n{_RULE}"
+            rows.append([f"{index:>4}   {'Timeslice':<16}{_LEVELS[gpu.time_slice]}"])
     if not rows:
         return code, errors
-    head = "| GPU compute policies:               |\n| GPU     Name           Value        |\n"
-    return code, f"{_RULE}{head}|=====================================|\n{rows}{errors}"
+    return code, table("GPU compute policies:", [" GPU     Name           Value        "], rows, 37) + errors
 
 
 def _set(state: SimulatedHostState, chosen: list[tuple[int, SimulatedGpu]], level: int) -> tuple[int, str]:

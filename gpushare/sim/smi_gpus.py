@@ -18,9 +18,6 @@ from gpushare.sim.smi_options import BAD_IDS, NO_DEVICES, Wrong, read_number
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance
 from gpushare.units import MIB
 
-# Ratios of an idle H200 (96 W of 700 W, 31 degrees), as the simulated NVML has them.
-_IDLE_POWER, _IDLE_TEMPERATURE, _BUSY_TEMPERATURE = 0.137, 31, 65
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -74,21 +71,6 @@ def utilization(state: SimulatedHostState, one: Chosen) -> int | None:
     return round(activity.utilization(state, one.target()))
 
 
-def power_watts(state: SimulatedHostState, one: Chosen) -> int | None:
-    """Return the power draw in watts, or None when the model's limit is not known."""
-    limit = one.model.power_limit_watts
-    if limit is None:
-        return None
-    busy = activity.utilization(state, one.target()) / 100
-    return round(limit * (_IDLE_POWER + (1 - _IDLE_POWER) * busy))
-
-
-def temperature_celsius(state: SimulatedHostState, one: Chosen) -> int:
-    """Return the temperature in degrees Celsius."""
-    busy = activity.utilization(state, one.target()) / 100
-    return round(_IDLE_TEMPERATURE + (_BUSY_TEMPERATURE - _IDLE_TEMPERATURE) * busy)
-
-
 def residents(state: SimulatedHostState, one: Chosen) -> list[activity.Resident]:
     """Return who is on the GPU; nobody when NVML counts in another PID namespace."""
     shown = state.pid_namespace_is_host and supports(one, "nvmlDeviceGetComputeRunningProcesses")
@@ -139,8 +121,8 @@ def _power_limit(_state: SimulatedHostState, one: Chosen) -> object:
 
 
 def _power(state: SimulatedHostState, one: Chosen) -> object:
-    watts = power_watts(state, one)
-    return None if watts is None else f"{watts:.2f}"
+    watts = activity.power_watts(state, one.target())
+    return None if watts is None else f"{round(watts):.2f}"
 
 
 def _mig_title(mode: int | None) -> object:
@@ -169,7 +151,7 @@ _GPU_FIELDS: dict[str, tuple[str, _Value]] = {
     "memory.used": ("MiB", _memory(2)),
     "memory.free": ("MiB", _free),
     "utilization.gpu": ("%", utilization),
-    "temperature.gpu": ("", temperature_celsius),
+    "temperature.gpu": ("", lambda state, one: activity.temperature_celsius(state, one.target())),
     "power.draw": ("W", _power),
     "power.limit": ("W", _power_limit),
 }
@@ -309,10 +291,10 @@ def _gpu_rows(state: SimulatedHostState, one: Chosen) -> str:
     used, total = ("N/A", "N/A") if memory is None else (f"{memory[2]}MiB", f"{memory[0]}MiB")
     busy = utilization(state, one)
     percent = "N/A" if busy is None else f"{busy}%"
-    watts, cap = power_watts(state, one), one.model.power_limit_watts
-    power = f"{'N/A':>16} /{'N/A':>6} " if watts is None else f"{watts:>15}W /{cap:>5}W "
+    watts, cap = activity.power_watts(state, one.target()), one.model.power_limit_watts
+    power = f"{'N/A':>16} /{'N/A':>6} " if watts is None else f"{round(watts):>15}W /{cap:>5}W "
     mig = {None: "N/A", 0: "Disabled", 1: "Enabled"}[one.gpu.mig_mode]
-    temperature, mode = temperature_celsius(state, one), _MODE_TEXTS[one.gpu.compute_mode]
+    temperature, mode = activity.temperature_celsius(state, one.target()), _MODE_TEXTS[one.gpu.compute_mode]
     return (
         f"|{one.index:>4}  {one.model.name[:27]:<27}{persistence:>6}  |   {one.gpu.pci_bus_id} Off |{ecc:>21} |\n"
         f"| N/A  {temperature:>3}C    P0{power}|{used:>11} /{total:>10} |{percent:>8}{mode:>13} |\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ from gpushare.sim import activity, library_mig, mig
 from gpushare.sim.mps_servers import driver_major
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused
 from gpushare.sim.smi_gpus import Chosen, changed, choose_present, lost_text, require_root
-from gpushare.sim.smi_options import MAYBE, NO_VALUE, VALUE, parse
+from gpushare.sim.smi_options import MAYBE, NO_VALUE, VALUE, parse, table
 from gpushare.sim.state import SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
 
 # ruff: noqa: W291 - blanks at the ends of lines are the program's own
@@ -109,14 +109,6 @@ def compute_name(owner: GiProfile, number: int) -> str:
     return f"{slices}c.{owner.name}"
 
 
-def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int) -> str:
-    """Return a table with a rule after each row, which may have several lines."""
-    rule = "+" + "-" * width + "+\n"
-    lines = rule + f"| {title:<{width - 1}}|\n" + "".join(f"|{line:<{width}}|\n" for line in head)
-    lines += "|" + "=" * width + "|\n"
-    return lines + "".join("".join(f"|{line:<{width}}|\n" for line in row) + rule for row in rows)
-
-
 def _count(value: int | None, width: int) -> str:
     return f"{'N/A' if value is None else value:>{width}}"
 
@@ -145,7 +137,7 @@ def profiles(chosen: list[Chosen], *, wide: bool) -> str:
         f" GPU   Name             {gap}ID    Instances   Memory     P2P    SM    DEC   ENC  ",
         f"                        {gap}      Free/Total   GiB              CE    JPEG  OFA  ",
     )
-    return _table("GPU instance profiles:", head, rows, name_width + 61)
+    return table("GPU instance profiles:", head, rows, name_width + 61)
 
 
 def placements(chosen: list[Chosen]) -> str:
@@ -176,7 +168,7 @@ def gpu_instances(places: list[Place], *, wide: bool) -> str:
         f" GPU   Name             {gap}Profile  Instance   Placement  ",
         f"                        {gap}  ID       ID       Start:Size ",
     )
-    return _table("GPU instances:", head, rows, name_width + 39)
+    return table("GPU instances:", head, rows, name_width + 39)
 
 
 def compute_instances(found: list[tuple[Place, SimulatedMigInstance]]) -> str:
@@ -194,7 +186,7 @@ def compute_instances(found: list[tuple[Place, SimulatedMigInstance]]) -> str:
         "       Instance                       ID        ID       Start:Size ",
         "         ID                                                         ",
     )
-    return _table("Compute instances:", head, rows, 68)
+    return table("Compute instances:", head, rows, 68)
 
 
 def compute_profiles(places: list[Place]) -> str:
@@ -216,7 +208,7 @@ def compute_profiles(places: list[Place]) -> str:
         "       Instance                       ID     Free/Total     SM       DEC   ENC   OFA  ",
         "         ID                                                          CE    JPEG       ",
     )
-    return _table("Compute instance profiles:", head, rows, 86)
+    return table("Compute instance profiles:", head, rows, 86)
 
 
 def compute_placements(places: list[Place]) -> str:
@@ -332,8 +324,7 @@ def _carry_out(
         )
     if command == "-lgi":
         return 0, gpu_instances(places, wide=_wide(state))
-    table = compute_profiles if command == "-lcip" else compute_placements
-    return 0, table(places)
+    return 0, compute_profiles(places) if command == "-lcip" else compute_placements(places)
 
 
 def _compute_instances(

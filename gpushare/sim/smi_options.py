@@ -1,4 +1,4 @@
-"""How nvidia-smi reads the options of its subcommands, and what it says of wrong ones."""
+"""What the subcommands of nvidia-smi share: their options, what they say of wrong ones, and their tables."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 NO_DEVICES: Final = (6, "No devices were found\n")
-
-
 BAD_IDS: Final = (255, "Failed to parse device string on command line")
-
-
 # How an option takes a value.
 NO_VALUE, VALUE, MAYBE = "no", "yes", "maybe"
-
-
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|[0-9]+)")
 
 
@@ -67,3 +61,13 @@ def read_number(text: str) -> int | None:
     except ValueError:
         return None
     return -number if sign == "-" else number
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return a table with a rule after each row, which may have several lines."""
+
+    def lines(texts: Sequence[str]) -> str:
+        return "".join(f"|{text:<{width}}|\n" for text in texts)
+
+    rule = "+" + "-" * width + "+\n"
+    return rule + lines([f" {title}", *head, "=" * width]) + "".join(lines(row) + rule for row in rows)
