@@ -61,7 +61,13 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     kept = {
         found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
     }
-    foreign = {index for found in seen.daemons if not found.daemon.ours for index in found.daemon.gpu_indexes}
+    # Another user may claim any GPU: the driver must show it there.
+    foreign = {
+        index
+        for found in seen.daemons
+        for index in found.daemon.gpu_indexes
+        if not found.daemon.ours and found.serves(seen.host, index)
+    }
     left = [
         gpu
         for gpu in seen.gpus

@@ -367,3 +367,12 @@ def test_a_flood_of_strangers_is_counted(world: World) -> None:
         found = list(check(seen))
         assert len(found) == MOST_CLAIMS + 1
         assert found[-1].seen.startswith(f"{300 - MOST_CLAIMS} more")
+
+
+def test_the_claim_of_a_stranger_hides_no_left_over_mode(world: World) -> None:
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    claim = MpsDaemon(pid=1000, ours=False, pipe_directory="/tmp/x", gpu_indexes=(0,), user="mallory", note=NOT_ASKED)
+    for trusted, verdicts in ((False, [Verdict.WARN]), (True, [Verdict.PASS])):
+        found = FoundDaemon(claim, None, None, trusted=trusted, uid=4242)
+        seen = Examination(world.host, gpus=world.host.nvml.sweep(), daemons=[found])
+        assert [check.verdict for check in examine.compute_mode(seen)] == verdicts
