@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
-from gpushare.advice.rules import REQUIREMENTS, VETOES, Kind, Requirement, Rule
+from gpushare.advice.rules import verdicts
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, Way
@@ -524,9 +524,7 @@ def _may_pause(situation: Situation) -> bool:
     """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
     if not situation.pair or situation.case.same_user is False or situation.before_volta:
         return False
-    rules: tuple[Rule | Requirement, ...] = (*VETOES, *REQUIREMENTS)
-    said = (reason for rule in rules for way, reason in rule.reasons(situation) if way is Way.MPS)
-    return not any(reason.kind is Kind.VETO for reason in said)
+    return not next(one for one in verdicts(situation) if one.way is Way.MPS).refused
 
 
 def _one_each(situation: Situation) -> Recipe:

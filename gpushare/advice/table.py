@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -110,6 +110,8 @@ class Table:
     titles: Mapping[Mechanism, str]
     sources: Mapping[str, Source]
     entries: Mapping[tuple[Mechanism, str], Entry]
+    # The rules of one answer look at the same cells some hundred times.
+    _cells: dict[tuple[Mechanism, str, str | None], Cell] = field(default_factory=dict, compare=False, repr=False)
 
     def row(self, key: str) -> Row:
         """Return a row by its key.
@@ -130,6 +132,12 @@ class Table:
         Raises:
             BadUsage: there is no such row.
         """
+        key = mechanism, row_key, driver
+        if key not in self._cells:
+            self._cells[key] = self._cell(*key)
+        return self._cells[key]
+
+    def _cell(self, mechanism: Mechanism, row_key: str, driver: str | None) -> Cell:
         row, entry = self.row(row_key), self.entries[mechanism, row_key]
         branch = driver_branch(driver)
         today, level, limit = (_at(dated, branch) for dated in (entry.today, entry.level, entry.limit))
