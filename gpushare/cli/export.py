@@ -68,9 +68,9 @@ def dra(
     It sets sharing per GPU, with slice length and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
-    from gpushare.export.dra import export
+    from gpushare.export.dra import claims_export
 
-    found = export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
+    found = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
     return exported("dra", found, to)
 
 
@@ -97,9 +97,9 @@ def karpenter(
 
     Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
-    from gpushare.export.karpenter import export
+    from gpushare.export.karpenter import node_pool_export
 
-    found = export(
+    found = node_pool_export(
         described(gpu, file=file, replicas=replicas, mig_replicas=mig_replicas),
         name=name,
         node_class=node_class,
@@ -126,9 +126,9 @@ def slurm(
     Time-slicing becomes shards, MPS becomes gres/mps, MIG devices become typed GPUs. Slurm's sample prolog sets the
     compute mode by the number of the GPU and fails from ten GPUs on; these do not.
     """
-    from gpushare.export.slurm import export
+    from gpushare.export.slurm import slurm_export
 
-    found = export(
+    found = slurm_export(
         described(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect
     )
     return exported("slurm", found, to)
@@ -141,10 +141,10 @@ def mig_parted(
     to: To = None,
 ) -> Any:
     """Write the MIG layout as a mig-parted v1 file, like `gpushare mig export`, with what it needs and what is lost."""
-    from gpushare.export.containers import export
+    from gpushare.export.containers import parted_export
     from gpushare.mig.parted import check_config_name
 
-    return exported("mig-parted", export(described(gpu, file=file), name=check_config_name(name)), to)
+    return exported("mig-parted", parted_export(described(gpu, file=file), name=check_config_name(name)), to)
 
 
 def _share(gpu: str | None, file: str | None) -> Share:
@@ -165,16 +165,16 @@ def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any
 
     nvidia-ctk writes the file of the GPU itself; its command is printed on stderr.
     """
-    from gpushare.export.containers import cdi as export
+    from gpushare.export.containers import cdi_export
 
-    return exported("cdi", export(_share(gpu, file)), to)
+    return exported("cdi", cdi_export(_share(gpu, file)), to)
 
 
 def docker(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
-    from gpushare.export.containers import docker as export
+    from gpushare.export.containers import docker_export
 
-    return exported("docker", export(_share(gpu, file)), to)
+    return exported("docker", docker_export(_share(gpu, file)), to)
 
 
 def compose(
@@ -186,9 +186,9 @@ def compose(
     to: To = None,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    from gpushare.export.containers import compose as export
+    from gpushare.export.containers import compose_export
 
-    found = export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
+    found = compose_export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
     return exported("compose", found, to)
 
 
@@ -211,11 +211,11 @@ def systemd(
     """
     import shutil
 
-    from gpushare.export.systemd import FILE, export
+    from gpushare.export.systemd import FILE, units_export
 
     where = program or (None if settings.spec != "local" else shutil.which("gpushare")) or "/usr/bin/gpushare"
     found = described(gpu, file=file, for_daemons=True)
-    return exported("systemd", export(found, program=where, file=at_boot or FILE), to)
+    return exported("systemd", units_export(found, program=where, file=at_boot or FILE), to)
 
 
 group = typer.Typer(
@@ -405,7 +405,7 @@ def k8s(
     On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares all GPUs of a
     node alike and cannot set a slice length; a host that needs more is refused, and `gpushare export dra` can do it.
     """
-    from gpushare.export.k8s import export, standalone
+    from gpushare.export.k8s import chart_export, operator_export
 
     if helm and (every_node or namespace != "gpu-operator"):
         raise BadUsage(
@@ -416,6 +416,6 @@ def k8s(
 
     host = described(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
     if helm:
-        return exported("k8s", standalone(host, rename=rename, mig_strategy=mig_strategy), to)
-    found = export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy, every_node=every_node)
+        return exported("k8s", chart_export(host, rename=rename, mig_strategy=mig_strategy), to)
+    found = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy, every_node=every_node)
     return exported("k8s", found, to)

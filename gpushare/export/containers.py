@@ -117,7 +117,7 @@ def share_of(host: HostDescription, uuid: str) -> Share:
     raise NotFound(f"there is no device {uuid}", "see: gpushare status", code="unknown_gpu")
 
 
-def docker(share: Share) -> Export:
+def docker_export(share: Share) -> Export:
     """Return the flags of `docker run` on one line; no quotes are needed."""
     flags = ["--gpus", f"device={share.uuid}", *_mps_flags(share)]
     return Export(
@@ -131,7 +131,7 @@ def docker(share: Share) -> Export:
     )
 
 
-def cdi(share: Share) -> Export:
+def cdi_export(share: Share) -> Export:
     """Return the flags by the Container Device Interface; for an MPS share also the file of the CDI device.
 
     nvidia-ctk writes the file of the GPU or MIG device itself, with the driver's libraries and hooks.
@@ -157,7 +157,7 @@ def cdi(share: Share) -> Export:
     )
 
 
-def compose(share: Share, *, image: str | None = None, service: str = "gpu", by_cdi: bool = False) -> Export:
+def compose_export(share: Share, *, image: str | None = None, service: str = "gpu", by_cdi: bool = False) -> Export:
     """Return a compose file with one service on the device."""
     reserved: dict[str, Any] = {
         "driver": "cdi" if by_cdi else "nvidia",
@@ -276,7 +276,7 @@ def layout_name(host: HostDescription) -> str:
     return f"gpushare-{sha256(yaml_text(config).encode()).hexdigest()[:12]}"
 
 
-def export(host: HostDescription, *, name: str) -> Export:
+def parted_export(host: HostDescription, *, name: str) -> Export:
     """Return the file and how `nvidia-mig-parted` applies it."""
     lost = ["placements: gpushare mig export --placement keeps them for gpushare mig apply -f"]
     lost += lost_of(host)

@@ -46,7 +46,7 @@ def api_version(kubernetes: str) -> str:
     return _VERSIONS.get(f"1.{match[1]}", "v1")
 
 
-def export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: bool = False) -> Export:
+def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: bool = False) -> Export:
     """Return claims for every GPU and MIG device, and a Deployment that verifies each shared one.
 
     ``any_gpu`` takes any GPU of the same model; otherwise exactly this one, by its UUID.

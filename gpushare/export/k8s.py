@@ -318,7 +318,7 @@ LOOP: Final = "while /cuda-samples/vectorAdd; do sleep 1; done; exit 1"
 _NAMESPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
-def export(
+def operator_export(
     host: HostDescription,
     *,
     namespace: str = "gpu-operator",
@@ -356,13 +356,13 @@ def export(
     )
 
 
-def standalone(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> Export:
+def chart_export(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> Export:
     """Return values for the device plugin's own Helm chart, for a cluster without the GPU operator.
 
     The chart makes the ConfigMap from ``config.map`` and refuses namespace default; it does not set up MIG.
 
     Raises:
-        NotSupported, BadUsage: as `export`.
+        NotSupported, BadUsage: as `operator_export`.
     """
     sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
     node, values = host.node or "NODE", "values.yaml"

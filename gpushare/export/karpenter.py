@@ -22,7 +22,7 @@ _NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _TYPE: Final = re.compile(r"[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", re.ASCII)
 
 
-def export(
+def node_pool_export(
     host: HostDescription,
     *,
     name: str = "gpu-shared",

@@ -279,7 +279,7 @@ MPS_COUNT: Final = 100
 _SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
 
 
-def export(host: HostDescription, *, autodetect: str | None = None) -> Export:
+def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Export:
     """Return the files.
 
     ``autodetect`` nvml lets slurmd find GPUs and MIG devices (the default with MIG); off lists every device.

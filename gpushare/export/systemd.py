@@ -66,7 +66,7 @@ fi
 """
 
 
-def export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE) -> Export:
+def units_export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE) -> Export:
     """Return the units; ``program`` is the absolute path of gpushare on the host, ``file`` the gpushare.yaml for boot.
 
     Raises:

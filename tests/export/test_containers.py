@@ -10,7 +10,15 @@ import pytest
 import yaml
 
 from gpushare.errors import BadUsage, GpushareError, NotFound, NotSupported
-from gpushare.export.containers import CDI_FILE, COMPOSE_FILE, Share, cdi, compose, docker, share_of
+from gpushare.export.containers import (
+    CDI_FILE,
+    COMPOSE_FILE,
+    Share,
+    cdi_export,
+    compose_export,
+    docker_export,
+    share_of,
+)
 from gpushare.export.description import HostDescription
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.units import GIB
@@ -81,7 +89,7 @@ def check(document: Any, schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("share", [Share(gpu=gpu(0)), MPS, MIG, MIG_MPS])
 def test_docker_takes_the_flags(share: Share) -> None:
-    found = docker(share)
+    found = docker_export(share)
     line = text(found, "docker-flags").strip()
     # A shell that expands $(gpushare export docker) cuts at blanks and knows no quotes.
     flags = line.split(" ")
@@ -92,7 +100,7 @@ def test_docker_takes_the_flags(share: Share) -> None:
 
 
 def test_the_share_of_an_mps_client() -> None:
-    flags = text(docker(MPS), "docker-flags").split()
+    flags = text(docker_export(MPS), "docker-flags").split()
     assert f"{PIPE}:{PIPE}" in flags
     environment = dict(word.split("=", 1) for before, word in pairwise(flags) if before == "-e")
     assert environment == {
@@ -101,12 +109,12 @@ def test_the_share_of_an_mps_client() -> None:
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
         "CUDA_MPS_CLIENT_PRIORITY": "1",
     }
-    assert any("per process" in one for one in docker(MPS).lost)
-    assert any("one user at a time" in one for one in docker(MPS).needs)
+    assert any("per process" in one for one in docker_export(MPS).lost)
+    assert any("one user at a time" in one for one in docker_export(MPS).needs)
 
 
 def test_cdi_names_and_file() -> None:
-    found = cdi(MIG_MPS)
+    found = cdi_export(MIG_MPS)
     spec = loaded(found, CDI_FILE)
     check(spec, CDI)
     (device,) = spec["devices"]
@@ -118,7 +126,7 @@ def test_cdi_names_and_file() -> None:
     ]
     assert device["containerEdits"]["mounts"][0]["hostPath"] == PIPE
     assert f"CUDA_MPS_PIPE_DIRECTORY={PIPE}" in device["containerEdits"]["env"]
-    alone = cdi(MIG)
+    alone = cdi_export(MIG)
     assert [one.name for one in alone.documents] == ["cdi-flags"]
     assert text(alone, "cdi-flags") == f"--device nvidia.com/gpu={MIG.uuid}\n"
     assert any("nvidia-ctk cdi generate" in one for one in alone.commands)
@@ -127,7 +135,7 @@ def test_cdi_names_and_file() -> None:
 @pytest.mark.parametrize("share", [Share(gpu=gpu(0)), MPS, MIG, MIG_MPS])
 @pytest.mark.parametrize("by_cdi", [True, False])
 def test_compose(share: Share, by_cdi: bool) -> None:
-    found = compose(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
+    found = compose_export(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
     document = loaded(found, COMPOSE_FILE)
     check(document, COMPOSE)
     service = document["services"]["train"]
@@ -141,7 +149,7 @@ def test_compose(share: Share, by_cdi: bool) -> None:
 
 
 def test_a_typing_error_in_compose_is_found() -> None:
-    document = yaml.safe_load(text(compose(MIG), COMPOSE_FILE))
+    document = yaml.safe_load(text(compose_export(MIG), COMPOSE_FILE))
     document["services"]["gpu"]["deploy"]["resources"]["reservation"] = {}
     jsonschema = pytest.importorskip("jsonschema")
     with pytest.raises(jsonschema.ValidationError):
@@ -149,9 +157,9 @@ def test_a_typing_error_in_compose_is_found() -> None:
 
 
 def test_what_is_lost() -> None:
-    assert any("whole GPU" in one for one in docker(Share(gpu=gpu(0))).lost)
-    assert any("slice length" in one for one in docker(Share(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost)
-    assert any("another size" in one for one in docker(MIG).lost)
+    assert any("whole GPU" in one for one in docker_export(Share(gpu=gpu(0))).lost)
+    assert any("slice length" in one for one in docker_export(Share(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost)
+    assert any("another size" in one for one in docker_export(MIG).lost)
 
 
 def test_which_device() -> None:
@@ -184,7 +192,7 @@ def test_no_such_device(described: HostDescription, uuid: str, kind: type[Gpusha
         ("/a:b", NotSupported, "bad_path"),
     ],
 )
-@pytest.mark.parametrize("engine", [docker, cdi, compose])
+@pytest.mark.parametrize("engine", [docker_export, cdi_export, compose_export])
 def test_a_pipe_directory_that_cannot_be_mounted(
     engine: Any, path: str | None, kind: type[GpushareError], code: str
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.export.description import HostDescription
-from gpushare.export.dra import GROUP, export
+from gpushare.export.dra import GROUP, claims_export
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.units import GIB
 from tests.export.dra_parameters import Refused, check_parameters
@@ -32,7 +32,7 @@ def parameters(claim: Any) -> Any:
 
 
 def test_each_gpu_is_said_by_itself() -> None:
-    found = export(UNEVEN)
+    found = claims_export(UNEVEN)
     # Two of the MIG devices are alike and not shared: one template makes a claim per pod of either.
     assert check_kubernetes(found) == 10
     sliced = loaded(found, "gpu-0-timeslice.yaml")
@@ -61,14 +61,14 @@ def test_each_gpu_is_said_by_itself() -> None:
 
 
 def test_names_are_names_of_kubernetes() -> None:
-    for one in all_loaded(export(UNEVEN, any_gpu=True)):
+    for one in all_loaded(claims_export(UNEVEN, any_gpu=True)):
         name = one["metadata"]["name"]
         assert name == name.lower()
         assert all(letter.isalnum() or letter == "-" for letter in name)
 
 
 def test_any_gpu_of_the_model() -> None:
-    found = export(t4s(4), any_gpu=True)
+    found = claims_export(t4s(4), any_gpu=True)
     assert check_kubernetes(found) == 2
     assert "productName == 'Tesla T4'" in str(loaded(found, "tesla-t4-timeslice.yaml"))
     assert "GPU-" not in str(all_loaded(found))
@@ -78,7 +78,7 @@ def test_any_gpu_of_the_model() -> None:
     ("kubernetes", "api"), [("1.32", "v1beta1"), ("v1.33", "v1beta2"), ("1.34", "v1"), ("1.36", "v1")]
 )
 def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
-    found = export(UNEVEN, kubernetes=kubernetes)
+    found = claims_export(UNEVEN, kubernetes=kubernetes)
     assert check_kubernetes(found, kubernetes.removeprefix("v")) == 10
     assert loaded(found, "gpu-2-mps.yaml")["apiVersion"] == f"resource.k8s.io/{api}"
 
@@ -95,7 +95,7 @@ def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
 )
 def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
     with pytest.raises(kind) as refused:
-        export(described, **options)
+        claims_export(described, **options)
     assert refused.value.code == code
 
 
@@ -152,7 +152,7 @@ def test_parameters_that_it_takes() -> None:
 )
 def test_what_is_written_means_the_same(percent: int | None, mebibytes: int | None, level: TimeSlice) -> None:
     limits = mps(None if percent is None else float(percent), memory_limit_bytes=mebibytes and mebibytes * 2**20)
-    found = export(host(gpu(0, time_slice=level), gpu(1, Sharing.MPS, mps=limits)))
+    found = claims_export(host(gpu(0, time_slice=level), gpu(1, Sharing.MPS, mps=limits)))
     interval = parameters(loaded(found, "gpu-0-timeslice.yaml"))["sharing"]["timeSlicingConfig"]["interval"]
     assert TimeSlice[interval.upper()] is level
     sharing = parameters(loaded(found, "gpu-1-mps.yaml"))["sharing"].get("mpsConfig", {})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
-from gpushare.export.k8s import export, of_node, standalone
+from gpushare.export.k8s import chart_export, of_node, operator_export
 from gpushare.mig.parted import parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from gpushare.model import Gpu, Priority, Sharing, TimeSlice
@@ -28,7 +28,7 @@ def plugin(found: Any, key: str) -> Any:
 
 
 def test_time_slicing_is_ready_to_use() -> None:
-    found = export(t4s(replicas=4))
+    found = operator_export(t4s(replicas=4))
     assert check_kubernetes(found) == 2
     config = loaded(found, "device-plugin-config.yaml")
     assert list(config["data"]) == ["none", "timeslice-4"]
@@ -59,14 +59,14 @@ def test_time_slicing_is_ready_to_use() -> None:
 
 
 def test_a_number_nobody_said_is_said_to_be_chosen() -> None:
-    found = export(t4s())
+    found = operator_export(t4s())
     assert plugin(found, "timeslice-4").replicas == (("nvidia.com/gpu", 4),)
     assert any("--replicas" in one for one in found.lost)
-    assert not any("--replicas" in one for one in export(t4s(replicas=4)).lost)
+    assert not any("--replicas" in one for one in operator_export(t4s(replicas=4)).lost)
 
 
 def test_every_node_and_renamed() -> None:
-    found = export(t4s(replicas=3), every_node=True, rename=True, namespace="nvidia")
+    found = operator_export(t4s(replicas=3), every_node=True, rename=True, namespace="nvidia")
     assert loaded(found, "cluster-policy-patch.yaml")["spec"]["devicePlugin"]["config"]["default"] == "timeslice-3"
     pod = loaded(found, "verify-gpu.yaml")["spec"]["template"]["spec"]
     assert "nodeSelector" not in pod
@@ -76,7 +76,7 @@ def test_every_node_and_renamed() -> None:
 
 
 def test_gpus_that_are_not_shared() -> None:
-    found = export(t4s(sharing=Sharing.EXCLUSIVE))
+    found = operator_export(t4s(sharing=Sharing.EXCLUSIVE))
     assert check_kubernetes(found) == 2
     assert plugin(found, "whole").strategy is None
     assert loaded(found, "verify-gpu.yaml")["spec"]["replicas"] == 4
@@ -84,7 +84,7 @@ def test_gpus_that_are_not_shared() -> None:
 
 @pytest.mark.parametrize("limit", [None, T4_BYTES // 4])
 def test_mps_with_the_equal_part(limit: int | None) -> None:
-    found = export(t4s(sharing=Sharing.MPS, mps=mps(25.0, memory_limit_bytes=limit)))
+    found = operator_export(t4s(sharing=Sharing.MPS, mps=mps(25.0, memory_limit_bytes=limit)))
     assert check_kubernetes(found) == 2
     assert plugin(found, "mps-4").strategy == "mps"
     assert plugin(found, "mps-4").replicas == (("nvidia.com/gpu", 4),)
@@ -93,13 +93,13 @@ def test_mps_with_the_equal_part(limit: int | None) -> None:
 
 
 def test_mps_without_limits_gets_some() -> None:
-    lost = export(t4s(sharing=Sharing.MPS, replicas=5, mps=mps(None, priority=Priority.LOW))).lost
+    lost = operator_export(t4s(sharing=Sharing.MPS, replicas=5, mps=mps(None, priority=Priority.LOW))).lost
     assert any("20 %" in one for one in lost)
     assert any("low priority" in one for one in lost)
 
 
 def test_mig_mixed() -> None:
-    found = export(MIG_HOST)
+    found = operator_export(MIG_HOST)
     assert check_kubernetes(found) == 4
     policy = loaded(found, "cluster-policy-patch.yaml")["spec"]
     assert policy["mig"] == {"strategy": "mixed"}
@@ -127,19 +127,22 @@ def test_mig_mixed() -> None:
 
 def test_other_nodes_keep_what_they_have() -> None:
     """One ConfigMap is for the whole cluster: what another host's export wrote there must not go, or mean another."""
-    first, second = export(t4s(1, replicas=4)), export(t4s(1, sharing=Sharing.MPS, replicas=4, mps=mps(None)))
+    first, second = (
+        operator_export(t4s(1, replicas=4)),
+        operator_export(t4s(1, sharing=Sharing.MPS, replicas=4, mps=mps(None))),
+    )
     for found in (first, second):
         assert "--server-side" in found.commands[0]
         assert found.commands[0].endswith("-f device-plugin-config.yaml")
     assert first.commands[0] != second.commands[0]
     cut = [host(gpu(0, Sharing.MIG, mig=tuple(mig(number) for number in range(count)))) for count in (2, 3)]
-    labels = [next(one for one in export(one).commands if "mig.config=" in one) for one in cut]
+    labels = [next(one for one in operator_export(one).commands if "mig.config=" in one) for one in cut]
     assert [one.rpartition("=")[2] for one in labels] == [
         "gpushare-2x1g.10gb --overwrite",
         "gpushare-3x1g.10gb --overwrite",
     ]
-    assert any("gpushare-mig-parted" in one for one in export(cut[0]).needs)
-    assert any("values.yaml" in one for one in standalone(t4s(1, replicas=4)).needs)
+    assert any("gpushare-mig-parted" in one for one in operator_export(cut[0]).needs)
+    assert any("values.yaml" in one for one in chart_export(t4s(1, replicas=4)).needs)
 
 
 def test_mig_shared_beside_shared_gpus() -> None:
@@ -148,19 +151,19 @@ def test_mig_shared_beside_shared_gpus() -> None:
     assert sharing.key == "mig-timeslice-2-3"
     assert dict(sharing.plugin.replicas) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
     assert sharing.capacity(mixed) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 4}
-    assert check_kubernetes(export(mixed)) == 4
+    assert check_kubernetes(operator_export(mixed)) == 4
 
 
 def test_mig_single() -> None:
     alike = host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1))))
-    found = export(alike, mig_strategy="single")
+    found = operator_export(alike, mig_strategy="single")
     assert plugin(found, "mig").mig_strategy == "single"
     assert of_node(alike, mig_strategy="single").capacity(alike) == {"nvidia.com/gpu": 2}
 
 
 @pytest.mark.parametrize("described", [t4s(replicas=4), MIG_HOST])
 def test_without_the_operator(described: HostDescription) -> None:
-    found = standalone(described)
+    found = chart_export(described)
     values = loaded(found, "values.yaml")
     key = of_node(described).key
     assert list(values["config"]["map"]) == ["none", key]
@@ -202,7 +205,7 @@ def with_mps(**changes: Any) -> HostDescription:
 )
 def test_what_the_plugin_cannot_say(described: HostDescription, code: str, hint: str) -> None:
     with pytest.raises(NotSupported) as refused:
-        export(described)
+        operator_export(described)
     assert refused.value.code == code
     assert hint in refused.value.hint
 
@@ -217,7 +220,7 @@ def test_what_the_plugin_cannot_say(described: HostDescription, code: str, hint:
 )
 def test_what_strategy_single_cannot_say(described: HostDescription) -> None:
     with pytest.raises(NotSupported) as refused:
-        export(described, mig_strategy="single")
+        operator_export(described, mig_strategy="single")
     assert refused.value.code == "mig_single"
     assert "mixed" in refused.value.hint
 
@@ -235,7 +238,7 @@ def test_what_strategy_single_cannot_say(described: HostDescription) -> None:
 )
 def test_what_is_wrong(described: HostDescription, options: dict[str, Any], code: str) -> None:
     with pytest.raises(BadUsage) as refused:
-        export(described, **options)
+        operator_export(described, **options)
     assert refused.value.code == code
 
 
@@ -259,7 +262,7 @@ def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None
     described = host(*(gpu(index, **kind) for index, kind in enumerate(kinds)))
     try:
         sharing = of_node(described)
-        found = export(described)
+        found = operator_export(described)
     except GpushareError as error:
         assert error.hint
         return

@@ -9,7 +9,7 @@ import pytest
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.export import k8s
 from gpushare.export.description import HostDescription
-from gpushare.export.karpenter import export
+from gpushare.export.karpenter import node_pool_export
 from gpushare.model import Sharing, TimeSlice
 from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, t4s
 
@@ -70,7 +70,7 @@ def check_crds(found: Any) -> None:
 
 
 def test_the_pool_and_what_karpenter_cannot_know() -> None:
-    found = export(t4s(4, replicas=5), max_nodes=3)
+    found = node_pool_export(t4s(4, replicas=5), max_nodes=3)
     check_crds(found)
     assert check_kubernetes(found) == 1
     pool = loaded(found, "node-pool.yaml")["spec"]
@@ -87,13 +87,13 @@ def test_the_pool_and_what_karpenter_cannot_know() -> None:
     }
     # The label is the key of the device plugin's ConfigMap.
     label = pool["template"]["metadata"]["labels"]["nvidia.com/device-plugin.config"]
-    plugin = k8s.export(t4s(4, replicas=5))
+    plugin = k8s.operator_export(t4s(4, replicas=5))
     assert label in loaded(plugin, "device-plugin-config.yaml")["data"]
     assert any("NodeOverlay=true" in one for one in found.needs)
 
 
 def test_whole_gpus_need_no_overlay() -> None:
-    found = export(t4s(2, sharing=Sharing.EXCLUSIVE), max_nodes=3)
+    found = node_pool_export(t4s(2, sharing=Sharing.EXCLUSIVE), max_nodes=3)
     assert [one.name for one in found.documents] == ["node-pool.yaml", "verify-gpu.yaml"]
     assert found.commands[0] == "kubectl apply -f node-pool.yaml"
     # An alpha feature for nothing.
@@ -102,7 +102,7 @@ def test_whole_gpus_need_no_overlay() -> None:
 
 
 def test_one_instance_type_and_no_limit() -> None:
-    found = export(t4s(1, replicas=4), instance_type="g4dn.2xlarge", name="t4", node_class="al2023")
+    found = node_pool_export(t4s(1, replicas=4), instance_type="g4dn.2xlarge", name="t4", node_class="al2023")
     check_crds(found)
     pool = loaded(found, "node-pool.yaml")["spec"]
     assert "limits" not in pool
@@ -116,7 +116,7 @@ def test_one_instance_type_and_no_limit() -> None:
 
 
 def test_mig_leaves_no_whole_gpu() -> None:
-    found = export(host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1)))))
+    found = node_pool_export(host(gpu(0, Sharing.MIG, mig=(mig(0), mig(1)))))
     check_crds(found)
     assert loaded(found, "node-overlay.yaml")["spec"]["capacity"] == {
         "nvidia.com/mig-1g.10gb": "2",
@@ -143,5 +143,5 @@ def test_mig_leaves_no_whole_gpu() -> None:
 )
 def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
     with pytest.raises(kind) as refused:
-        export(described, **options)
+        node_pool_export(described, **options)
     assert refused.value.code == code

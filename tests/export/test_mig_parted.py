@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.errors import NotSupported
-from gpushare.export.containers import FILE, export, layout_name
+from gpushare.export.containers import FILE, layout_name, parted_export
 from gpushare.mig.parted import choose, parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from gpushare.model import Gpu, Sharing
@@ -19,7 +19,7 @@ from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 def test_equal_gpus_share_an_entry() -> None:
     cut = (mig(0), mig(1), mig(4, "3g.40gb"))
-    found = export(host(*(gpu(index, Sharing.MIG, mig=cut) for index in range(3))), name="day")
+    found = parted_export(host(*(gpu(index, Sharing.MIG, mig=cut) for index in range(3))), name="day")
     (entry,) = yaml.safe_load(text(found, FILE))["mig-configs"]["day"]
     assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 2, "3g.40gb": 1}}
     assert any("-c day" in one for one in found.commands)
@@ -43,18 +43,18 @@ def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> Non
 
 def test_a_gpu_without_mig_is_never_named() -> None:
     """By number mig-parted refuses it, under all it skips it."""
-    (entry,) = yaml.safe_load(text(export(host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
+    (entry,) = yaml.safe_load(text(parted_export(host(gpu(0, Sharing.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
         "mig-configs"
     ]["x"]
     assert entry["devices"] == "all"
     assert entry["mig-enabled"] is True
     with pytest.raises(NotSupported) as refused:
-        export(t4s(), name="x")
+        parted_export(t4s(), name="x")
     assert refused.value.code == "no_mig"
 
 
 def test_what_is_lost() -> None:
-    lost = export(
+    lost = parted_export(
         host(
             gpu(0, Sharing.MIG, mig=(mig(mps=mps(), name="train"),)),
             gpu(1, Sharing.MPS, mps=mps(), mig_capable=True),
@@ -78,7 +78,7 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
         else gpu(index, Sharing.MIG, mig=tuple(mig(number, profile) for number, profile in enumerate(cut)))
         for index, cut in enumerate(cuts)
     ]
-    document = yaml.safe_load(text(export(host(*gpus, whole=whole), name="current"), FILE))
+    document = yaml.safe_load(text(parted_export(host(*gpus, whole=whole), name="current"), FILE))
     config = choose(parse_parted(document), None)
     demands = wishes_for(config, [Gpu(index=one.index, mig_capable=True) for one in gpus])
     for index, cut in enumerate(cuts):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gpushare.errors import BadUsage, GpushareError, NotSupported
 from gpushare.export.description import HostDescription
 from gpushare.export.document import Export
-from gpushare.export.slurm import export
+from gpushare.export.slurm import slurm_export
 from gpushare.model import Priority, Sharing, TimeSlice
 from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
@@ -67,7 +67,7 @@ def node_gres(found: Export) -> Counter[str]:
 
 
 def test_time_slicing_becomes_shards() -> None:
-    found = export(t4s(4))
+    found = slurm_export(t4s(4))
     assert [one["Name"] for one in records(found)] == ["gpu"] * 4 + ["shard"] * 4
     assert node_gres(found) == {"gpu:t4": 4, "shard": 16}
     assert lines(found)["GresTypes"] == "gpu,shard"
@@ -78,7 +78,7 @@ def test_time_slicing_becomes_shards() -> None:
 
 
 def test_gpus_of_their_own_need_no_shared_resource() -> None:
-    found = export(t4s(2, sharing=Sharing.EXCLUSIVE))
+    found = slurm_export(t4s(2, sharing=Sharing.EXCLUSIVE))
     assert len(records(found)) == 2
     assert lines(found) == {
         "GresTypes": "gpu",
@@ -89,7 +89,7 @@ def test_gpus_of_their_own_need_no_shared_resource() -> None:
 
 
 def test_every_gpu_in_its_own_way() -> None:
-    found = export(MIXED, autodetect="off")
+    found = slurm_export(MIXED, autodetect="off")
     gres = records(found)
     assert [one for one in gres if one["Name"] == "mps"] == [{"Name": "mps", "Count": "100", "File": "/dev/nvidia2"}]
     assert [one for one in gres if one["Name"] == "shard"] == [{"Name": "shard", "Count": "3", "File": "/dev/nvidia1"}]
@@ -110,7 +110,7 @@ def test_every_gpu_in_its_own_way() -> None:
 
 
 def test_with_mig_slurmd_looks_itself() -> None:
-    found = export(MIXED)
+    found = slurm_export(MIXED)
     assert text(found, "gres.conf").splitlines()[1] == "AutoDetect=nvml"
     assert {one["Name"] for one in records(found)} == {"mps", "shard"}
     assert lines(found)["JobAcctGatherParams"] == "DisableGPUAcct"
@@ -131,15 +131,15 @@ def test_with_mig_slurmd_looks_itself() -> None:
 def test_slurmd_names_mig_devices_by_their_memory(model: str, profile: str, mib: int, named: str) -> None:
     device = mig(profile=profile, memory_total_bytes=mib << 20)
     described = host(gpu(0, Sharing.MIG, name=model, mig=(device,)))
-    assert node_gres(export(described)) == {f"gpu:{named}": 1}
+    assert node_gres(slurm_export(described)) == {f"gpu:{named}": 1}
     own = f"{model.lower().replace(' ', '_')}_{profile}"
-    assert any("by their memory" in one for one in export(described).needs) is (named != own)
+    assert any("by their memory" in one for one in slurm_export(described).needs) is (named != own)
     # Where it is told each device, it takes our name.
-    assert node_gres(export(described, autodetect="off")) == {f"gpu:{own}": 1}
+    assert node_gres(slurm_export(described, autodetect="off")) == {f"gpu:{own}": 1}
 
 
 def test_mps_comes_with_its_scripts() -> None:
-    found = export(MIXED)
+    found = slurm_export(MIXED)
     assert {one.name for one in found.documents if one.kind == "sh"} == {
         "gpushare-prolog.sh",
         "gpushare-epilog.sh",
@@ -151,7 +151,7 @@ def test_mps_comes_with_its_scripts() -> None:
 
 
 def test_what_is_lost() -> None:
-    lost = export(
+    lost = slurm_export(
         host(
             gpu(0, Sharing.MPS, mps=mps(priority=Priority.LOW)),
             gpu(1, time_slice=TimeSlice.LONG),
@@ -163,8 +163,8 @@ def test_what_is_lost() -> None:
 
 
 def test_gaps_in_the_numbers_are_said() -> None:
-    assert any("gaps" in one for one in export(host(gpu(0), gpu(1, minor=5))).needs)
-    assert not any("gaps" in one for one in export(t4s()).needs)
+    assert any("gaps" in one for one in slurm_export(host(gpu(0), gpu(1, minor=5))).needs)
+    assert not any("gaps" in one for one in slurm_export(t4s()).needs)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_gaps_in_the_numbers_are_said() -> None:
 )
 def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
     with pytest.raises(kind) as refused:
-        export(described, **options)
+        slurm_export(described, **options)
     assert refused.value.code == code
     assert refused.value.hint
 
@@ -202,7 +202,7 @@ KINDS = st.sampled_from(
 
 @given(st.lists(KINDS, min_size=1, max_size=6), st.sampled_from(["nvml", "off"]))
 def test_what_is_written_means_the_same(kinds: list[dict[str, Any]], autodetect: str) -> None:
-    found = export(host(*(gpu(index, **kind) for index, kind in enumerate(kinds))), autodetect=autodetect)
+    found = slurm_export(host(*(gpu(index, **kind) for index, kind in enumerate(kinds))), autodetect=autodetect)
     gres = records(found)
     for index, kind in enumerate(kinds):
         names = {one["Name"] for one in gres if one.get("File") == f"/dev/nvidia{index}"} - {"gpu"}
@@ -221,7 +221,7 @@ def slurmd() -> str | None:
 @pytest.mark.skipif(slurmd() is None, reason="slurmd is not installed (GPUSHARE_TEST_SLURMD is its path)")
 @pytest.mark.parametrize("described", [t4s(4), MIXED], ids=["t4s", "mixed"])
 def test_slurmd_takes_it(tmp_path: Path, described: HostDescription) -> None:
-    found = export(described, autodetect="off")
+    found = slurm_export(described, autodetect="off")
     devices = tmp_path / "dev"
     devices.mkdir()
     body = text(found, "gres.conf").replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{devices}/")

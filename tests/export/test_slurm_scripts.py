@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.export.slurm import STATE, export
+from gpushare.export.slurm import STATE, slurm_export
 from gpushare.model import Sharing
 from gpushare.units import MIB
 from tests.export.hosts import gpu, host, mps, text
@@ -54,7 +54,9 @@ class Node:
         self, script: str, job: int, gpus: str = "", percent: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a script as slurmd does."""
-        body = text(export(HOST, autodetect="off"), f"gpushare-{script}.sh").replace(STATE, str(self.tmp / "state"))
+        body = text(slurm_export(HOST, autodetect="off"), f"gpushare-{script}.sh").replace(
+            STATE, str(self.tmp / "state")
+        )
         body = body.replace("PATH=/usr/local/sbin", f"PATH={self.tmp / 'bin'}:/usr/local/sbin").replace(
             "sleep 0.5", ":"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.errors import BadUsage, ExitCode
-from gpushare.export.systemd import READY, export
+from gpushare.export.systemd import READY, units_export
 from gpushare.model import ComputeMode, Priority, Sharing
 from gpushare.mps.home import LIMIT_FILE
 from gpushare.units import MIB
@@ -37,7 +37,7 @@ def settings(unit: str) -> dict[str, list[str]]:
 
 
 def test_the_host_at_boot() -> None:
-    found = export(t4s())
+    found = units_export(t4s())
     assert [one.name for one in found.documents] == ["gpushare.service"]
     unit = settings(text(found, "gpushare.service"))
     assert unit["Type"] == ["oneshot"]
@@ -47,12 +47,12 @@ def test_the_host_at_boot() -> None:
     assert int(unit["TimeoutStartSec"][0]) > 0
     # What apply starts must outlive it: without this systemd ends every process of the unit.
     assert (unit["RemainAfterExit"], unit["KillMode"]) == (["yes"], ["process"])
-    other = settings(text(export(t4s(), file="/etc/gpushare/gpushare.yaml"), "gpushare.service"))
+    other = settings(text(units_export(t4s(), file="/etc/gpushare/gpushare.yaml"), "gpushare.service"))
     assert other["ExecStart"] == ["/usr/bin/gpushare apply -f /etc/gpushare/gpushare.yaml"]
 
 
 def test_a_daemon_in_the_foreground() -> None:
-    found = export(HOST, program="/opt/gpushare/bin/gpushare")
+    found = units_export(HOST, program="/opt/gpushare/bin/gpushare")
     assert {one.name for one in found.documents} == {"gpushare.service", GPU_UNIT, MIG_UNIT, READY}
     unit = settings(text(found, GPU_UNIT))
     assert unit["ExecStart"] == ["/usr/bin/nvidia-cuda-mps-control -f"]
@@ -72,7 +72,7 @@ def test_a_daemon_in_the_foreground() -> None:
     other = settings(text(found, MIG_UNIT))
     assert len(other["ExecStartPre"]) == 1
     # A user's name may end in a $, which systemd would take for a variable.
-    samba = export(host(gpu(0, Sharing.MPS, mps=mps(None, users=("pc$", "bob")))))
+    samba = units_export(host(gpu(0, Sharing.MPS, mps=mps(None, users=("pc$", "bob")))))
     assert "u:pc$$:rx,u:bob:rx,m::rx" in text(samba, GPU_UNIT)
     assert other["ExecStartPost"][0].endswith(f"{READY} - - - -")
     assert "CUDA_VISIBLE_DEVICES=MIG-00000000-0000-0000-0000-000000000000" in other["Environment"]
@@ -86,17 +86,17 @@ def test_a_daemon_in_the_foreground() -> None:
 @pytest.mark.parametrize(("driver", "first"), [("550.163.01", True), ("580.159.04", False), (None, False)])
 def test_an_older_driver_gets_mig_first(driver: str | None, first: bool) -> None:
     """It tells the profiles of a GPU only while MIG is on."""
-    unit = settings(text(export(host(*HOST.gpus, driver=driver)), "gpushare.service"))
+    unit = settings(text(units_export(host(*HOST.gpus, driver=driver)), "gpushare.service"))
     wanted = [f"-/usr/bin/gpushare mig enable -g {HOST.gpus[2].uuid} --yes"]
     assert unit.get("ExecStartPre", []) == (wanted if first else [])
-    assert "ExecStartPre" not in settings(text(export(replace(t4s(), driver=driver)), "gpushare.service"))
+    assert "ExecStartPre" not in settings(text(units_export(replace(t4s(), driver=driver)), "gpushare.service"))
 
 
 @pytest.mark.parametrize("path", ["gpushare", "/opt/my tools/gpushare", "/opt/100%/gpushare", "/a$b"])
 def test_a_path_that_no_unit_holds(path: str) -> None:
     for options in ({"program": path}, {"file": path}):
         with pytest.raises(BadUsage) as refused:
-            export(HOST, **options)
+            units_export(HOST, **options)
         assert refused.value.code == "bad_path"
 
 
@@ -105,7 +105,7 @@ def test_systemd_takes_them(tmp_path: Path) -> None:
     """Its exit code is 0 for a misspelt key too: nothing may be said."""
     true = shutil.which("true") or "/bin/true"
     names = []
-    for one in export(HOST).documents:
+    for one in units_export(HOST).documents:
         if one.kind == "unit":
             # NVIDIA's programs are not on every machine that runs the tests.
             body = re.sub(r"^(Exec\w+=)\S+", rf"\1{true}", one.text, flags=re.MULTILINE)
@@ -142,7 +142,7 @@ def test_the_limits_are_read_back(tmp_path: Path, broken: bool) -> None:
     if broken:
         (tmp_path / "broken").touch()
     script = tmp_path / READY
-    script.write_text(text(export(HOST), READY))
+    script.write_text(text(units_export(HOST), READY))
     done = subprocess.run(
         ["sh", str(script), "33.3", "3840M", "3G", "1"],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_MPS_PIPE_DIRECTORY": f"{tmp_path}/pipe"},

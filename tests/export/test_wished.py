@@ -74,19 +74,19 @@ def test_a_profile_that_the_gpu_never_has() -> None:
 def test_engines_take_it() -> None:
     alike = read(*['mig: [{wish: "1g.10gb*7", timeslice: {replicas: 2}}]'] * 4)
     assert of_node(alike).capacity(alike) == {"nvidia.com/mig-1g.10gb": 56}
-    assert check_kubernetes(k8s.export(alike)) == 3
+    assert check_kubernetes(k8s.operator_export(alike)) == 3
     # Each device is shared by its own pods, so each has its own claim.
-    claims = [one.name for one in dra.export(alike).documents if not one.name.startswith("verify-")]
+    claims = [one.name for one in dra.claims_export(alike).documents if not one.name.startswith("verify-")]
     assert len(claims) == len(set(claims)) == 28
-    assert check_kubernetes(dra.export(alike)) == 56
+    assert check_kubernetes(dra.claims_export(alike)) == 56
     plain = read(*['mig: ["1g.10gb*7"]'] * 4)
     assert containers.config_of(plain, "x")["mig-configs"]["x"] == [
         {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 7}}
     ]
-    assert "gpu:nvidia_h100_80gb_hbm3_1g.10gb:28" in slurm.export(plain).documents[1].text
+    assert "gpu:nvidia_h100_80gb_hbm3_1g.10gb:28" in slurm.slurm_export(plain).documents[1].text
     with pytest.raises(NotSupported) as refused:
         # What is not there yet has no device nodes.
-        slurm.export(plain, autodetect="off")
+        slurm.slurm_export(plain, autodetect="off")
     assert refused.value.code == "no_capabilities"
 
 

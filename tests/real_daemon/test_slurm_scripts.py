@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.export.slurm import STATE, export
+from gpushare.export.slurm import STATE, slurm_export
 from gpushare.model import Sharing
 from tests.export.hosts import gpu, host, mps, text
 from tests.export.test_slurm_scripts import SMI, uuid
@@ -41,7 +41,9 @@ class RealNode:
 
     def run(self, script: str, job: int, user: int = OWNER) -> subprocess.CompletedProcess[str]:
         """Run a script as slurmd does; a conversation is given up early."""
-        body = text(export(HOST, autodetect="off"), f"gpushare-{script}.sh").replace(STATE, str(self.tmp / "state"))
+        body = text(slurm_export(HOST, autodetect="off"), f"gpushare-{script}.sh").replace(
+            STATE, str(self.tmp / "state")
+        )
         body = body.replace("PATH=/usr/local/sbin", f"PATH={self.tmp / 'bin'}:/usr/local/sbin").replace(":-10}", ":-2}")
         path = self.tmp / f"{script}.sh"
         path.write_text(body)
