@@ -294,9 +294,9 @@ def test_rules_and_dashboard_use_metrics_that_exist() -> None:
     assert used <= set(_HELP)
 
 
-def test_rules_name_the_command_that_mends_it(cli: Cli) -> None:
+def test_rules_name_the_command_that_fixes_it(cli: Cli) -> None:
     rules = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"][0]["rules"]
-    assert all(rule["annotations"]["mend"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
+    assert all(rule["annotations"]["remedy"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
 
 
 def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, tmp_path: Path) -> None:
