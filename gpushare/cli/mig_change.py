@@ -154,7 +154,7 @@ def need_root(host: Host) -> None:
 def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
     if not refresh:
         return change
-    from gpushare.mig.daemons import refresh_steps
+    from gpushare.mig.cdi import refresh_steps
 
     plan = replace(change.plan, steps=(*change.plan.steps, *refresh_steps(host)))
     return replace(change, plan=plan)
@@ -209,7 +209,7 @@ def _row(index: int, instance: GpuInstance, stayed: set[str | None]) -> dict[str
 
 
 def _after(host: Host, change: MigChange) -> list[str]:
-    from gpushare.mig.daemons import cdi_notes
+    from gpushare.mig.cdi import cdi_notes
 
     gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus]
     notes = list(cdi_notes(host, gpus))

@@ -1,4 +1,4 @@
-"""The CDI specification of containers after a MIG change: a warning when it is wrong, and --refresh-cdi."""
+"""CDI specifications of containers after a MIG change: warnings about stale ones, and ``--refresh-cdi``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return a warning for each CDI specification that is wrong after a MIG change; GPUs left out are looked at."""
+    """Return a warning for each CDI specification that is wrong after a MIG change; other GPUs are read from the host."""
     notes = []
     gpus = _all_gpus(host, gpus_after)
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
     for one in cdi.stale(host, gpus):
         wrong = f"containers: the CDI specification {one.path} {cdi.describe(one)}"
         if not any(gpu.mig_instances or not gpu.mig_enabled for gpu in gpus):
-            notes.append(f"{wrong}; there is no device to name: rewrite it after the next mig create (--refresh-cdi)")
+            notes.append(
+                f"{wrong}; there is no device to list now: rewrite it with the next mig create (--refresh-cdi)"
+            )
             continue
         command = " ".join(cdi.refresh_command(specs.get(one.path)))
         notes.append(f"{wrong}; rewrite it: sudo {command} (next time: --refresh-cdi)")
@@ -34,12 +36,12 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def refresh_steps(host: Host) -> tuple[Step, ...]:
-    """Return the steps of --refresh-cdi: rewrite each CDI specification of this host; undone, its old bytes are back."""
+    """Return the steps of --refresh-cdi: rewrite each CDI specification of this host; the undo restores the old file."""
     specs = cdi.find_specs(host)
     if not specs:
         raise NotFound(
             f"there is no CDI specification of {cdi.KIND} in {' or '.join(cdi.DIRECTORIES)}",
-            f"make one: sudo {' '.join(cdi.refresh_command())}; or leave --refresh-cdi out",
+            f"make one: sudo {' '.join(cdi.refresh_command())}; or drop --refresh-cdi",
             code="no_cdi_spec",
         )
     cdi.check_toolkit(host)
@@ -56,7 +58,7 @@ def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
         except OSError as error:
             raise OperationFailed(
                 f"cannot read {spec.path}: {error.strerror}",
-                f"look: ls -l {shlex.quote(str(spec.path))}",
+                f"see: ls -l {shlex.quote(str(spec.path))}",
                 code="cdi_unreadable",
             ) from None
         cdi.refresh(host, spec)

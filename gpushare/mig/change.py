@@ -1,4 +1,4 @@
-"""A change of MIG as a transaction: journal before each step, read back after it, the old placements on an error."""
+"""A MIG change as a transaction: a journal entry before each call, a read-back after it, a rollback on an error."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ _AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
 
 
 def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
-    """Return what a mode change brings with it, or raise because it would fail, at once or at the first instance.
+    """Return notes on what a mode change brings with it, or raise if it would fail now or at the first instance.
 
-    From Hopper on the mode changes on a busy GPU, and only the first instance fails: so everybody must be off before.
-    ``bare``: the change makes no instance. ``ending``: PIDs that it ends before.
+    From Hopper on, the mode of a busy GPU can be changed, and only the first instance fails. So nobody may be on it.
+    ``bare``: the change creates no instance. ``ending``: PIDs that it ends first.
     """
     if not gpu.mig_capable:
         raise no_mig([gpu])
     if enable == bool(gpu.mig_enabled):
-        # Only a mode that is pending is taken back: nothing is reset for it.
+        # Only a pending mode is canceled, which needs no reset.
         return []
     resetless = MigChanges(host.nvml).resetless(gpu.index)
     _check_nobody(host, gpu, ending, needs_reset=not resetless)
     notes = []
     if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
-        notes.append(f"GPU {gpu.index}: its compute mode becomes default; with MIG there is no other")
+        notes.append(f"GPU {gpu.index}: its compute mode becomes default, the only one with MIG")
     if enable and bare:
         notes.append(f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it")
     if enable:
         notes.append(
-            f"GPU {gpu.index}: a reboot or a reload of the driver turns MIG off again, and loses the instances"
+            f"GPU {gpu.index}: MIG and its instances are lost at a reboot or when the driver is reloaded"
             if resetless
-            else f"GPU {gpu.index}: MIG stays on over a reboot, its instances do not"
+            else f"GPU {gpu.index}: MIG stays on after a reboot, its instances are lost"
         )
     if not resetless:
         notes.append(f"switching MIG mode resets GPU {gpu.index}")
     if host.nvml.persistence(gpu.index) is False:
         notes.append(
-            f"GPU {gpu.index}: persistence mode is off; without a program the driver may let go of the GPU: "
+            f"GPU {gpu.index}: persistence mode is off, and the driver may release a GPU without programs: "
             f"sudo nvidia-smi -i {gpu.index} -pm 1"
         )
     return notes
@@ -72,8 +72,8 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
     blind = host.processes.namespace_is_host() is False and not gpu.processes
     if gpu.processes is None or blind:
         raise InUse(
-            f"GPU {gpu.index}: the driver does not tell who is on it, so its MIG mode is left alone",
-            "run it as root, outside a container",
+            f"GPU {gpu.index}: the driver does not list the processes on it, so its MIG mode is not changed",
+            "run as root, outside a container",
             gpu=str(gpu.index),
             code="unknown_holders",
         )
@@ -87,7 +87,7 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
             f"see all: gpushare status -g {gpu.index}; a program of yours: kill {there[0].pid}",
             gpu=str(gpu.index),
         )
-    # nvidia-persistenced and the driver agree about a reset among themselves.
+    # nvidia-persistenced releases the GPU for a reset by itself.
     held = [one for one in gpu_holders(host, gpu) if one.pid not in idle and one.name not in _AGREEING]
     if held and needs_reset:
         raise InUse(
@@ -105,7 +105,7 @@ def _who(host: Host, process: GpuProcess) -> str:
 
 
 def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:
-    """Return the step that switches the mode, read back; undone, also a mode that is only pending is taken back."""
+    """Return the step that switches MIG mode and reads it back; undoing it cancels a pending mode, too."""
     word, changes = ("on", "off"), MigChanges(host.nvml)
     now = bool(gpu.mig_enabled)
 
@@ -133,21 +133,21 @@ def mode_step(host: Host, gpu: Gpu, journal: Journal, *, enable: bool) -> Step:
 
 
 GRACE_SECONDS: Final = 10.0
-# A `gpushare run` gives its instance back when its program has ended.
+# A `gpushare run` releases its instance when its program has ended.
 CLAIM_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 5.0
 
 
 def holders_of(gone: InstanceChange) -> list[int]:
-    """Return the PIDs of all who are in what goes, or hold its GPU instance; not those in a part that stays.
+    """Return the PIDs of the processes in what is destroyed, or that hold its GPU instance.
 
-    A claim alone is none: nothing proves that its process is in the instance.
+    The process of a claim is not among them unless it is seen in the instance.
     """
     return sorted({one.pid for one in _all(gone) if _is_proved(one)})
 
 
 def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
-    """Raise InUse when nobody is known to be in what goes, and a claim holds it."""
+    """Raise InUse for an instance that is claimed, although no process is seen in it."""
     claims = [one for one in _all(gone) if isinstance(one, Holder) and one.what == CLAIM]
     if claims and not holders_of(gone):
         raise _claimed(host, gpu, str(gone.instance), claims[0].pid)
@@ -156,30 +156,30 @@ def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
 def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
     return InUse(
         f"GPU {gpu.index}: {title} is claimed by process {named(host, [pid])}{then}; "
-        "the driver does not name it, so --evict does not end it",
-        f"wait until it ends, or look at it and end it yourself: ps -fp {pid}",
+        "the driver does not list it there, so --evict does not end it",
+        f"wait until it ends, or check it and end it yourself: ps -fp {pid}",
         gpu=str(gpu.index),
         code="claimed",
     )
 
 
 class Eviction:
-    """The end of all who are in an instance that goes, as they were when it was planned.
+    """End the processes in a MIG instance named by ``--evict``: SIGTERM, then SIGKILL. They are those seen at planning.
 
-    Without MPS a process in a MIG instance takes nobody with it; MPS daemons are stopped by their own step.
+    MPS daemons are stopped by their own step; without MPS, ending one process harms no other.
     """
 
     def __init__(self, host: Host, gpu: Gpu, gone: InstanceChange) -> None:
         self._host, self._gpu, self._gone = host, gpu, gone
         self.title = str(gone.instance)
-        # When each started: a PID is given out again.
+        # When each started: PIDs are reused.
         self.started: dict[int, float | None] = {pid: self._start_of(pid) for pid in holders_of(gone)}
-        # What the eviction holds until the end of the change, so that no `gpushare run` starts there.
+        # Claims on the instance until the end of the change: no `gpushare run` starts in it.
         self.held = contextlib.ExitStack()
         self.begun = False
 
     def step(self) -> Step:
-        """Return the step that ends them: SIGTERM, ten seconds, SIGKILL. There is no way back."""
+        """Return the step that ends them; it cannot be undone."""
         self._check()
         pids = sorted(self.started)
         count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
@@ -195,24 +195,24 @@ class Eviction:
         known = remedy(held)
         if known is not None:
             raise InUse(
-                f"GPU {self._gpu.index}: {blocking(held)} holds {self.title}, and is not ended by --evict",
+                f"GPU {self._gpu.index}: {blocking(held)} holds {self.title}, and --evict does not end it",
                 known,
                 gpu=str(self._gpu.index),
                 code="held_by_service",
             )
         if self._host.processes.namespace_is_host() is False:
             raise self._refused(
-                self.started, "has another PID here than the driver tells", "run it on the host, outside the container"
+                self.started, "has another PID here than the driver reports", "run on the host, outside the container"
             )
         listed = {one.pid for one in _all(self._gone) if isinstance(one, GpuProcess)}
         for pid in sorted(self.started):
             if pid in ancestors():
-                raise self._refused([pid], "runs this gpushare", "run it from another shell, or leave this one")
+                raise self._refused([pid], "runs this gpushare", "run it from another shell")
             if is_kernel_thread(pid):
                 raise self._refused([pid], "is a thread of the kernel", "see why: gpushare doctor")
             if pid not in listed and self._host.processes.uses_driver(pid) is not True:
-                why = "has only its device node open, and not the driver's library"
-                raise self._refused([pid], why, f"look at it and end it yourself: ps -fp {pid}")
+                why = "only has its device node open and does not use the driver's library"
+                raise self._refused([pid], why, f"check it and end it yourself: ps -fp {pid}")
 
     def _end(self) -> None:
         self.begun = True
@@ -232,15 +232,15 @@ class Eviction:
         deadline = time.monotonic() + CLAIM_SECONDS
         while isinstance(claim := take_claim(self._host, uuid), Claim):
             if time.monotonic() > deadline:
-                then = ", although all who were in it have ended"
+                then = " although the processes in it have ended"
                 raise _claimed(self._host, self._gpu, self.title, claim.pid, then)
             time.sleep(0.05)
         self.held.callback(claim.release)
 
     def _signalled(self, pids: list[int], number: int, seconds: float) -> list[int]:
-        """Send a signal to those who are still the same, and still there; return who of them lives after so long.
+        """Send a signal to the same processes, if still inside; return those alive after ``seconds``.
 
-        Whoever has left, as a client whose MPS daemon this change has stopped, is not in the way.
+        A client whose MPS daemon this change has stopped, for example, is no longer inside.
         """
         inside = self._inside() if pids else set()
         pids = [pid for pid in pids if pid in inside]
@@ -255,7 +255,7 @@ class Eviction:
         return left
 
     def _inside(self) -> set[int]:
-        """Return who is in what goes at this moment: by NVML, and by the capability nodes."""
+        """Return the PIDs inside at this moment, by NVML and by the capability nodes."""
         self._host.nvml.restart()
         try:
             gpu = self._host.nvml.gpu(self._gpu.index)
@@ -272,7 +272,7 @@ class Eviction:
         for place, holders in nodes.items():
             if place[0] == instance and (place[1] is None or place[1] in parts):
                 found |= {one.pid for one in holders}
-        # Our own look holds handles.
+        # Reading holds handles.
         self._host.nvml.restart()
         return found
 
@@ -285,7 +285,7 @@ class Eviction:
 
     def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
         return InUse(
-            f"GPU {self._gpu.index}: {named(self._host, pids)} in {self.title} {why}; it is not ended by --evict",
+            f"GPU {self._gpu.index}: {named(self._host, pids)} in {self.title} {why}; --evict does not end it",
             hint,
             gpu=str(self._gpu.index),
             code="not_evictable",
@@ -334,7 +334,7 @@ class MigChange:
     gpus: tuple[GpuChange, ...]
     plan: Plan
     notes: tuple[str, ...] = field(default=())
-    # The names that it gives.
+    # The names that the change gives.
     names: tuple[str, ...] = field(default=())
     instances: tuple[_Instances, ...] = field(default=(), repr=False, compare=False)
     evictions: tuple[Eviction, ...] = field(default=(), repr=False, compare=False)
@@ -352,8 +352,8 @@ def plan_change(
 ) -> MigChange:
     """Return the transaction for what the planner found; ``evict`` holds (GPU index, GPU instance id).
 
-    ``first`` are steps before everything: a name is bound early, so that a crash does not lose it. ``after`` are steps
-    that follow when the instances are there.
+    ``first`` are steps before all others: a name is bound early, so that a crash does not lose it. ``after`` are steps
+    for when the instances exist.
     """
     steps: list[Step] = []
     daemons: list[Step] = []
@@ -387,7 +387,7 @@ def plan_change(
         instances.append(work)
     return MigChange(
         gpus=tuple(changes),
-        # What was stopped is forgotten only when nothing can be undone any more.
+        # The records of stopped daemons are removed last: an undo needs them.
         plan=Plan(title=title, steps=(*first, *steps, *daemons, *after, *last)),
         notes=tuple(notes),
         instances=tuple(instances),
@@ -398,11 +398,11 @@ def plan_change(
 def _daemon_steps(
     host: Host, change: GpuChange, evicted: Sequence[InstanceChange]
 ) -> tuple[Sequence[Step], Sequence[Step], Sequence[Step]]:
-    """Return the steps that stop MPS daemons, those that start them when all instances are there, and the very last."""
+    """Return the steps that stop MPS daemons, that start them when all instances exist, and that come last."""
     gpu = change.gpu
     going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
     if change.enable and gpu.uuid:
-        # MIG takes the whole GPU away from a daemon that serves it.
+        # A daemon that serves the whole GPU loses it to MIG.
         going.add(gpu.uuid)
     forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
     stopping = daemon_steps_before(host, gpu, going, evicted=forced)
@@ -418,7 +418,7 @@ def _daemon_steps(
 
 
 def _coming_back(plan: GpuPlan) -> Iterator[str]:
-    """Yield the UUIDs of the MIG devices that go and are made again: of the same size, in the same place."""
+    """Yield the UUIDs of MIG devices that are destroyed and created again, same size and place."""
     made = [(new.instance.place, part) for new in plan.created for part in new.compute]
     for gone in plan.destroyed:
         for part in gone.compute:
@@ -427,7 +427,7 @@ def _coming_back(plan: GpuPlan) -> Iterator[str]:
                 for one in made
                 if one[0] == gone.instance.place
                 and one[1].profile.slices == part.profile.slices
-                # Without a placement the driver chooses, and may choose the same.
+                # Without a placement the driver may choose the same one.
                 and one[1].placement in {None, part.placement}
             ]
             if part.uuid and again:
@@ -442,7 +442,7 @@ class _Instances:
         self._host, self._change, self._journal = host, change, journal
         self._made: dict[int, int] = {}
         self._begun = False
-        # In words, what a rollback found and left, because others made it.
+        # What a rollback left, in words, because it was created by somebody else.
         self.left_alone: tuple[str, ...] = ()
 
     def steps(self) -> list[Step]:
@@ -455,14 +455,14 @@ class _Instances:
                 self._verify()
 
             steps[-1] = replace(steps[-1], do=finish)
-            # Undoing one is undoing all of this GPU: read from the host, not from what was meant.
+            # The undo of the first step restores the whole GPU, from what the host has.
             steps[0] = replace(steps[0], revert=self._restore)
         return steps
 
     def _do(self, what: str, call: Call) -> None:
-        """Do one call of the driver, and note what it makes: before with what is there, after with its ids."""
+        """Do one call; note a creation before it with what exists, and after it with the new ids."""
         if not self._begun:
-            # Our own handles on MIG devices would keep them in use.
+            # Our own handles on MIG devices keep them in use.
             self._host.nvml.restart()
             self._begun = True
         changes = MigChanges(self._host.nvml)
@@ -493,7 +493,7 @@ class _Instances:
 
 
 def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:
-    """Return the GPU instances that a change has made, as they are now, each with its GPU's index."""
+    """Return the GPU instances that a change has created, as they are now, each with its GPU's index."""
     places = {(one.gpu.index, new.instance.place) for one in change.gpus for new in one.plan.created}
     return [
         (index, instance)
@@ -504,11 +504,11 @@ def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[i
 
 
 def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
-    """Carry a change out under the journal, whose lock is held.
+    """Carry a change out under the journal. The caller holds its lock.
 
     Raises:
-        InUse: a `gpushare run` took an instance that goes, since the plan was made.
-        GpushareError: of the step that failed; everything is as before, or the error names what is not.
+        InUse: a `gpushare run` has claimed an instance to be destroyed since the plan was made.
+        GpushareError: of the failed step; all is as before, or the error names what is not.
     """
     if not change.plan.steps:
         return
@@ -520,7 +520,7 @@ def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[
 
 
 def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
-    """Hold what goes, so that no `gpushare run` starts in it meanwhile; what is evicted is taken when it is empty."""
+    """Claim what is destroyed, so that no `gpushare run` starts in it; evictions claim theirs when it is empty."""
     for one in change.gpus:
         for gone in one.plan.destroyed:
             for part in gone.compute:
@@ -548,7 +548,7 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
         if on_step is not None:
             on_step(step)
 
-    # What an error that nobody foresaw leaves may be anything; it is compared with what is there.
+    # After an unexpected error anything may be left: the entry is kept and compared with the host.
     over = journal.give_up
     try:
         carry_out(change.plan, begin)
@@ -566,13 +566,13 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
             raise _undone(error, last, change) from error
         raise
     finally:
-        # Killed in between, the journal stays as that of a change that was interrupted.
+        # When this process is killed the journal stays: the change was interrupted.
         over()
 
 
 def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
-    but = ["the programs that --evict ended"] if any(one.begun for one in change.evictions) else []
+    but = ["the processes that --evict ended"] if any(one.begun for one in change.evictions) else []
     others = [one for work in change.instances for one in work.left_alone]
-    but += [f"{one}, which somebody else made and which stays" for one in others]
-    exceptions = f", but for {' and '.join(but)}" if but else ""
+    but += [f"{one}, which somebody else created and which stays" for one in others]
+    exceptions = f", except {' and '.join(but)}" if but else ""
     return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

@@ -1,7 +1,7 @@
-"""What a MIG change owes to others: MPS daemons of ours on its instances, and the CDI specification (`mig_cdi`).
+"""Stop our MPS daemons before a MIG change, and restart them after it.
 
-An MPS daemon holds its instance also while it has no clients (NVML_ERROR_IN_USE): ours are stopped first and, where the
-instance comes back, started again with their limits. Those of others are never touched.
+An MPS daemon holds its instance even without clients (NVML_ERROR_IN_USE). Ours are stopped first, and started again
+with their limits if the instance is created again. Daemons of others are never touched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
-from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command, not_your_daemon
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnDaemon:
-    """A live daemon of ours, its device, and what is known of its servers."""
+    """A live daemon of ours and its device."""
 
     found: FoundDaemon
     home: DaemonHome
@@ -40,16 +39,16 @@ class OwnDaemon:
 
 
 def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
-    """Return the PIDs of our daemons on a GPU or its MIG devices that nobody uses, with their servers' PIDs.
+    """Return the PIDs of our unused daemons on a GPU or its MIG devices, and of their servers.
 
-    They hold an instance, but `daemon_steps_before` stops them: a plan need not go round them.
+    They hold an instance, but `daemon_steps_before` stops them, so a plan may destroy it.
     """
     pids: set[int] = set()
     for own in own_daemons(host, gpu):
         try:
             servers, clients = _servers_and_clients(host, own)
         except GpushareError:
-            # It does not answer: nobody knows who uses it.
+            # It does not answer, so it may be in use.
             continue
         if not clients and not own.home.live_leases() and _is_mine(own):
             pids |= {own.found.daemon.pid or 0, *servers}
@@ -63,12 +62,12 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     records = (home.read() for home in homes_in(directories))
     known = any(record is not None and record.device_uuid in devices for record in records)
     if not known and not unrecorded(directories):
-        # Whoever plans asks for each GPU, and the process table is long.
+        # This is asked for each GPU, and the process table is long.
         return []
     found = []
     for one in find_daemons(host, [gpu], deep=False):
         device = devices.get(one.daemon.device_uuid or "")
-        # One with an error is dead: it holds nothing.
+        # A daemon with an error is dead and holds nothing.
         if device is not None and one.home is not None and one.record is not None and one.daemon.error is None:
             found.append(OwnDaemon(one, one.home, one.record, device))
     return found
@@ -84,11 +83,11 @@ def _is_mine(own: OwnDaemon) -> bool:
 
 
 def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
-    """Raise unless a daemon of ours may be stopped; with ``force`` its users do not count.
+    """Raise unless a daemon of ours may be stopped; with ``force`` even if it is in use.
 
     Raises:
         NoPermission: it is another user's.
-        InUse: it has clients, a `gpushare run` uses it, or nobody can tell because it does not answer.
+        InUse: it has clients, a `gpushare run` uses it, or it does not answer.
     """
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
@@ -124,12 +123,12 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
 
 
 def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
-    """Raise InUse when a daemon that gpushare did not start serves one of these devices, or may serve it."""
+    """Raise InUse if a daemon that gpushare did not start may serve one of these devices."""
     for one in find_daemons(host, [gpu], deep=False):
         daemon = one.daemon
         if daemon.ours or daemon.pid is None or not one.serves(host, gpu.index):
             continue
-        # Only one that names other MIG devices holds none of these.
+        # A daemon that names only other MIG devices holds none of these.
         visible = (host.processes.environment(daemon.pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
         words = [word.strip().lower() for word in visible.split(",") if word.strip()]
         elsewhere = words and all(
@@ -145,28 +144,16 @@ def devices_of(gpu: Gpu | None) -> list[Device]:
     return [] if gpu is None else [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
 
 
-# All that a MIG change asks for, in one place.
-__all__ = [
-    "cdi_notes",
-    "daemon_steps_after",
-    "daemon_steps_before",
-    "forget_gone",
-    "idle_daemon_pids",
-    "recover_daemons",
-    "refresh_steps",
-    "start_again",
-    "start_command",
-]
 
 
 def daemon_steps_before(
     host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
 ) -> tuple[Step, ...]:
-    """Return the steps that stop our idle MPS daemons on devices that a MIG change takes away.
+    """Return the steps that stop our idle MPS daemons on devices that a MIG change destroys.
 
-    ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Daemons of
-    ours on ``evicted`` ones are forced down: their clients lose their contexts. What a daemon was started with is set
-    aside, for `daemon_steps_after` and `recover_daemons`. The steps take the daemon's lock themselves.
+    ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Our daemons
+    on ``evicted`` ones are stopped by force: their clients lose their contexts. The record of a daemon is set aside for
+    `daemon_steps_after` and `recover_daemons`. The steps take the daemon's lock themselves.
     """
     if not going:
         return ()
@@ -183,15 +170,14 @@ def daemon_steps_before(
 def daemon_steps_after(
     host: Host, restored: Mapping[str, Device], *, gone: Collection[str] = (), stayed: Collection[Device] = ()
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return the steps that start our daemons again, with the limits that they had, and those that forget them.
+    """Return the steps that start our daemons again with their limits, and those that drop the records set aside.
 
-    What was set aside is forgotten after everything else: as long as something may be undone, a daemon may have to come
-    back, and where that fails `recover_daemons` must know of it.
+    Records are dropped last: as long as something may be undone, `recover_daemons` may need them.
 
-    ``restored``: devices that come back with their profile and place, as they are before, by UUID. ``gone``: UUIDs that
-    do not come back; what was set aside of their daemons is forgotten. ``stayed``: devices that the change leaves
-    alone; a daemon whose process is dead there is started again. Called when the change is planned. The own daemon of
-    a `gpushare run` is not started again.
+    ``restored``: devices that are created again with their profile and place, as before the change, by UUID. ``gone``:
+    UUIDs that are not; the records of their daemons are dropped. ``stayed``: devices that the change leaves alone; a
+    dead daemon there is started again. Called at planning. A daemon that `gpushare run` started for itself is not
+    started again.
     """
     steps, last = [], []
     for device in restored.values():
@@ -212,9 +198,9 @@ def daemon_steps_after(
 
 
 def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
-    """Start our daemons that a change which was killed had stopped, where their device is back; return what was done.
+    """Start the daemons that an interrupted change had stopped, if their device is back; return what was done, in words.
 
-    ``gpu`` as it is now. What cannot be started is said, not raised: recovering is about the layout.
+    ``gpu`` as it is now. A daemon that does not start is reported, not raised: recovery is about the layout.
     """
     said = []
     for device in devices_of(gpu):
@@ -235,9 +221,9 @@ def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
 
 
 def forget_gone(host: Host) -> None:
-    """Forget what was set aside of daemons whose device is not there any more; where one cannot be seen, nothing is.
+    """Drop the records set aside for daemons whose device no longer exists; none if some devices are hidden.
 
-    For after a recovery: what is not back then does not come back.
+    Call it after a recovery, when devices that are missing stay missing.
     """
     found = (host.run_directory / "mps").glob(f"*/{ASIDE}")
     homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
@@ -256,10 +242,10 @@ def forget_gone(host: Host) -> None:
 
 
 def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
-    """Start a daemon with the limits of a record, unless it runs.
+    """Start a daemon with the limits of a record, unless it is running.
 
     Raises:
-        NotFound: its device is not there (any more).
+        NotFound: its device is not there.
         GpushareError: it does not start, see `plan_start`.
     """
     now = _device_now(host, device)
@@ -272,7 +258,7 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
         and is_running(host, home, running)
     ):
         return
-    # No compute mode is exclusive inside MIG.
+    # MIG has no exclusive compute mode.
     exclusive = record.previous_compute_mode is not None and now.mig is None
     with home.locked():
         carry_out(plan_start(host, now, record.limits, exclusive=exclusive))
@@ -306,7 +292,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
 
 
 def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
-    """Return the record of a daemon that we started for good on a device, if it is running, or if it is not."""
+    """Return the record of our permanent daemon on a device, if it is running (or, for False, if it is not)."""
     home = home_of(host.run_directory, uuid)
     record = home.read()
     if record is None or record.device_uuid != uuid or record.transient:
@@ -324,10 +310,10 @@ def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:
 
 
 def _forget(home: DaemonHome) -> None:
-    """Forget what was set aside of a daemon.
+    """Drop the record set aside for a daemon.
 
     Raises:
-        OperationFailed: it is there still; then the daemon would be started again some day.
+        OperationFailed: it is still there, and the daemon would be started again later.
     """
     mps_aside.forget_aside(home)
     if mps_aside.aside(home) is not None:
@@ -359,9 +345,9 @@ def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
 
 
 def _device_now(host: Host, device: Device) -> Device:
-    """Return a device as the host has it now.
+    """Return a device as it is now.
 
-    A UUID alone is no proof: at the same place an instance of another size comes back with it.
+    Its UUID alone is no proof: an instance of another size at the same place may get it.
     """
     host.nvml.restart()
     gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == device.gpu.uuid), None)
@@ -371,7 +357,7 @@ def _device_now(host: Host, device: Device) -> Device:
         if found.mig is not None and _same(found.mig, device):
             return found
     raise NotFound(
-        f"{device.title} ({device.uuid}) is not there, and its MPS daemon is not started again",
+        f"{device.title} ({device.uuid}) is not there, so its MPS daemon is not started again",
         "see what is there: gpushare mig status",
         gpu=str(device.gpu.index),
         code="device_gone",

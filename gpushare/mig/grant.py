@@ -1,8 +1,8 @@
-"""Granting a named MIG instance to users, by the capability nodes of it and of its compute instances.
+"""Grant a named MIG instance to users, by the capability nodes of it and of its compute instances.
 
-By default every local user may use every instance: their nodes are 0444. One user gets the nodes as their owner (0400),
-several by an access control list. nvidia-modprobe would put a node back at its next use, so it is told to leave them
-alone first (``DeviceFileModify: 0``). All of it goes with the instance; the grant is kept with its name.
+By default every local user may use every instance: the nodes have mode 0444. A single user becomes the owner of the
+nodes (0400), several get an access control list. nvidia-modprobe would reset a node at its next use, so it is first told
+to leave the nodes alone (``DeviceFileModify: 0``). All of this is lost with the instance; the grant is kept with its name.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _CLOSED: Final = 0o400
 _STILL_OPEN: Final = (
-    "/dev/nvidiaN, nvidiactl and nvidia-uvm stay open to everybody: CUDA needs them; they give no instance"
+    "/dev/nvidiaN, nvidiactl and nvidia-uvm stay open to everybody: CUDA needs them, and they open no instance"
 )
-_RUNNING: Final = "programs that are in the instance already stay in it"
+_RUNNING: Final = "programs already in the instance stay in it"
 
 
 @dataclass(frozen=True)
 class _Node:
-    """One node of an instance: ``title`` is what people call its instance."""
+    """One node of an instance; ``title`` names the instance in messages."""
 
     title: str
     minor: int
@@ -45,14 +45,14 @@ class _Node:
 
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
-    """Return the plan that lets a user, besides those who have it already, and nobody else use a named instance."""
+    """Return the plan that adds a user to those who alone may use a named instance."""
     named = _named(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     nodes = _nodes(host, named)
     if not nodes:
         raise _no_instance(named)
-    # Noted first: killed before the nodes are his, it is known whose they are to be, and this completes it.
+    # The record is first: after a crash it says whose the nodes should be, and the same command completes the grant.
     steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
     return Plan(
         title=f"grant {name} to {granted}",
@@ -63,9 +63,9 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
 
 
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
-    """Return the plan that takes a user's grant, or every grant, back; without one the instance is everybody's again."""
+    """Return the plan that revokes one user's grant or all of them; without grants everybody may use the instance."""
     named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
-    # A user that was removed from the machine since has only its name left.
+    # Of a user removed from the machine only the name is left.
     gone = named.users if user is None else tuple(one for one in named.users if one in {user, _known(user)})
     if user is not None and not gone:
         have = ", ".join(named.users) or "nobody in particular"
@@ -76,15 +76,15 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
         )
     users = tuple(one for one in named.users if one not in gone)
     nodes: list[_Node] = []
-    # Where the driver shows no capabilities (any more), only the record is left to change.
+    # If the driver shows no capabilities, only the record can be changed.
     with contextlib.suppress(NotSupported):
         nodes = _nodes(host, named)
-    # Noted last: killed before, it is still known that there is something to take back. Without a grant, too: a node
-    # that is closed is one that an older gpushare had not noted yet when it was killed.
+    # The record is last: after a crash it still says that there is something to revoke. Nodes are opened even without a
+    # grant: an older gpushare may have been killed before it wrote the record.
     steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)]
-    notes = [_RUNNING] if steps else [f"{name} is granted to nobody in particular; nothing to do"]
+    notes = [_RUNNING] if steps else [f"{name} is not granted to anybody; nothing to do"]
     if steps and not users:
-        notes.append(f"then every local user may use {name}")
+        notes.append(f"every local user may then use {name}")
     return Plan(
         title=f"revoke {name}" if user is None else f"revoke {name} from {user}",
         steps=tuple(steps),
@@ -94,14 +94,13 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
 
 
 def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]:
-    """Return the steps that give instances of these names, as they are now, to the users they are granted to.
+    """Return the steps that apply the grants of these names to their instances again.
 
-    For after a re-creation, which opens an instance to everybody: call it when the instances are there again. Names
-    without a grant, or without an instance now, take no step. A user that the machine has no more counts as nobody:
-    the instance is closed to all others still.
+    A new instance is open to everybody: call this when it exists. Names without a grant or an instance need no step.
+    If a user no longer exists, the instance stays closed to all others.
 
     Raises:
-        NotSupported: the driver shows no capabilities, so the grant cannot be had.
+        NotSupported: the driver shows no capabilities.
         GpushareError: NVML does not answer.
     """
     granted = [named for named in names if named.users]
@@ -125,7 +124,7 @@ def _no_instance(named: NamedInstance) -> NotFound:
 
 
 def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
-    """Return the nodes of a named instance, its own first; none when there is no such instance now."""
+    """Return the nodes of a named instance, its own first; none if there is no such instance."""
     gpu = next((one for one in host.nvml.identities() if one.uuid == named.gpu_uuid), None)
     if gpu is None or gpu.error is not None or not gpu.mig_enabled:
         return []
@@ -158,7 +157,7 @@ def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> lis
         now = host.capabilities.access(node.capability)
         closing = [] if node.capability.modify == free else [_modify_step(host, node, modify=free)]
         changing = [] if now == wanted else [_access_step(host, node, now, wanted, users)]
-        # Left alone first, then changed; on the way back nvidia-modprobe may have it when it is as it gives it.
+        # Told to leave a node alone before it is changed; to manage it only after it is as nvidia-modprobe makes it.
         steps += [*changing, *closing] if free else [*closing, *changing]
     return steps
 
@@ -167,7 +166,7 @@ def _access_of(users: Sequence[str], capability: Capability) -> NodeAccess:
     ids = sorted({uid for uid in map(_known_id, users) if uid is not None})
     if not users:
         return NodeAccess(mode=capability.mode)
-    # One needs no access control list, which not every file system of /dev has.
+    # One user needs no access control list, which not every file system of /dev supports.
     return NodeAccess(owner=ids[0], mode=_CLOSED) if len(ids) == 1 else NodeAccess(mode=_CLOSED, users=tuple(ids))
 
 
@@ -218,7 +217,7 @@ def _access_step(host: Host, node: _Node, now: NodeAccess | None, wanted: NodeAc
         command=_commands(node.capability, before, wanted),
         undo=_commands(node.capability, wanted, before),
         setting=f"the access to {node.capability.node}",
-        # A node that is gone has nothing to be taken back.
+        # A node that is gone needs no undo.
         read=lambda: host.capabilities.access(node.capability) or before,
         write=lambda access: host.capabilities.set_access(node.capability, access),
         wanted=wanted,
@@ -266,7 +265,7 @@ def _echo(capability: Capability, *, modify: bool) -> str:
 
 def _commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) -> str:
     node = capability.node
-    # chmod would change the mask of a list that stays.
+    # chmod would change the mask of a list that is not removed.
     lines = [f"sudo setfacl -b {node}"] if before.users else []
     lines += [f"sudo chmod {wanted.mode:04o} {node}"]
     if wanted.owner != before.owner:
@@ -283,7 +282,7 @@ def _need_root(host: Host) -> None:
 def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:
     """Return the names of what plans create: ``name`` for one instance, ``name-1`` ... for several.
 
-    A name whose instance no longer exists may be given again.
+    A name whose instance no longer exists may be reused.
     """
     made = [(plan, new.instance) for plan in plans for new in plan.created]
     words = [name] if len(made) == 1 else [f"{name}-{number}" for number in range(1, len(made) + 1)]
@@ -303,11 +302,11 @@ def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance
 
 
 def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
-    """Return the error for a name that is given; ``indices`` are those of the GPUs that were looked at, by UUID."""
+    """Return the error for a name in use; ``indices`` are those of the known GPUs, by UUID."""
     index = indices.get(one.gpu_uuid)
     where = one.gpu_uuid if index is None else f"GPU {index}"
     return BadUsage(
-        f"the name '{one.name}' is given to {one} of {where}",
+        f"the name '{one.name}' belongs to {one} of {where}",
         f"choose another, or forget it: gpushare mig name --forget {one.name}",
         code="name_taken",
     )
@@ -322,7 +321,7 @@ def names_step(
     bind: Sequence[NamedInstance] = (),
     forget: Sequence[NamedInstance] = (),
 ) -> Step:
-    """Return the step that binds names and forgets others; undone, a name that somebody changed since stays."""
+    """Return the step that binds and forgets names; its undo leaves alone names that were changed since."""
     wanted: dict[str, NamedInstance | None] = {one.name: None for one in forget}
     wanted |= {one.name: one for one in bind}
     gpus = {one.name: one.gpu_uuid for one in forget}
@@ -373,9 +372,9 @@ def forget_step(host: Host, one: NamedInstance, gpu: int | None = None) -> Step:
 
 
 def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
-    """Return what a change means for the names that exist.
+    """Return the steps for the existing names after a change.
 
-    A name whose instance goes and does not come back is forgotten; one whose instance is made again, perhaps after a
+    A name whose instance is destroyed for good is forgotten; one whose instance is created again, perhaps after a
     reboot, gets its grants again.
     """
     steps = []
@@ -393,7 +392,7 @@ def name_steps(host: Host, plans: Sequence[GpuPlan]) -> list[Step]:
 
 
 def regrant(host: Host, gpu_uuid: str) -> list[str]:
-    """Give what is named on a GPU to the users that it is granted to, where that is lost; return what failed."""
+    """Apply the grants of the named instances of a GPU again; return what failed, in words."""
     failed = []
     for one in names_of(host).values():
         if one.gpu_uuid != gpu_uuid or not one.users:
@@ -407,7 +406,7 @@ def regrant(host: Host, gpu_uuid: str) -> list[str]:
 
 
 def forget(host: Host, names: Collection[str]) -> None:
-    """Forget names, those that there are."""
+    """Forget these names, where they exist."""
     if names:
         with names_changed(host) as known:
             for name in names:
@@ -418,6 +417,6 @@ def _grant_step(host: Host, one: NamedInstance) -> Step:
     return deferred(
         f"grant '{one.name}' to {', '.join(one.users)} again",
         "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users),
-        # The instance gets its nodes only when it is made.
+        # The nodes exist only when the instance does.
         [lambda: plan_reapply(host, [one])],
     )

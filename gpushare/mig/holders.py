@@ -1,7 +1,7 @@
-"""Who holds a GPU or a MIG instance besides those in NVML's process lists: by an open device node (``fuser -v``).
+"""Processes that hold a GPU or a MIG instance by an open device node (``fuser -v``) and are not in NVML's lists.
 
 Such a process blocks the destruction of an instance, a reset, and on Hopper and later the first GPU instance. Only root
-sees all of them. What cannot be read is absent: none of this ever fails a command.
+sees all of them. What cannot be read is left out: nothing here makes a command fail.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu
 
 _PREFIX: Final = "/dev/nvidia"
-# What a `Holder` holds that has claimed an instance; older than claims, and part of the JSON.
+# `Holder.what` of a claim; the word is part of the JSON.
 CLAIM: Final = "lease"
 
 
 class Remedy(NamedTuple):
-    """How a known holder is made to let go; ``names`` are beginnings of process names."""
+    """How to make a known holder release the GPU; ``names`` are beginnings of process names."""
 
     names: tuple[str, ...]
     what: str
@@ -36,7 +36,7 @@ class Remedy(NamedTuple):
 REMEDIES: Final = (
     # github.com/NVIDIA/DCGM issues 95 and 276: NVML handles of nv-hostengine keep a GPU instance in use.
     Remedy(("nv-hostengine", "dcgm-hostengine"), "sudo systemctl stop nvidia-dcgm"),
-    # The exporter runs the same engine in itself: as a container, or as a pod of the GPU operator.
+    # The exporter embeds the same engine: in a container, or in a pod of the GPU operator.
     Remedy(("dcgm-exporter",), "stop dcgm-exporter: its container, or its pod on this node"),
     # github.com/NVIDIA/gpu-operator issue 118: it blocks a reset.
     Remedy(("nvidia-persiste",), "sudo systemctl stop nvidia-persistenced, and start it again after the change"),
@@ -58,7 +58,7 @@ REMEDIES: Final = (
 
 
 def look(host: Host) -> OpenFiles:
-    """Return who has which NVIDIA device nodes open; one look serves several GPUs. ``complete`` needs root."""
+    """Return the processes with NVIDIA device nodes open, for all GPUs. ``complete`` needs root."""
     from gpushare.host.open_files import OpenFiles
 
     try:
@@ -68,10 +68,9 @@ def look(host: Host) -> OpenFiles:
 
 
 def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[Place, tuple[Holder, ...]]:
-    """Return who has the capability nodes of a GPU's instances open, and is not in ``gpu.processes`` for them.
+    """Return the processes that have capability nodes of instances open and are not in ``gpu.processes`` for them.
 
-    By GPU instance id and compute instance id; None is the GPU instance's own node. Nobody: no entry. ``files`` is
-    an earlier `look`.
+    By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` is an earlier `look`.
     """
     minor = _minor(host, gpu)
     if minor is None:
@@ -93,7 +92,7 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
 
 
 def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[Holder, ...]:
-    """Return who has ``/dev/nvidiaN`` of a GPU open and is not in ``gpu.processes``; ``files`` is an earlier `look`."""
+    """Return the processes with ``/dev/nvidiaN`` open that are not in ``gpu.processes``; ``files`` is an earlier `look`."""
     minor = _minor(host, gpu)
     if minor is None:
         return ()
@@ -103,10 +102,7 @@ def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[H
 
 
 def claimed_instances(host: Host) -> dict[str, Holder] | None:
-    """Return who has claimed which MIG instance (`gpushare run --mig`), by MIG UUID; None: it cannot be told.
-
-    A claim keeps others out, no more.
-    """
+    """Return the claims on MIG instances (`gpushare run --mig`), by MIG UUID; None: they cannot be read."""
     from gpushare.host.claims import live_claims
 
     claims = live_claims(host)
@@ -124,7 +120,7 @@ def holder_of(host: Host, claim: Claim) -> Holder:
 
 
 def named(host: Host, pids: Iterable[int], most: int = 4) -> str:
-    """Return processes for messages: ``7 (train.py, user alice: python3 train.py)``."""
+    """Return processes in words: ``7 (train.py, user alice: python3 train.py)``."""
     pids = sorted(set(pids))
     words = [_named(host, pid) for pid in pids[:most]]
     return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
@@ -140,7 +136,7 @@ def _named(host: Host, pid: int) -> str:
 
 
 def blocking(holders: Iterable[Holder]) -> str:
-    """Return holders as one line: ``nv-hostengine (pid 812, root)``; each process once."""
+    """Return holders in words: ``nv-hostengine (pid 812, root)``; each process once."""
     once = {holder.pid: holder for holder in holders}
     return ", ".join(
         f"{one.name or 'a process'} ({', '.join(filter(None, [f'pid {one.pid}', one.user]))})" for one in once.values()
@@ -148,12 +144,12 @@ def blocking(holders: Iterable[Holder]) -> str:
 
 
 def remedy(holders: Iterable[Holder]) -> str | None:
-    """Return how the known ones among holders are made to let go, in one line; None when none is known."""
+    """Return how to make the known holders release the GPU, in one line; None: none is known."""
     return "; ".join(dict.fromkeys(one.what for holder in holders for one in _remedies_of(holder.name))) or None
 
 
 def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
-    """Return the error of a wish without a plan, with how known holders are made to let go; ``gpu`` is named in it."""
+    """Return the error of a wish without a plan; its hint says how to stop known holders."""
     message, index = (found.message, None) if gpu is None else (f"GPU {gpu}: {found.message}", str(gpu))
     if found.why is Why.NEVER:
         return NotSupported(message, found.hint, gpu=index, code="never_fits")
@@ -165,7 +161,7 @@ def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
 def _remedies_of(name: str | None) -> Sequence[Remedy]:
     if name is None:
         return ()
-    # One letter is a whole name, not a beginning.
+    # A single letter is a whole name.
     return [
         one
         for one in REMEDIES
@@ -183,7 +179,7 @@ def _minor(host: Host, gpu: Gpu) -> int | None:
 
 
 def _listed(gpu: Gpu, place: Place) -> set[int]:
-    """Return who NVML lists in an instance; a process in a compute instance has its GPU instance open too."""
+    """Return the PIDs that NVML lists in an instance; a process in a compute instance is in its GPU instance, too."""
     return {
         one.pid
         for one in gpu.processes or ()
@@ -199,7 +195,7 @@ def _described(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]
         except (GpushareError, OSError):
             found.append(Holder(pid=pid, what=node))
         else:
-            # None: it ended since the look.
+            # None: it has ended.
             if info is not None:
                 found.append(Holder(pid=pid, what=node, user=info.user, name=info.name))
     return tuple(found)

@@ -1,13 +1,13 @@
-"""The journal of a MIG change: what was there, what is to be, and the step that was begun. It outlives a crash.
+"""The journal of a MIG change, which outlives a crash: the layout before and after, and the step that was begun.
 
-``<run>/mig/journal.json``, beside the lock that every change holds from its plan to its end. A journal whose lock
-nobody holds is that of a change that died in the middle.
+``<run>/mig/journal.json`` is next to the lock that every change holds from its plan to its end. A journal whose lock
+nobody holds belongs to an interrupted change.
 
-Root and a user to whom mig/config is open have different run directories. So the device node of that capability, which
-both can open and nobody else can, is locked too. A journal is undone by the user whose it is.
+Root and a user with access to mig/config have different run directories. So the device node of that capability, which
+only these two can open, is locked too. Each user undoes his own journal.
 
-What could not be undone stays beside it, as ``not-restored-N.json``, until it is back or is accepted; a journal that
-cannot be read stays where it is, and in the way of every change, until it is set aside as ``set-aside-N.json``.
+What could not be undone is kept as ``not-restored-N.json`` until it is restored or accepted. A journal that cannot be
+read blocks every change until it is set aside as ``set-aside-N.json``.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ SCHEMA: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class JournalEntry:
-    """One change: shapes by GPU, before and as planned, and the step that was begun last."""
+    """One change: the shape of each GPU before and as planned, and the last step that was begun."""
 
     title: str
     pid: int
     # When that process started, in clock ticks since boot; None in the journal of an older gpushare.
     started: int | None = None
-    # Instances do not survive a reboot: what a journal of before it tells is over.
+    # Instances do not survive a reboot: an entry from before it is void.
     boot_id: str | None
     before: tuple[GpuShape, ...]
     after: tuple[GpuShape, ...]
-    # The names that it gives.
+    # The names that the change gives.
     names: tuple[str, ...] = ()
     step: str | None = None
-    # What it has made; None in the journal of an older gpushare.
+    # What the change has created; None in the journal of an older gpushare.
     proof: Proof | None = None
-    # It was tried once to undo it, and the driver refused: who tries in vain again keeps it apart.
+    # An undo was tried and the driver refused it: after a second failure the entry is kept apart.
     tried: bool = False
     schema: int = SCHEMA
 
 
 def read_entry(path: Path) -> JournalEntry | None:
-    """Return the entry of a file; None: there is none, or it is of another boot, and over.
+    """Return the entry of a file; None: there is none, or it is from another boot.
 
     Raises:
-        ValueError: it cannot be understood; the message says why.
+        ValueError: it cannot be read; the message says why.
     """
     try:
         raw = read_understood(path)
@@ -82,13 +82,13 @@ def read_entry(path: Path) -> JournalEntry | None:
 
 
 def _entry_of(raw: Any) -> JournalEntry:
-    # Not at the top: there is hardly ever a journal, and shapes bring the planner's types with them.
+    # Imported here because there is rarely a journal, and shapes load the planner's types.
     from gpushare.mig.shape import from_json, proof_from_json
 
     before, after = (tuple(from_json(one) for one in raw[key]) for key in ("before", "after"))
-    # A change has both of each GPU.
+    # Both have the same GPUs.
     if [one.uuid for one in before] != [one.uuid for one in after]:
-        raise ValueError("before and after tell of different GPUs")
+        raise ValueError("before and after are of different GPUs")
     names = tuple(str(name) for name in raw["names"])
     entry = JournalEntry(
         **{key: raw[key] for key in ("title", "pid", "boot_id", "step")},
@@ -135,7 +135,7 @@ class Journal:
         """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be made.
+            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be created.
             NoPermission: the directory or the lock is not this user's.
         """
         make_private_directory(self._directory.parent)
@@ -149,7 +149,7 @@ class Journal:
                     try:
                         descriptor = os.open(path, _READ)
                     except OSError:
-                        # No such node before R450, or MIG was never used: then nobody else can change it either.
+                        # No such node: before R450, or MIG was never used. Then nobody else can change MIG either.
                         continue
                 held.callback(os.close, descriptor)
                 _wait_for(descriptor, path, seconds, deadline)
@@ -158,9 +158,9 @@ class Journal:
             yield
 
     def running(self) -> bool:
-        """Return whether a change is going on at this moment.
+        """Return whether a change is running at this moment.
 
-        Whoever cannot open the lock, which is its owner's alone, reads in the journal which process changes MIG.
+        The lock can be opened only by its owner; other users find the changing process in the journal.
         """
         if not self._is_trusted():
             return False
@@ -171,7 +171,7 @@ class Journal:
         except OSError:
             return False
         try:
-            # Shared, so that two who ask do not take each other for a change.
+            # Shared, so that two readers do not take each other for a change.
             return not _lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
@@ -180,7 +180,7 @@ class Journal:
         return is_trusted_directory(self._directory.parent, self._directory.name)
 
     def _is_told(self) -> bool:
-        """Return whether the process that wrote the journal lives, and is the user's who owns it."""
+        """Return whether the process that wrote the journal is alive and belongs to the owner of the file."""
         try:
             entry, owner = read_entry(self._path), os.lstat(self._path).st_uid
         except (OSError, ValueError):
@@ -192,7 +192,7 @@ class Journal:
         return lives(Identity(entry.pid, entry.started), owner)
 
     def left(self) -> JournalEntry | None:
-        """Return the entry of a change that died in the middle; None: there is none, or one is going on.
+        """Return the entry of an interrupted change; None: there is none, or a change is running.
 
         Raises:
             OperationFailed: as `begun`.
@@ -210,15 +210,14 @@ class Journal:
             return read_entry(self._path)
         except ValueError as error:
             raise OperationFailed(
-                f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}; what was being "
-                "changed cannot be known, so nothing is changed",
-                "look whether all is as it should be: gpushare mig status; then set the journal aside: "
-                "gpushare mig recover --forget",
+                f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}. What was being "
+                "changed is unknown, so nothing is changed",
+                "check the layout: gpushare mig status; then set the journal aside: gpushare mig recover --forget",
                 code=UNREADABLE,
             ) from None
 
     def not_restored(self) -> list[tuple[Path, JournalEntry | None]]:
-        """Return the entries whose changes could not be undone, each with its file; None: it cannot be read."""
+        """Return the entries of changes that could not be undone, each with its file; None: it cannot be read."""
         found: list[tuple[Path, JournalEntry | None]] = []
         if not self._is_trusted():
             return found
@@ -234,7 +233,7 @@ class Journal:
     def begin(
         self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
     ) -> None:
-        """Write down what is there and what is to be, before the first step.
+        """Write the layout before and after, before the first step.
 
         Raises:
             OperationFailed: it cannot be written.
@@ -256,7 +255,7 @@ class Journal:
         self._write(self._entry)
 
     def _outdate(self, changing: Sequence[GpuShape]) -> None:
-        """Take from what is kept its proof for GPUs that change now: the driver gives ids again, to others too."""
+        """Drop the proof of kept entries for GPUs that change now: the driver reuses ids."""
         from gpushare.mig.shape import Proof
 
         gpus = {shape.uuid for shape in changing}
@@ -266,11 +265,11 @@ class Journal:
 
     @property
     def proof(self) -> Proof | None:
-        """Return what the change has made until now."""
+        """Return what the change has created so far."""
         return None if self._entry is None else self._entry.proof
 
     def note(self, step: str, begun: Creation | None = None) -> None:
-        """Write down the step that is begun now, on the disk before it acts; ``begun`` is what it is about to make.
+        """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create.
 
         Raises:
             OperationFailed: it cannot be written.
@@ -280,21 +279,21 @@ class Journal:
             self._write(self._entry)
 
     def made(self, one: Creation) -> None:
-        """Write down what the driver has made, before anything else is done.
+        """Write what the driver has created, before anything else is done.
 
         Raises:
             OperationFailed: it cannot be written.
         """
         if self._entry is not None and self._entry.proof is not None:
-            # Known also when it cannot be written: a rollback asks.
+            # Kept in memory even if it cannot be written: a rollback asks for it.
             self._entry = replace(self._entry, proof=self._entry.proof.with_made(one))
             self._write(self._entry)
 
     def refused(self) -> None:
-        """Write down that what was begun was not made: whatever appears there is another's."""
+        """Write that nothing was created: an instance that appears there belongs to somebody else."""
         if self._entry is not None and self._entry.proof is not None:
             self._entry = replace(self._entry, proof=self._entry.proof.with_begun(None))
-            # The rollback that follows knows; only one that dies, too, would not.
+            # The rollback that follows knows it from memory.
             with contextlib.suppress(GpushareError):
                 self._write(self._entry)
 
@@ -304,21 +303,21 @@ class Journal:
         self.drop(self._path)
 
     def give_up(self) -> None:
-        """The change is over, and not all of it could be undone: it is kept for `not_restored`.
+        """The change is over but not all of it could be undone: keep the entry for `not_restored`.
 
-        Where it cannot be kept apart, it stands as one that was interrupted.
+        If it cannot be renamed, it remains the entry of an interrupted change.
         """
         self._entry = None
         with contextlib.suppress(GpushareError):
             self._rename("not-restored")
 
     def try_again(self, entry: JournalEntry) -> None:
-        """Keep the journal of a change whose undoing the driver refused: the next gpushare tries once more."""
+        """Keep the entry of a change whose undo the driver refused: the next gpushare tries once more."""
         with contextlib.suppress(GpushareError):
             self._write(replace(entry, tried=True))
 
     def set_aside(self) -> Path:
-        """Put a journal that cannot be read out of the way, and return where. The caller holds the lock.
+        """Rename a journal that cannot be read, and return its new path. The caller holds the lock.
 
         Raises:
             NoPermission, OperationFailed: it cannot be moved.

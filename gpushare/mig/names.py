@@ -1,8 +1,8 @@
-"""Names of MIG instances: what a user calls (GPU UUID, profile, first memory slice), kept across reboots.
+"""Names of MIG instances, each bound to (GPU UUID, profile, first memory slice), kept across reboots.
 
-A MIG UUID is a locator: at the same place another instance, also one of another size, comes back with it. A name is
-bound to what the user meant instead, and whoever uses it compares. ``<state>/mig-names.json`` holds them; names of root
-are everybody's to read.
+A MIG UUID only tells a place: another instance there, even of another size, may get the same one. A name is bound to
+what the user meant, and is compared with the host at each use. Names are in ``<state>/mig-names.json``; everybody can
+read those of root.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = 1
 _NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
-# What -g and a wish take for something else.
+# Words with another meaning for -g and in a wish.
 _PROFILE_LIKE: Final = re.compile(r"(\d+c\.)?\d+g.*|(mig|gpu)-.*|mig|all", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedInstance:
-    """One name: the GPU instance that it means, and the users that it is granted to (empty: nobody in particular)."""
+    """One name: the GPU instance that it means, and the users that it is granted to (empty: open to everybody)."""
 
     name: str
     gpu_uuid: str
@@ -52,7 +52,7 @@ class NamedInstance:
 
 
 def check_name(name: str) -> str:
-    """Return a name that may be given."""
+    """Return a name if it is allowed."""
     if not _NAME.fullmatch(name) or _PROFILE_LIKE.fullmatch(name):
         raise BadUsage(
             f"'{name[:60]}' cannot be the name of an instance",
@@ -63,7 +63,7 @@ def check_name(name: str) -> str:
 
 
 def names_of(host: Host) -> dict[str, NamedInstance]:
-    """Return all names that hold for this user, by name: root's, and over them the user's own."""
+    """Return the names that this user sees, by name: root's, overridden by the user's own."""
     found: dict[str, NamedInstance] = {}
     for directory in (*host.shared_state_directories, host.state_directory):
         if not is_trusted_directory(directory):
@@ -73,7 +73,7 @@ def names_of(host: Host) -> dict[str, NamedInstance]:
 
 
 def find_name(host: Host, gpu_uuid: str | None, profile: str, start: int) -> NamedInstance | None:
-    """Return the name that means this GPU instance, or None."""
+    """Return the name of a GPU instance, or None."""
     place = (gpu_uuid, profile, start)
     return next((one for one in names_of(host).values() if (one.gpu_uuid, *one.place) == place), None)
 
@@ -84,7 +84,7 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
 
     Raises:
         NoPermission: the directory or its files are not this user's.
-        OperationFailed: they cannot be written; the names are as they were.
+        OperationFailed: they cannot be written; nothing is changed.
     """
     make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     path = host.state_directory / "mig-names.json"

@@ -1,11 +1,11 @@
 """The configuration file of mig-parted, version v1: which GPUs get which MIG devices. Pure.
 
-What mig-parted refuses, we refuse (its api/spec/v1/spec.go; profiles and counts: pkg/types). A profile is checked
-only for its form here: whether a GPU has it, the driver says when it is wanted. ``parse_parted`` takes what a YAML
-parser returns; a mapping with an attribute ``line`` gives its errors the line.
+What mig-parted refuses is refused here (its api/spec/v1/spec.go; profiles and counts: pkg/types). Only the form of a
+profile is checked here; whether a GPU has it, the driver says later. ``parse_parted`` takes what a YAML parser returns;
+errors name the line if mappings have an attribute ``line``.
 
-One extension, for exact places: `PLACEMENTS`, a second YAML document behind the v1 one. mig-parted reads the first
-document only, and so still takes the file. As a key of the first document (what ``-o json`` gives) we read it too.
+One extension, for exact places: `PLACEMENTS`, a second YAML document. mig-parted reads only the first document and so
+accepts the file. It is also read as a key of the first document (``-o json`` writes that).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from gpushare.selection import no_mig
 REQUIRED: Final = ("devices", "mig-enabled")
 KEYS: Final = (*REQUIRED, "mig-devices", "device-filter")
 _ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*(?:,[a-z][a-z0-9]*(?:\.[a-z0-9]+)*)*"
-# The size in memory is part of the name there: 3g alone is refused.
+# The memory size is part of the name there: 3g alone is refused.
 _PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-](?P<attributes>{_ATTRIBUTES}))?", re.ASCII)
 
 
 def refused(message: str, hint: str, near: object = None, *, code: str = "bad_file") -> BadUsage:
-    """Return the error of a file, with the line of ``near`` where a parser noted it."""
+    """Return the error of a file, with the line of ``near`` if the parser has noted it."""
     line = getattr(near, "line", None)
     return BadUsage(message if line is None else f"{message} (line {line})", hint, code=code)
 
 
 def kind_of(value: object) -> str:
-    """Return what a value of a YAML file is, for messages; never its content, which may be endless."""
+    """Return the type of a YAML value in words; its content may be very long."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -54,7 +54,7 @@ def kind_of(value: object) -> str:
 
 
 def text_key(key: object, what: str, near: object) -> str:
-    """Return a key as text: a number is one too."""
+    """Return a key as text; it may be a number."""
     if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
         shown = kind_of(key) if key != "" else "empty"
         raise refused(f"{what} is {shown}", "put it in quotes", near)
@@ -62,7 +62,7 @@ def text_key(key: object, what: str, near: object) -> str:
 
 
 def entry_keys(raw: object, where: str) -> Mapping[object, object]:
-    """Return an entry, if it is a mapping of known keys with the required ones."""
+    """Return an entry, a mapping with all required keys and no unknown ones."""
     if not isinstance(raw, Mapping):
         raise refused(f"{where} is {kind_of(raw)}", "write: - devices: all, mig-enabled: false", raw)
     unknown = [key for key in raw if key not in KEYS]
@@ -102,7 +102,7 @@ def indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
 
 
 def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
-    """Return ``device-filter`` as written; empty stands for any GPU."""
+    """Return ``device-filter`` as written; empty for any GPU."""
     if raw is None or raw == "":
         return ()
     words = raw if isinstance(raw, list) else [raw]
@@ -114,7 +114,7 @@ def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
 
 
 def counts_of(raw: object, where: str, near: object) -> tuple[tuple[str, int], ...] | None:
-    """Return ``mig-devices`` in its order, or None when it is absent."""
+    """Return ``mig-devices`` in its order, or None if it is absent."""
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
@@ -157,16 +157,16 @@ class Entry:
     filters: tuple[str, ...] = ()
 
     def takes(self, index: int, ids: PciIds) -> bool:
-        """Return whether it is for a GPU: both the filter and the index must fit."""
+        """Return whether it is for a GPU: both filter and index must match."""
         if self.filters and not any(_fits(text, ids) for text in self.filters):
             return False
         return self.devices is None or index in self.devices
 
     @property
     def wish(self) -> Wish:
-        """Return its MIG devices as a wish, without places."""
+        """Return its MIG devices as a wish without places."""
         words = [(name, number) for name, number in self.counts if number]
-        # A wish is cut at commas; no driver has such a name, and only the driver says so.
+        # Commas separate the words of a wish. No driver has a name with one, but only the driver may refuse it.
         odd = tuple(Request(profile=name, count=number) for name, number in words if "," in name)
         plain = " ".join(f"{name}*{number}" for name, number in words if "," not in name)
         return merged((*(parse_wish(plain) if plain else ()), *odd))
@@ -183,9 +183,9 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one GPU shall be: MIG on or off, and exactly these instances.
+    """What one GPU should have: MIG on or off, and exactly these instances.
 
-    ``of_all`` says that the entry was for all devices: mig-parted then skips a GPU without MIG when it applies.
+    ``of_all``: the entry was for all devices; mig-parted then skips a GPU without MIG.
     """
 
     mig_enabled: bool
@@ -194,9 +194,9 @@ class Demand:
 
 
 def parse_parted(raw: object, placements: object = None) -> Mapping[str, Config]:
-    """Return the configurations of a v1 file by name, in the order of the file.
+    """Return the configurations of a v1 file by name, in their order.
 
-    ``raw`` is the first document of the file, ``placements`` the second one, if any.
+    ``raw`` is the first document of the file, ``placements`` the second, if any.
     """
     top = _top(raw)
     configs = top.get("mig-configs")
@@ -231,7 +231,7 @@ def choose(configs: Mapping[str, Config], name: str | None) -> Config:
     """Return the configuration with this name; a file with only one needs no name.
 
     Raises:
-        BadUsage: there are several, and none is named.
+        BadUsage: there are several and none is named.
         NotFound: there is none of this name.
     """
     listing = f"the file has: {', '.join(configs)}"
@@ -249,10 +249,10 @@ def choose(configs: Mapping[str, Config], name: str | None) -> Config:
 
 
 def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | None = None) -> dict[int, Demand]:
-    """Return what each GPU shall be that the configuration is for, by index.
+    """Return what each GPU of a configuration should have, by index.
 
-    Entries count in their order: a later one for the same GPU replaces an earlier one, as in mig-parted. A GPU
-    without MIG is among them; see `for_change`.
+    A later entry for the same GPU replaces an earlier one, as in mig-parted. GPUs without MIG are included; see
+    `for_change`.
     """
     demands: dict[int, Demand] = {}
     for entry in config.entries:
@@ -277,7 +277,7 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
 
 
 def absent(config: Config, here: Collection[int]) -> tuple[str, ...]:
-    """Return a sentence for each entry that names GPUs that this host (by index) has not; mig-parted is silent."""
+    """Return a note for each entry that names GPUs this host does not have; mig-parted ignores them silently."""
     said = []
     for number, entry in enumerate(config.entries, 1):
         gone = [index for index in entry.devices or () if index not in here]
@@ -288,23 +288,23 @@ def absent(config: Config, here: Collection[int]) -> tuple[str, ...]:
 
 
 def is_elsewhere(entry: Entry, here: Collection[int]) -> bool:
-    """Return whether an entry names only GPUs that this host has not."""
+    """Return whether an entry names only GPUs that this host does not have."""
     return entry.devices is not None and not any(index in here for index in entry.devices)
 
 
 def idle_entries(
     config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds], here: Collection[int]
 ) -> tuple[str, ...]:
-    """Return a sentence for each entry that is for none of these GPUs; mig-parted is silent about it.
+    """Return a note for each entry that matches none of these GPUs; mig-parted ignores it silently.
 
-    Those that name only GPUs that are not ``here`` are told by `absent`.
+    Entries that name only GPUs that are not ``here`` are left to `absent`.
     """
     said = []
     for number, entry in enumerate(config.entries, 1):
         if is_elsewhere(entry, here) or any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
             continue
         odd = [text for text in entry.filters if _numbers(text) is None]
-        why = f"; '{odd[0][:40]}' is no PCI id like 0x20B510DE" if odd else ""
+        why = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
         said.append(f"config '{config.name}', entry {number} is for no GPU here{why}")
     return tuple(said)
 
@@ -377,7 +377,7 @@ def _places(raw: object, name: str, near: object) -> Wish:
 
 
 def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand:
-    """Return a demand with its places; they must be those of the same MIG devices."""
+    """Return a demand with its places, which must be of the same MIG devices."""
     if demand is None or not demand.mig_enabled or _devices(demand.wish) != _devices(exact):
         raise refused(
             f"config '{name}': the placements of GPU {index} are not those of its mig-devices",
@@ -388,7 +388,7 @@ def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand
 
 
 def _devices(wish: Wish) -> dict[tuple[str, int], int]:
-    """Return how many MIG devices of each profile and size a wish asks for; 0 is one that fills."""
+    """Return how many MIG devices of each profile and size a wish asks for; size 0 fills its GPU instance."""
     found: dict[tuple[str, int], int] = {}
     for request in wish:
         for slices in request.compute or (0,):
@@ -414,7 +414,7 @@ def _numbers(text: str) -> list[int] | None:
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,62}", re.ASCII)
 _BARE: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]*", re.ASCII)
-# What a YAML 1.1 parser takes for something else than text.
+# Words that a YAML 1.1 parser does not read as text.
 _WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
 
 
@@ -432,18 +432,18 @@ def check_config_name(name: str) -> str:
     """Return a name that a configuration can have."""
     if _NAME.fullmatch(name) is None:
         raise BadUsage(
-            f"'{name[:60]}' is no name for a configuration",
-            "take up to 63 letters, digits and . _ + -, for example: train-night",
+            f"'{name[:60]}' is not a name for a configuration",
+            "use up to 63 letters, digits and . _ + -, for example: train-night",
             code="bad_name",
         )
     return name
 
 
 def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[str, Any]:
-    """Return the v1 document of these GPUs: equal ones in one entry, ``devices: all`` where it is true.
+    """Return the v1 document of these GPUs: equal ones in one entry, with ``devices: all`` where possible.
 
-    On a host of several models each entry has its ``device-filter``. A GPU instance without a compute instance
-    cannot be said in this format, and is left out.
+    On a host with several models each entry has a ``device-filter``. The format cannot express a GPU instance without
+    a compute instance, which is left out.
     """
     groups: dict[tuple[bool, tuple[tuple[str, int], ...]], list[Exported]] = {}
     for gpu in gpus:
@@ -467,7 +467,7 @@ def document(name: str, gpus: Sequence[Exported], *, whole_host: bool) -> dict[s
 
 
 def placements(name: str, gpus: Sequence[Exported]) -> dict[str, Any]:
-    """Return the exact places of each GPU with MIG on, by its index: ``{config: {"0": ["3g.40gb:4"]}}``."""
+    """Return the exact places on each GPU with MIG on, by index: ``{config: {"0": ["3g.40gb:4"]}}``."""
     return {
         PLACEMENTS: {
             name: {str(gpu.index): _placement_words(gpu.layout) for gpu in gpus if gpu.layout is not None},
@@ -476,7 +476,7 @@ def placements(name: str, gpus: Sequence[Exported]) -> dict[str, Any]:
 
 
 def yaml_text(config: Mapping[str, Any], places: Mapping[str, Any] | None = None) -> str:
-    """Return the file: the v1 document, and the placements as a second one, which mig-parted does not read."""
+    """Return the file: the v1 document, and the placements as a second document, which mig-parted does not read."""
     lines = [f"version: {config['version']}", "mig-configs:"]
     for name, entries in config["mig-configs"].items():
         lines.append(f"  {_scalar(name)}:")

@@ -1,7 +1,7 @@
-"""Which MIG instance a name or a profile means, verified against the driver.
+"""Find the MIG instance that a name or a profile means, verified against the driver.
 
-A MIG UUID is a locator: after a change an instance of another size may have it. So nothing here trusts a UUID that it
-has not just read together with the profile and the first memory slice.
+After a change an instance of another size may have the same MIG UUID. So a UUID is trusted here only if it was just read
+together with the profile and the first memory slice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _UUID: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)", re.ASCII | re.IGNORECASE)
 _IDS: Final = re.compile(r"\d+/\d+(/\d+)?", re.ASCII)
-# A name begins with a letter, a profile or its id with a digit; "MIG 1g.10gb" is how the driver prints it.
+# A name begins with a letter, a profile or its id with a digit; the driver prints "MIG 1g.10gb".
 _PROFILE: Final = re.compile(r"(mig[\s-]+)?\d", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One MIG device where it was just seen: a compute instance in its GPU instance."""
+    """One MIG device as it was just read: a compute instance in its GPU instance."""
 
     gpu: Gpu
     instance: GpuInstance
@@ -41,18 +41,18 @@ class Place:
 
     @property
     def device(self) -> Device:
-        """Return it as a device to run on."""
+        """Return the device to run on."""
         return Device(gpu=self.gpu, mig=self.mig)
 
     @property
     def title(self) -> str:
-        """Return what people call it: ``1g.10gb:2 of GPU 0``, with its name if it has one."""
+        """Return its title for messages: ``1g.10gb:2 of GPU 0``, with its name if it has one."""
         part = "" if self.compute.profile.slices == self.instance.profile.slices else f"{self.compute.profile.name}."
         place = f"{part}{self.instance} of GPU {self.gpu.index}"
         return place if self.name is None else f"{self.name} ({place})"
 
     def same(self, other: Place) -> bool:
-        """Return whether the other is this instance still: place and size, not only the UUID."""
+        """Return whether the other is still the same instance: by place and size, not only by UUID."""
         return _identity(self) == _identity(other)
 
 
@@ -62,27 +62,27 @@ def _identity(place: Place) -> tuple[object, ...]:
 
 
 def means_profile(text: str) -> bool:
-    """Return whether ``--mig`` was given a profile; otherwise it is a name."""
+    """Return whether the value of ``--mig`` is a profile and not a name."""
     word = text.strip()
     if _UUID.fullmatch(word):
         raise BadUsage(
-            f"'{word[:60]}' is a MIG UUID: at its place another instance may have it by now",
-            "give a profile or a name: --mig 1g.10gb, --mig train; an instance by its UUID is taken with -g",
+            f"'{word[:60]}' is a MIG UUID, and another instance may have it by now",
+            "give a profile or a name: --mig 1g.10gb, --mig train; for an instance by its UUID use -g",
             code="bad_mig",
         )
     if _IDS.fullmatch(word):
         raise BadUsage(
-            f"'{word[:60]}' is an id: another instance may get it",
-            f"give a profile or a name: --mig 1g.10gb, --mig train; a name is given by: gpushare mig name train {word[:60]}",
+            f"'{word[:60]}' is an id, and another instance may get it",
+            f"give a profile or a name: --mig 1g.10gb, --mig train; to give a name: gpushare mig name train {word[:60]}",
             code="bad_mig",
         )
     return _PROFILE.match(word) is not None
 
 
 def unknown_name(name: str, known: Iterable[str]) -> NotFound:
-    """Return the error for a name that no instance has; it says the names that there are, or how to give this one."""
+    """Return the error for an unknown name; its hint lists the known names, or says how to give this one."""
     names = ", ".join(sorted(known)[:16])
-    hint = f"names: {names}" if names else f"give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
+    hint = f"names: {names}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
     return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
 
 
@@ -90,9 +90,9 @@ def named_places(host: Host, name: str) -> list[Place]:
     """Return the MIG devices of the instance that a name means, by compute instance id.
 
     Raises:
-        NotFound: no such name, or at its place is not (any more) what it means; the message says what is.
+        NotFound: no such name, or something else is at its place now; the message says what.
         GpuLost: its GPU does not answer.
-        NoPermission: the driver lists no GPU instances for this user.
+        NoPermission: the driver does not list the GPU instances for this user.
     """
     known = names_of(host)
     named = known.get(name)
@@ -101,7 +101,7 @@ def named_places(host: Host, name: str) -> list[Place]:
     gpus = host.nvml.sweep()
     gpu = next((gpu for gpu in gpus if gpu.uuid == named.gpu_uuid), None)
     if gpu is None:
-        # One that is lost tells not even its UUID.
+        # A lost GPU has no UUID.
         gpu = next((gpu for gpu in gpus if gpu.error is not None and gpu.uuid is None), None)
     if gpu is None:
         raise NotFound(
@@ -128,7 +128,7 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     if not gpu.mig_enabled:
         return NotFound(
             f"{meant}, and MIG is off there",
-            f"turn it on and make it again: gpushare mig enable -g {gpu.index}; {again}",
+            f"turn it on and create it again: gpushare mig enable -g {gpu.index}; {again}",
             gpu=str(gpu.index),
             code="mig_off",
         )
@@ -145,14 +145,14 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     instead = ", ".join(map(str, there)) or "nothing"
     return NotFound(
         f"{meant}, and {instead} is there now",
-        f"see what is where: gpushare mig status; make it again: {again}",
+        f"see what is where: gpushare mig status; create it again: {again}",
         gpu=str(gpu.index),
         code="not_as_named",
     )
 
 
 def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
-    """Return every MIG device of a profile that nobody has named, by GPU and place.
+    """Return every MIG device of a profile that has no name, by GPU and place.
 
     ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance.
     """
@@ -211,7 +211,7 @@ def _of_profile(host: Host, gpu: Gpu, request: Request) -> list[Place]:
     try:
         wanted = find_profile(str(request.profile), MigReader(host.nvml).profiles(gpu.index)).name
     except NotSupported:
-        # Another model's.
+        # A profile of another model.
         return []
     return [place for place in places if place.instance.profile.name == wanted and _serves(place, request)]
 
@@ -231,7 +231,7 @@ def _check_known(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
             error = error or unknown
         else:
             return
-    # Up to driver 575 no profiles are listed while MIG is off: nothing is known then.
+    # Up to driver 575 no profiles are listed while MIG is off.
     if error is not None and any(MigReader(host.nvml).profiles(gpu.index) for gpu in gpus):
         raise error
 
@@ -254,7 +254,7 @@ def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotF
 
 
 def places_on(host: Host, gpu: Gpu) -> list[Place]:
-    """Return every MIG device of a GPU with the name of its instance, by place."""
+    """Return every MIG device of a GPU with its name, by place."""
     if not gpu.mig_enabled or not gpu.mig_instances:
         return []
     instances = MigReader(host.nvml).layout(gpu).instances

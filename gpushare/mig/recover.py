@@ -1,4 +1,4 @@
-"""After a crash in the middle of a MIG change: undone from the journal, or finished where undoing would hurt."""
+"""Recovery from a crash during a MIG change: undone by the journal, unless the change was complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """One thing that is left; ``id`` as the check of `gpushare doctor`, ``at`` the step in which a change died."""
+    """One thing that a change left; ``id`` is the check of `gpushare doctor`, ``at`` the step at which the change died."""
 
     id: str
     seen: str
@@ -37,7 +37,7 @@ class Left:
 
 
 def left_behind(host: Host, journal: Journal) -> list[Left]:
-    """Return all that is left, while no change is going on.
+    """Return what changes left; while one is running, nothing counts as left.
 
     Raises:
         GpushareError: NVML does not answer.
@@ -48,19 +48,19 @@ def left_behind(host: Host, journal: Journal) -> list[Left]:
 
 
 def interrupted(journal: Journal) -> Left | None:
-    """Return the change that died in the middle, also when its journal cannot be read."""
+    """Return the change that was interrupted, even if its journal cannot be read."""
     try:
         entry = journal.left()
     except OperationFailed as error:
         return Left(id="mig.interrupted", seen=error.message, remedy=error.hint)
     if entry is None:
         return None
-    seen = f"'{entry.title}' was interrupted in the middle"
+    seen = f"'{entry.title}' was interrupted"
     return Left(id="mig.interrupted", seen=seen, remedy=RECOVER, at=entry.step)
 
 
 def not_restored(host: Host, journal: Journal) -> list[Left]:
-    """Return what could not come back, and is not there yet, of each change.
+    """Return what each change could not restore and is still missing.
 
     Raises:
         GpushareError: NVML does not answer.
@@ -68,25 +68,25 @@ def not_restored(host: Host, journal: Journal) -> list[Left]:
     found = []
     for path, entry in journal.not_restored():
         if entry is None:
-            seen = f"{path} tells what could not come back, and cannot be read"
+            seen = f"{path}, the record of what could not be restored, cannot be read"
             found.append(Left(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
         elif wrong := missing(host, entry):
-            seen = f"of '{entry.title}', which did not end well, could not come back: {'; '.join(wrong)}"
+            seen = f"'{entry.title}' failed, and this could not be restored: {'; '.join(wrong)}"
             found.append(Left(id="mig.not_restored", seen=seen, remedy=f"{_way_back(host, entry)}; {ACCEPT}"))
     return found
 
 
 def _way_back(host: Host, entry: JournalEntry) -> str:
-    # Not at the top: hardly ever anything is left, and it brings all of a change with it.
+    # Imported here because it is rarely needed and loads all modules of a change.
     from gpushare.mig.undo import as_command
 
     index = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
     back = [as_command(replace(one, index=index[one.uuid])) for one in entry.before if one.uuid in index]
-    return f"make it as it was: {'; '.join(back)}" if back else "see: gpushare mig status"
+    return f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
 
 
 def missing(host: Host, entry: JournalEntry) -> tuple[str, ...]:
-    """Return in words what is neither as it was nor as it should have become; what others made meanwhile is theirs.
+    """Return in words what differs both from before and from after the change; instances of others do not count.
 
     Raises:
         GpushareError: NVML does not answer.
@@ -100,7 +100,7 @@ def _differences(host: Host, entry: JournalEntry, wanted: tuple[GpuShape, ...]) 
     said: list[str] = []
     for shape, before, after in zip(wanted, entry.before, entry.after, strict=True):
         if shape.uuid not in index:
-            said.append(f"GPU {shape.index} ({shape.uuid}) is not there")
+            said.append(f"GPU {shape.index} ({shape.uuid}) is missing")
             continue
         gpu = host.nvml.gpu(index[shape.uuid])
         if gpu.error is not None:
@@ -118,15 +118,14 @@ def _differences(host: Host, entry: JournalEntry, wanted: tuple[GpuShape, ...]) 
 
 
 def recover(host: Host, journal: Journal, *, retry: bool = False) -> tuple[str, ...]:
-    """Finish or undo the change that an earlier gpushare died in, under the lock; return what was done, in words.
+    """Finish or undo an interrupted change, under the lock; return what was done, in words.
 
-    What was reached already is kept when it is all of it; else every GPU of the change goes back to what it was. What
-    could not come back is named, stays to be seen (`not_restored`), and is not undone behind anybody's back later:
-    only with ``retry`` it is tried again. Where only a call of the driver failed, the next gpushare tries once more.
+    A complete change is kept; otherwise every GPU of the change is restored. What cannot be restored is reported, also
+    later (`not_restored`), and is tried again only with ``retry``, so that nothing changes behind the user's back.
+    If only a driver call failed, the next gpushare tries once more.
 
     Raises:
-        OperationFailed: something could not come back; all of it is named (code ``not_restored``). Or the journal
-            cannot be read.
+        OperationFailed: something could not be restored (code ``not_restored``), or the journal cannot be read.
     """
     entry = journal.begun()
     said = () if entry is None else _recovered(host, journal, entry)
@@ -137,7 +136,7 @@ def recover(host: Host, journal: Journal, *, retry: bool = False) -> tuple[str, 
 
 
 def _earlier(host: Host, journal: Journal, *, retry: bool) -> list[str]:
-    """Finish what is kept of earlier changes that is back, or with ``retry`` comes back now."""
+    """Drop entries of earlier changes that are restored by now; with ``retry`` try to restore the others."""
     said = []
     for path, kept in journal.not_restored():
         if kept is None or (missing(host, kept) and not retry):
@@ -146,19 +145,19 @@ def _earlier(host: Host, journal: Journal, *, retry: bool) -> list[str]:
             entry = _found_again(host, kept)
             if missing(host, kept):
                 others = _undo(host, entry)
-                said.append(f"'{entry.title}', which did not end well, is undone now")
+                said.append(f"'{entry.title}', which had failed, is undone now")
                 said += map(_stays, others)
         except GpushareError:
-            # `not_restored` names it still.
+            # `not_restored` still reports it.
             continue
         said += _finished(host, entry)
-        # Else it would be named again when somebody changes it later.
+        # Otherwise it would be reported again after a later change.
         journal.drop(path)
     return said
 
 
 def is_complete(host: Host, entry: JournalEntry) -> bool:
-    """Return whether a change that was interrupted had come to its end: nothing of it would be undone."""
+    """Return whether an interrupted change was complete, so that nothing would be undone."""
     try:
         return _is_done(host, _found_again(host, entry))
     except GpushareError:
@@ -166,7 +165,7 @@ def is_complete(host: Host, entry: JournalEntry) -> bool:
 
 
 def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
-    """Forget what could not come back, and set a journal aside that cannot be read; return what was, in words."""
+    """Forget what could not be restored, and set aside a journal that cannot be read; return what was done, in words."""
     said, would = [], "would be " if dry_run else ""
     try:
         entry = journal.begun()
@@ -176,8 +175,8 @@ def accept(host: Host, journal: Journal, *, dry_run: bool) -> tuple[str, ...]:
     else:
         if entry is not None and not entry.tried:
             raise BadUsage(
-                f"'{entry.title}' was interrupted, and is not undone yet",
-                f"undo it first: {RECOVER}; only what then cannot come back is forgotten",
+                f"'{entry.title}' was interrupted and is not undone yet",
+                f"undo it first: {RECOVER}; only what cannot be restored is forgotten",
                 code="not_recovered",
             )
         if entry is not None and not dry_run:
@@ -212,7 +211,7 @@ def _recovered(host: Host, journal: Journal, entry: JournalEntry) -> tuple[str, 
 
 
 def _stays(one: str) -> str:
-    return f"{one} is there and stays: nothing proves that this change made it"
+    return f"{one} is there and stays: nothing proves that this change created it"
 
 
 def _finished(host: Host, entry: JournalEntry) -> list[str]:
@@ -221,7 +220,7 @@ def _finished(host: Host, entry: JournalEntry) -> list[str]:
 
 
 def _given_back(host: Host, entry: JournalEntry) -> list[str]:
-    """Give grants and daemons back to what is there; return what was done, or failed, in words."""
+    """Restore the grants and daemons of existing instances; return what was done, or failed, in words."""
     said = []
     for shape in entry.before:
         said += regrant(host, shape.uuid)
@@ -232,13 +231,13 @@ def _given_back(host: Host, entry: JournalEntry) -> list[str]:
 
 
 def _found_again(host: Host, entry: JournalEntry) -> JournalEntry:
-    """Return the entry with the indexes that its GPUs have now: one that fell off the bus renumbers the others."""
+    """Return the entry with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
     now = {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
     gone = [shape for shape in entry.before if shape.uuid not in now]
     if gone:
         names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in gone)
         raise OperationFailed(
-            f"'{entry.title}' was interrupted, and {names} is not there to be looked at; nothing was undone",
+            f"'{entry.title}' was interrupted, and {names} is missing; nothing was undone",
             "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in entry.before)]),
             gpu=str(gone[0].index),
             code="not_restored",
@@ -248,7 +247,7 @@ def _found_again(host: Host, entry: JournalEntry) -> JournalEntry:
 
 
 def _forget_lost(host: Host, entry: JournalEntry) -> None:
-    """Forget names that the change gave in vain, or whose instance it took away."""
+    """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
     now = {shape.uuid: look(host, shape.index) for shape in entry.before}
     there = {(uuid, *one.place) for uuid, shape in now.items() for one in shape.instances}
     gone = {(shape.uuid, *one.place) for shape in entry.before for one in shape.instances} - there

@@ -1,4 +1,4 @@
-"""Which instance a user means: its name, MIG UUID, place, or ids. Pure."""
+"""Find the instance that a user means: by name, MIG UUID, place or ids. Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FORMS: Final = "its name, MIG UUID, GPU/GI, GPU/GI/CI, or PROFILE:START; with on
 
 
 def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
-    """Return what a word means: a name, a MIG UUID or its prefix, ``GPU/GI[/CI]``, ``GI``, ``3g.40gb:4``, or ``all``.
+    """Return the instances that a word means: a name, a MIG UUID or its prefix, ``GPU/GI[/CI]``, ``GI``, ``3g.40gb:4``, ``all``.
 
-    A UUID that is the only one of its GPU instance means the GPU instance; ``MIG-GPU-<uuid>/GI/CI`` is a UUID of old.
+    The UUID of the only compute instance means the GPU instance; ``MIG-GPU-<uuid>/GI/CI`` is the old form of a UUID.
 
     Raises:
         NotFound: no such instance.
-        BadUsage: it fits several.
+        BadUsage: it matches several.
     """
     word = text.strip()
     if word.lower() == "all":
@@ -38,7 +38,9 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     matches = next((found for by in kinds if (found := by(word.lower() if by is not _by_name else word, layouts))), [])
     if len(matches) > 1:
         places = ", ".join(_title(one) for one in matches)
-        raise BadUsage(f"{quoted(text)} fits several instances: {places}", f"give {FORMS}", code="ambiguous_instance")
+        raise BadUsage(
+            f"{quoted(text)} matches several instances: {places}", f"give {FORMS}", code="ambiguous_instance"
+        )
     if not matches:
         there = [f"{layout.gpu}/{one.id} ({one.name or one})" for layout, one in _instances(layouts)]
         known = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
@@ -51,9 +53,9 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
 
 
 def need_name(word: str, then: str) -> str:
-    """Return a word that may be a name: for what is kept with one, or must still mean the same later.
+    """Return a word that may be a name, for uses in which it must still mean the same instance later.
 
-    ``then`` is the command for which a name will do.
+    ``then`` is the command with a name, for the hint.
 
     Raises:
         BadUsage: it is a UUID, an id, a place or a profile.
@@ -61,18 +63,18 @@ def need_name(word: str, then: str) -> str:
     text = word.strip()
     if _NO_NAME.fullmatch(text) is None:
         return text
-    # A profile alone tells no instance.
+    # A profile alone does not tell which instance.
     tells = text.lower().startswith("mig-") or _IDS.fullmatch(text) or _PLACE.fullmatch(text.lower())
     instance = text[:60] if tells else "INSTANCE"
     raise BadUsage(
-        f"'{text[:60]}' is not a name, and another instance may have it later; this takes a name",
+        f"'{text[:60]}' is not a name, and another instance may have it later; give a name",
         f"name it first: gpushare mig name NAME {instance}; then: {then}",
         code="not_a_name",
     )
 
 
 def is_profile(word: str) -> bool:
-    """Return whether a word is a profile or its id, and so tells no instance: ``3g.40gb``, ``19``."""
+    """Return whether a word is a profile or its id, and not an instance: ``3g.40gb``, ``19``."""
     text = word.strip()
     return text[:1].isdigit() and "/" not in text and ":" not in text
 
@@ -149,7 +151,7 @@ def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
 class MigDevice(NamedTuple):
     """One kind of MIG device: ``3g.40gb``, ``1c.3g.40gb``; with the first memory slice, or None for any place.
 
-    A GPU instance without a compute instance is no MIG device, and is never what was asked; its slices are 0.
+    A GPU instance without a compute instance is not a MIG device and never matches a wish; its slices are 0.
     """
 
     profile: str
@@ -159,7 +161,7 @@ class MigDevice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its name as the driver has it."""
+        """Return the driver's name for it."""
         return self.profile if self.whole or not self.slices else f"{self.slices}c.{self.profile}"
 
     def __str__(self) -> str:
@@ -169,7 +171,7 @@ class MigDevice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What is missing and what is too much, each kind with its number; both empty: exactly as asked."""
+    """What is missing and what is extra, each kind with its count; both empty: exactly as asked."""
 
     missing: tuple[tuple[MigDevice, int], ...] = ()
     extra: tuple[tuple[MigDevice, int], ...] = ()
@@ -179,9 +181,9 @@ class Difference:
 
 
 def difference(layout: Layout, wish: Wish) -> Difference:
-    """Return how a GPU differs from exactly this wish: kinds and numbers, and places where the wish has them.
+    """Return how a GPU differs from exactly this wish: in kinds and counts, and in places where the wish names them.
 
-    MIG devices are counted, as mig-parted does: how many GPU instances hold them does not matter.
+    MIG devices are counted as mig-parted does, no matter how they are spread over GPU instances.
     """
     wanted: Counter[MigDevice] = Counter()
     for request in wish:
@@ -189,7 +191,7 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         for slices in request.compute or (profile.slices,):
             wanted[MigDevice(profile.name, slices, slices == profile.slices, request.start)] += request.count
     there = present(layout)
-    # Those with a place first: what is left may serve those without.
+    # Wishes with a place first; the rest may serve those without.
     exact = wanted & there
     wanted, there = wanted - exact, there - exact
     missing: Counter[MigDevice] = Counter()

@@ -1,4 +1,4 @@
-"""The calls of a MIG change one by one, and the way back from them: only what it has made itself is taken away."""
+"""The NVML calls of a MIG change, and their undo: only what the change itself created is destroyed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class CallFailed(OperationFailed):
-    """Something could not come back because the driver refused a call, and nobody is in the way: worth another try."""
+    """Something could not be restored because a driver call failed, not because of other users: worth another try."""
 
 
 def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None:
-    """Do one call, and return the id of what it made; ``made`` holds the ids of new GPU instances by first slice.
+    """Do one call and return the id of what it created; ``made`` has the ids of new GPU instances by first slice.
 
     Raises:
         GpushareError: as the call of `MigChanges`.
     """
     gpu, one, part = call.gpu, call.instance, call.compute
     if call.action is Action.CREATE_GPU_INSTANCE:
-        # Offline profiles have no id, and no host either.
+        # Only a profile of the catalogue, without a host, has no id.
         made[one.start] = changes.create_gpu_instance(gpu, one.profile.id or 0, one.placement)
         return made[one.start]
     owner = _id_of(one, made)
@@ -49,7 +49,7 @@ def _id_of(one: GpuInstance, made: Mapping[int, int]) -> int:
 
 
 def begun_by(changes: MigChanges, gpu: str, call: Call, made: Mapping[int, int]) -> Creation | None:
-    """Return what a call is about to make, with what is there already; None: it makes nothing."""
+    """Return what a call is about to create, with the ids that exist; None: it creates nothing."""
     one, part = call.instance, call.compute
     begun = Creation(gpu=gpu, profile=one.profile.name, start=one.start)
     if call.action is Action.CREATE_GPU_INSTANCE:
@@ -62,11 +62,11 @@ def begun_by(changes: MigChanges, gpu: str, call: Call, made: Mapping[int, int])
 
 
 def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
-    """Return what was made, with its MIG UUID where the driver tells it."""
+    """Return what was created, with its MIG UUID if the driver reports it."""
     made = Creation(gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=number)
     if begun.instance is None:
         return made
-    # Handles on MIG devices would keep them in use.
+    # Handles on MIG devices keep them in use.
     host.nvml.restart()
     devices = host.nvml.gpu(index).mig_instances
     host.nvml.restart()
@@ -76,7 +76,7 @@ def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
 
 
 def look(host: Host, index: int) -> GpuShape:
-    """Return what a GPU looks like now.
+    """Return the shape of a GPU now.
 
     Raises:
         GpushareError: NVML does not answer.
@@ -89,13 +89,13 @@ def look(host: Host, index: int) -> GpuShape:
 
 
 def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) -> tuple[str, ...]:
-    """Bring a GPU back to ``before``: what the change has made goes, what is missing is made again in its place.
+    """Bring a GPU back to ``before``: destroy what the change created, and create again what is missing.
 
-    Goes on after an error, and reads back. Returns in words what is there and is left, because nothing proves that this
-    change made it.
+    Goes on after an error, and reads back. Returns in words what stays because nothing proves that this change
+    created it.
 
     Raises:
-        OperationFailed: something could not come back; all of it is named.
+        OperationFailed: something could not be restored; the message names all of it.
     """
     host.nvml.restart()
     layout = layouts_of(host, [host.nvml.gpu(before.index)])[0]
@@ -105,7 +105,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
     made: dict[int, int] = {}
     refused = False
     changes = MigChanges(host.nvml)
-    # Letting go of the handles that the look has opened.
+    # Reading has opened handles.
     host.nvml.restart()
     for step in steps_of(plan, lambda _, call: perform(changes, call, made)):
         try:
@@ -113,7 +113,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
         except (GpushareError, KeyError) as error:
             refused = True
             trouble.append(f"{step.what}: {error}")
-    # What was made again is open to everybody, until its grants are back.
+    # An instance is open to everybody until its grants are restored.
     trouble += regrant(host, before.uuid)
     now = look(host, before.index)
     foreign = {one.place for one in others}
@@ -121,7 +121,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
     left = differences(now, replace(before, mig_enabled=None))
     if left:
         raise (CallFailed if refused and not lost else OperationFailed)(
-            f"could not come back: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
+            f"could not be restored: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
             f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
             gpu=str(before.index),
             code="not_restored",
@@ -130,7 +130,7 @@ def restore(host: Host, before: GpuShape, after: GpuShape, proof: Proof | None) 
 
 
 def as_command(shape: GpuShape) -> str:
-    """Return the gpushare command that makes a GPU look like this."""
+    """Return the gpushare command that gives a GPU this shape."""
     if shape.mig_enabled is False:
         return f"gpushare mig disable -g {shape.index} --destroy"
     if not shape.instances:

@@ -1,17 +1,17 @@
-"""What a user wants of MIG, as typed: ``3g.40gb 1g.10gb*2``. Pure.
+"""The instances that a user wants, as typed: ``3g.40gb 1g.10gb*2``. Pure.
 
 The rules:
 
 - Words are separated by spaces or commas. A word is ``[Nc.]PROFILE[:START][*COUNT]``; ``xCOUNT`` is the same as
-  ``*COUNT``, and either may stand as a word of its own behind the profile (``1g.10gb x2``). The word ``MIG`` is
-  skipped, so that the driver's own output can be pasted.
+  ``*COUNT``, and either may follow the profile as a separate word (``1g.10gb x2``). The word ``MIG`` is
+  skipped, so that the driver's output can be pasted.
 - PROFILE is the driver's name (``1g.18gb+me``), a size with or without extension (``3g``, ``1g+me``: the plain
   profile of that size, never the revision with double memory), or the id that ``-lgip`` prints (``19``).
 - ``:START`` is the first memory slice, as ``nvidia-smi mig -cgi 9:4`` takes it.
 - ``1c.3g.40gb`` is a compute instance inside a GPU instance. COUNT counts MIG devices; those of one profile (and
-  one START) share GPU instances, filled largest first, as mig-parted does: ``1c.3g.40gb*3`` is one 3g.40gb with
+  one START) share GPU instances, filled largest first, as in mig-parted: ``1c.3g.40gb*3`` is one 3g.40gb with
   three compute instances, and so is ``2c.3g.40gb 1c.3g.40gb`` with two.
-- Or by need, without a profile: so much memory, so many SMs; each GPU gives the smallest profile that serves.
+- Or by need, without a profile: at least some memory and SMs; each GPU takes its smallest profile that has them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _COUNT: Final = re.compile(r"(?P<rest>.*?)[*x](?P<count>\d{1,9})", re.ASCII)
 _ID: Final = re.compile(r"\d{1,6}", re.ASCII)
 _SIZE: Final = re.compile(r"(\d{1,3})g(?:\.\d{1,5}gb)?([+-].+)?", re.ASCII)
 _HINT: Final = "write for example: 3g.40gb 1g.10gb*2, with a placement 3g.40gb:4, or inside one instance 1c.3g.40gb*3"
-# Of a wish, all together: no host holds nearly as many.
+# Of a whole wish; no host holds nearly as many.
 _MAX_COUNT: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """At least so much memory and so many multiprocessors (SMs); None: any."""
+    """At least this much memory and this many multiprocessors (SMs); None: any."""
 
     memory_bytes: int | None = None
     multiprocessors: int | None = None
@@ -51,9 +51,9 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """So many equal GPU instances: profile as typed or by need, first memory slice or None, compute instances inside.
+    """N equal GPU instances: profile as typed or by need, first memory slice or None, compute instances inside.
 
-    ``compute`` holds the slices of each compute instance, largest first; empty is one that fills the GPU instance.
+    ``compute`` has the slices of each compute instance, largest first; empty: one that fills the GPU instance.
     """
 
     profile: str | Need
@@ -72,7 +72,7 @@ class Request:
 
     @property
     def one(self) -> str:
-        """Return what one of it is, for messages."""
+        """Return one of the instances in words."""
         return str(replace(self, count=1))
 
 
@@ -80,7 +80,7 @@ Wish = tuple[Request, ...]
 
 
 def merged(wish: Wish) -> Wish:
-    """Return a wish with equal requests counted together."""
+    """Return a wish with equal requests merged."""
     counts: Counter[Request] = Counter()
     for request in wish:
         counts[replace(request, count=1)] += request.count
@@ -88,7 +88,7 @@ def merged(wish: Wish) -> Wish:
 
 
 def parse_wish(text: str) -> Wish:
-    """Return what a wish asks for, equal requests merged, in the order of their first mention.
+    """Return the requests of a wish, equal ones merged, in the order of their first mention.
 
     Raises:
         BadUsage: it is no wish.
@@ -129,7 +129,7 @@ def _words(text: str) -> list[tuple[str, int]]:
         elif found and found[-1][1] == 1:
             found[-1] = (found[-1][0], count)
         else:
-            raise BadUsage(f"{quoted(raw)} counts nothing", _HINT, code="bad_count")
+            raise BadUsage(f"{quoted(raw)} is a count without a profile", _HINT, code="bad_count")
     if not found:
         raise BadUsage("the wish is empty", _HINT, code="bad_profile")
     total = sum(count for _, count in found)
@@ -143,7 +143,7 @@ def _packed(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
     size = _SIZE.fullmatch(profile)
     if size is None:
         raise BadUsage(
-            f"a compute instance is not asked for by id ({profile})",
+            f"a compute instance cannot be asked for by id ({profile})",
             "write the profile's name: 1c.3g.40gb",
             code="bad_profile",
         )
@@ -159,16 +159,16 @@ def _packed(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
             groups.append([device])
         else:
             group.append(device)
-    # A compute instance that fills the GPU instance is what the plain name asks for.
+    # The plain name asks for a compute instance that fills the GPU instance.
     return [() if group == [slices] else tuple(group) for group in groups]
 
 
 def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
-    """Return the profile that a request means on a GPU with these profiles.
+    """Return the profile that a request means, among those of a GPU.
 
     Raises:
-        BadUsage: the size fits several profiles, or the start is none of its placements.
-        NotSupported: the GPU never has it, or its placements are unknown.
+        BadUsage: several profiles have the size, or the profile has no such placement.
+        NotSupported: the GPU does not have it, or its placements are unknown.
     """
     found = (
         by_need(request.profile, profiles)
@@ -177,7 +177,9 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
     )
     if found.placements is None:
         raise NotSupported(
-            f"the placements of {found.name} are not known", "ask a machine that has the GPU", code="placements_unknown"
+            f"the placements of {found.name} are not known",
+            "run this on a machine that has the GPU",
+            code="placements_unknown",
         )
     if request.start is not None and request.start not in {one.start for one in found.placements}:
         starts = ", ".join(str(one.start) for one in found.placements)
@@ -199,8 +201,8 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
     """Return the profile with this name, size or id.
 
     Raises:
-        BadUsage: several profiles have this size; the hint names them.
-        NotSupported: none of this GPU's profiles; the hint names those that are close, or all.
+        BadUsage: several profiles have this size; the hint lists them.
+        NotSupported: this GPU has no such profile; the hint lists similar ones, or all.
     """
     wanted = text.strip().lower().removeprefix("mig").strip(" -")
     if _ID.fullmatch(wanted):
@@ -211,11 +213,13 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
         return matches[0]
     if matches:
         candidates = ", ".join(profile.name for profile in matches)
-        raise BadUsage(f"{quoted(text)} fits several profiles", f"give one of: {candidates}", code="ambiguous_profile")
+        raise BadUsage(
+            f"{quoted(text)} matches several profiles", f"give one of: {candidates}", code="ambiguous_profile"
+        )
     names = [profile.name for profile in profiles]
     if not names:
         raise NotSupported(
-            "the driver lists no MIG profiles of this GPU; up to driver 575 it does only while MIG is on",
+            "the driver lists no MIG profiles of this GPU (up to driver 575: only while MIG is on)",
             "switch it on first: gpushare mig enable -g GPU; or plan for a model: --model h100-80gb",
             code="no_profiles",
         )
@@ -230,17 +234,17 @@ def _of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]:
         return []
     extension = match.group(2) or ""
     same = [p for p in profiles if re.sub(r"\.\d+gb", "", p.name) == f"{match.group(1)}g{extension}"]
-    # 1g is 1g.10gb, not the revision 1g.20gb: NVML counts them as different sizes too.
+    # 1g is 1g.10gb, not the revision 1g.20gb, which NVML has as a different size.
     return [p for p in same if p.plain] or same if not extension else same
 
 
 def by_need(need: Need, profiles: Sequence[Profile]) -> Profile:
-    """Return the smallest plain profile that serves: fewest memory slices, then compute slices, then memory.
+    """Return the smallest plain profile that meets a need: fewest memory slices, then compute slices, then memory.
 
-    A profile whose memory or SM count is unknown cannot be proved to serve, and is not taken.
+    A profile whose memory or SM count is unknown does not count.
 
     Raises:
-        NotSupported: none serves; the hint names the largest, or says that its figures are unknown.
+        NotSupported: none does; the hint has the figures of the largest.
     """
     ordinary = [profile for profile in profiles if not profile.attributes and profile.placements]
     serving = [
@@ -265,7 +269,7 @@ def _at_least(has: int | None, wanted: int | None) -> bool:
 
 
 def wish_of(instances: Iterable[GpuInstance], *, places: bool = True) -> Wish:
-    """Return the wish that these instances fulfil: what ``apply`` needs to get them again, in their places."""
+    """Return the wish with which ``apply`` creates these instances again, in their places."""
     found: Counter[Request] = Counter()
     for one in sorted(instances, key=lambda instance: instance.start):
         parts = tuple(sorted((compute.profile.slices for compute in one.compute), reverse=True))

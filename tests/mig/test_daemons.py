@@ -17,6 +17,7 @@ from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotSup
 from gpushare.gpu_models import model_of
 from gpushare.host import cdi
 from gpushare.mig import daemons
+from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.model import ComputeMode, Gpu
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import MpsControl
@@ -502,14 +503,14 @@ def toolkit(world: World) -> Callable[[], bytes]:
 
 
 def test_no_specification_is_nothing_to_say(world: World) -> None:
-    assert daemons.cdi_notes(world.host, [gpu_of(world)]) == ()
+    assert cdi_notes(world.host, [gpu_of(world)]) == ()
 
 
 def test_a_stale_specification_is_said_with_the_command(world: World, toolkit: Callable[[], bytes]) -> None:
-    assert daemons.cdi_notes(world.host, [gpu_of(world)]) == ()
+    assert cdi_notes(world.host, [gpu_of(world)]) == ()
     gone = uuids(world)[2]
     admin.set_mig(world.spec, "0", LAYOUT[:2])
-    (note,) = daemons.cdi_notes(world.host, [gpu_of(world)])
+    (note,) = cdi_notes(world.host, [gpu_of(world)])
     assert gone in note
     assert "sudo nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml" in note
     assert toolkit()
@@ -518,20 +519,20 @@ def test_a_stale_specification_is_said_with_the_command(world: World, toolkit: C
 def test_a_specification_while_there_is_no_device(world: World, toolkit: Callable[[], bytes]) -> None:
     with StateFile(world.spec).changed() as state:
         state.gpus[0].mig = []
-    (note,) = daemons.cdi_notes(world.host, [])
+    (note,) = cdi_notes(world.host, [])
     assert "after the next mig create" in note
     before = toolkit()
-    do(*daemons.refresh_steps(world.host))
+    do(*refresh_steps(world.host))
     assert toolkit() == before
 
 
 def test_refresh_is_read_back_and_taken_back(world: World, toolkit: Callable[[], bytes]) -> None:
     before = toolkit()
     admin.set_mig(world.spec, "0", LAYOUT[:2])
-    (step,) = daemons.refresh_steps(world.host)
+    (step,) = refresh_steps(world.host)
     assert step.command == step.undo == "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
     step.do()
-    assert daemons.cdi_notes(world.host, [gpu_of(world)]) == ()
+    assert cdi_notes(world.host, [gpu_of(world)]) == ()
     assert toolkit() != before
     assert roll_back([step]) == []
     assert toolkit() == before
@@ -540,7 +541,7 @@ def test_refresh_is_read_back_and_taken_back(world: World, toolkit: Callable[[],
 def test_refresh_that_fails_leaves_the_old_file(world: World, toolkit: Callable[[], bytes]) -> None:
     before = toolkit()
     admin.set_mig(world.spec, "0", LAYOUT[:2])
-    steps = daemons.refresh_steps(world.host)
+    steps = refresh_steps(world.host)
     world.fault("user", "1000")
     with pytest.raises(NoPermission):
         do(*steps)
@@ -548,7 +549,7 @@ def test_refresh_that_fails_leaves_the_old_file(world: World, toolkit: Callable[
 
 
 def test_refresh_of_a_file_that_went_meanwhile(world: World, toolkit: Callable[[], bytes]) -> None:
-    steps = daemons.refresh_steps(world.host)
+    steps = refresh_steps(world.host)
     assert toolkit()
     cdi.local_path(world.host, cdi.DEFAULT_PATH).unlink()
     with pytest.raises(OperationFailed) as caught:
@@ -558,7 +559,7 @@ def test_refresh_of_a_file_that_went_meanwhile(world: World, toolkit: Callable[[
 
 def test_refresh_without_a_specification(world: World) -> None:
     with pytest.raises(NotFound) as caught:
-        daemons.refresh_steps(world.host)
+        refresh_steps(world.host)
     assert caught.value.code == "no_cdi_spec"
     assert "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml" in caught.value.hint
 
@@ -567,4 +568,4 @@ def test_refresh_without_a_specification(world: World) -> None:
 def test_refresh_without_the_toolkit(world: World) -> None:
     world.fault("missing", "nvidia-ctk")
     with pytest.raises(NotSupported):
-        daemons.refresh_steps(world.host)
+        refresh_steps(world.host)

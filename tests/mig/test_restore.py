@@ -1,4 +1,4 @@
-"""What a rollback owes beyond the instances: grants given again, and by name what could not come back."""
+"""What a rollback owes beyond the instances: grants given again, and by name what could not be restored."""
 
 from __future__ import annotations
 

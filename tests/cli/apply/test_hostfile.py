@@ -401,7 +401,7 @@ def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, write: Wr
     before = same(TWO)
     answer = cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]", index=1)), host=TWO, output="json")
     assert (answer.code, answer.json["errors"][0]["code"]) == (2, "name_taken")
-    assert ":3:3: GPU 1: the name 'test' is given to 1g.10gb:6 of GPU 0" in answer.json["errors"][0]["message"]
+    assert ":3:3: GPU 1: the name 'test' belongs to 1g.10gb:6 of GPU 0" in answer.json["errors"][0]["message"]
     assert same(TWO) == before
 
 

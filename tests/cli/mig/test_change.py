@@ -145,7 +145,7 @@ def test_enable_and_disable_are_read_back_and_told(cli: Cli) -> None:
     world = World(H100)
     answer = cli("mig", "enable", host=H100).ok()
     assert "no CUDA program can use it" in answer.err
-    assert "a reboot or a reload of the driver turns MIG off again" in answer.err
+    assert "MIG and its instances are lost at a reboot or when the driver is reloaded" in answer.err
     assert (world.state.gpus[0].mig_mode, world.state.gpus[0].mig_pending) == (1, 1)
     assert "nothing to do" in cli("mig", "enable", host=H100).ok().out
     cli("mig", "disable", host=H100).ok()

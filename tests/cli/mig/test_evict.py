@@ -59,7 +59,7 @@ def test_programs_that_were_ended_are_not_said_to_be_back(two_parts: tuple[World
     host.fault("fail-step", 3)
     said = host.run("mig", "apply", "7g.80gb", "--evict", "all")
     assert said.code == 1
-    assert said.error["message"].endswith("everything is as before, but for the programs that --evict ended")
+    assert said.error["message"].endswith("everything is as before, except the processes that --evict ended")
     assert host.look() == before
 
 
@@ -75,7 +75,7 @@ def crashed(host: World, *words: str, step: int) -> None:
 def test_the_next_change_undoes_what_was_interrupted_first(cli: Cli) -> None:
     host = World.new(EIGHT)
     crashed(host, "apply", "-g", "2", "1g.10gb*3", step=4)
-    assert "was interrupted in the middle: gpushare mig recover" in cli("mig", "status", host=EIGHT).err
+    assert "was interrupted: gpushare mig recover" in cli("mig", "status", host=EIGHT).err
     dry = cli("mig", "enable", "-g", "5", "--dry-run", host=EIGHT).ok()
     assert "would be undone" in dry.err
     assert len(host.look()[2].instances) > 0
@@ -143,7 +143,7 @@ def test_recovering_without_its_gpu_says_so_and_touches_no_other() -> None:
     before = host.look()
     said = host.run("mig", "recover")
     assert (said.code, said.error["code"]) == (1, "not_restored")
-    assert "is not there" in said.error["message"]
+    assert "is missing" in said.error["message"]
     assert host.look() == before
     assert not host.journal.exists()
 

@@ -1,4 +1,4 @@
-"""What a MIG change left behind: a journal that cannot be read, and what could not come back. Neither is lost."""
+"""What a MIG change left behind: a journal that cannot be read, and what could not be restored. Neither is lost."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
     assert sorted(one.read_text() for one in host.journal.parent.glob("set-aside-*.json")) == ["{", "{{"]
 
 
-# -- what could not come back ----------------------------------------------------------------------
+# -- what could not be restored ----------------------------------------------------------------------
 
 
 def lost(host: World) -> tuple[int, str]:
@@ -132,7 +132,7 @@ def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: R
     admin.end_process(host.spec, pid)
     cli("mig", "disable", "-g", "0", "--destroy", host=A100).ok()
     assert host.look() == before
-    assert "could not come back" not in cli("mig", "status", host=A100).ok().err
+    assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
     # Not only unseen: what is wanted otherwise later is nobody's loss.
     assert not list(host.journal.parent.glob("*.json"))
@@ -145,7 +145,7 @@ def test_the_change_that_is_complete_after_all_is_no_loss(cli: Cli) -> None:
     pid, _ = lost(host)
     admin.end_process(host.spec, pid)
     cli("mig", "apply", "1g.10gb*3", host=A100).ok()
-    assert "could not come back" not in cli("mig", "status", host=A100).ok().err
+    assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
 
 
 def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
@@ -156,7 +156,7 @@ def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
     crashed(host, "apply", "-g", "1", "2g.20gb", step=2)
     done = cli("mig", "recover", host=TWO).ok()
     assert "was undone" in done.out
-    assert "could not come back" in done.err
+    assert "could not be restored" in done.err
 
 
 def test_a_list_that_cannot_be_read_is_said_and_stays(cli: Cli, refused: Refused) -> None:
@@ -181,7 +181,7 @@ def test_another_change_neither_undoes_nor_forgets_it(cli: Cli) -> None:
     here = host.look()[0]
     cli("mig", "apply", "-g", "1", "2g.20gb", host=TWO).ok()
     assert host.look()[0] == here
-    assert "could not come back" in cli("mig", "status", host=TWO).ok().err
+    assert "could not be restored" in cli("mig", "status", host=TWO).ok().err
 
 
 def test_who_accepts_it_is_not_told_again(cli: Cli) -> None:
@@ -191,7 +191,7 @@ def test_who_accepts_it_is_not_told_again(cli: Cli) -> None:
     assert place in cli("mig", "recover", "--forget", host=A100).ok().out
     assert host.look() == here
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
-    assert "could not come back" not in cli("mig", "status", host=A100).ok().err
+    assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
 
 
 def test_forgetting_nothing_says_so_and_an_interrupted_change_is_undone_and_not_forgotten(
@@ -209,9 +209,9 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=4)
     with host.file.changed() as state:
         gone = state.gpus.pop(0)
-    assert "is not there" in host.run("mig", "recover").error["message"]
+    assert "is missing" in host.run("mig", "recover").error["message"]
     for _ in range(2):
-        assert "is not there" in refused("mig", "recover", code="not_restored", exit_code=1, host=TWO)
+        assert "is missing" in refused("mig", "recover", code="not_restored", exit_code=1, host=TWO)
     with host.file.changed() as state:
         state.gpus.insert(0, gone)
     assert "is undone now" in cli("mig", "recover", host=TWO).ok().out
@@ -239,7 +239,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
         patched.setattr(change, "perform", in_use)
         said = host.run("mig", "apply", "1g.10gb*3")
     assert "could not be undone" in said.error["message"]
-    assert "could not come back" in cli("mig", "status", host=A100).ok().err
+    assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     for pid in host.pids():
         admin.end_process(host.spec, pid)
     assert host.run("mig", "recover").code == 0

@@ -161,7 +161,7 @@ def test_an_instance_that_is_not_there_is_answered_with_those_that_are(cli: Cli)
     done = cli("--host", "sim:h100", "mig", "destroy", "1g.10gb")
     assert done.err.splitlines()[1].startswith("hint: instances: 0/7 (1g.10gb:0), 0/2 (train);")
     taken = cli("--host", "sim:h100", "mig", "name", "train", "0/7")
-    assert taken.err.splitlines()[0] == "error: the name 'train' is given to 3g.40gb:4 of GPU 0"
+    assert taken.err.splitlines()[0] == "error: the name 'train' belongs to 3g.40gb:4 of GPU 0"
 
 
 def test_a_wish_and_a_need_are_too_much(cli: Cli) -> None:
