@@ -72,7 +72,7 @@ class GiProfile(NamedTuple):
 
     @property
     def all_media(self) -> bool:
-        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit beside it."""
+        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit next to it."""
         return self.name.endswith("+me.all")
 
     @property

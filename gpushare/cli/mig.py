@@ -229,7 +229,7 @@ def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, 
         command = f"gpushare mig apply -g {','.join(str(one.gpu) for one in layouts)} {words} {going[1]}"
     else:
         command = f"gpushare mig destroy {going[0]} {going[1]}"
-    return replace(found, hint=f"end what runs there, or let its programs be ended: {command}")
+    return replace(found, hint=f"end the programs there, or let gpushare end them: {command}")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The steps of ``gpushare apply`` that are not MIG's own: compute mode, time-slice, names, grants.
+"""The steps of ``gpushare apply`` besides MIG changes: time-slice, names, grants, MPS daemons.
 
-They look at the host when they act, not when they are planned: most of them follow a change of MIG.
+They read the host when they act, not at planning: most of them follow a MIG change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def ask_levels(host: Host) -> None:
-    """Raise where nvidia-smi is missing, or hangs: then no GPU tells a time-slice, whatever it has.
+    """Raise if nvidia-smi is missing or hangs: then no time-slice is known.
 
     Raises:
         NotSupported: it is not installed.
@@ -52,7 +52,7 @@ def ask_levels(host: Host) -> None:
 
 
 def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None) -> Step:
-    """Return the step that sets a time-slice level; what it needs is looked at when it acts."""
+    """Return the step that sets a time-slice level, planned when it acts."""
     device = Device(gpu=gpu)
     return deferred(
         f"set the time-slice of GPU {gpu.index} to {level.title}",
@@ -66,7 +66,7 @@ def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None)
 
 
 def revoke_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], staying: set[tuple[str, int]]) -> list[Step]:
-    """Return the steps that open instances that stay and lose their name: a grant goes with the name."""
+    """Return the steps that revoke the grants of instances that stay and lose their name."""
     kept = {(one.name, one.profile, one.start) for one in wanted}
     return [
         deferred(
@@ -80,9 +80,9 @@ def revoke_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], stayin
 
 
 def names_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName]) -> list[Step]:
-    """Return the step that gives a GPU exactly these names, or none: bound before the instances are there.
+    """Return the step that gives a GPU exactly these names, or none.
 
-    A crash in the middle then loses no name. Grants follow when the instances are there.
+    Names are bound before the instances exist, so that a crash loses none. Grants follow when they exist.
     """
     there = {one.name: (one.profile, one.start) for one in live.names}
     want = {one.name: (one.profile, one.start) for one in wanted}
@@ -102,7 +102,7 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName]) -> list
 
 
 def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], made: set[tuple[str, int]]) -> list[Step]:
-    """Return the steps that give named instances to exactly their users; ``made`` are those that are new."""
+    """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
     there = {one.name: one for one in live.names}
     steps = []
     for one in wanted:
@@ -125,7 +125,7 @@ def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[WantedName], made: s
 
 
 def _grants(host: Host, one: WantedName, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
-    """First to those who get it, then away from the others: in between it is nobody else's."""
+    """Grant first and revoke then: in between the instance is never open to others."""
     new = [user for user in one.users if user not in before]
     old = [user for user in before if user not in one.users]
     makes: list[Callable[[], Sequence[Step]]] = [
@@ -139,7 +139,7 @@ def _grants(host: Host, one: WantedName, before: Sequence[str]) -> list[Callable
 
 
 def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
-    """Return the step that looks at a GPU at the end: it is as the file has it, or all of it is taken back."""
+    """Return the step that checks a GPU at the end; if it is not as in the file, all is undone."""
 
     def act() -> None:
         left = points(look(), entry)
@@ -150,7 +150,7 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
                 gpu=str(index),
             )
 
-    what = f"check that GPU {index} is as the file has it"
+    what = f"check that GPU {index} is as in the file"
     return Step(what=what, command="gpushare diff -f FILE", do=act, changes=False)
 
 
@@ -158,7 +158,7 @@ Find = Callable[[], Device]
 
 
 def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
-    """Return the steps that stop our idle daemons on these devices, and clear away what dead ones left."""
+    """Return the steps that stop our idle daemons on these devices, and clean up after dead ones."""
     steps = []
     for own in own_daemons(host, live.gpu):
         if own.device.uuid in unwanted:
@@ -178,7 +178,7 @@ def stop_step(host: Host, own: OwnDaemon) -> Step:
 
     def act() -> None:
         stop(host, own.found, own.device, drain_seconds=0.0, force=False)
-        # The next daemon here is everybody's again, unless its file says otherwise.
+        # The next daemon here is open to everybody, unless the file says otherwise.
         if users:
             let_in(own.home.pipe, ())
 
@@ -199,7 +199,7 @@ def stop_step(host: Host, own: OwnDaemon) -> Step:
 def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
     device = Device(gpu=gpu) if gpu.uuid == found.daemon.device_uuid else None
     return Step(
-        what=f"clear away what a dead MPS daemon of GPU {gpu.index} left",
+        what=f"clean up after a dead MPS daemon of GPU {gpu.index}",
         command=f"gpushare mps stop -g {found.daemon.device_uuid}",
         do=lambda: _clear(host, found, device),
     )
@@ -210,7 +210,7 @@ def _clear(host: Host, found: FoundDaemon, device: Device | None) -> None:
 
 
 def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
-    """Return the step that gives a device a daemon with exactly these limits and users; it is left running if it has one."""
+    """Return the step that gives a device a daemon with exactly these limits and users; a running one is kept."""
     work = _Daemon(host, find, wish)
     words = _words(wish)
     return Step(
@@ -223,7 +223,7 @@ def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: 
 
 
 class _Daemon:
-    """One daemon while it is made what a file wants."""
+    """Start or change one daemon as a file says."""
 
     def __init__(self, host: Host, find: Find, wish: MpsWish) -> None:
         self._host, self._find, self._wish = host, find, wish
@@ -250,7 +250,7 @@ class _Daemon:
         home = home_of(self._host.run_directory, device.uuid)
         home.create()
         with home.locked():
-            # Closed before anybody could come.
+            # Restricted before a client can connect.
             self._let_in(home)
             carry_out(plan_start(self._host, device, self._wish.limits, exclusive=self._wish.exclusive))
             self._started = True
@@ -278,7 +278,7 @@ class _Daemon:
 
 
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
-    """Raise before anything is changed when a daemon cannot be had on a device."""
+    """Raise before anything is changed if a device cannot have a daemon."""
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program(control.PROGRAM)
     check_memory(device, wish.limits.memory_limit_bytes)
@@ -286,7 +286,7 @@ def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[st
 
 
 def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0) -> None:
-    """Raise InUse when more programs than ``may`` are on a device that is to be shared in another way."""
+    """Raise InUse if more than ``may`` programs are on a device that is to be shared in another way."""
     if len(outside) > may:
         more = f" and {len(outside) - 4} more" if len(outside) > 4 else ""
         raise InUse(
@@ -298,7 +298,7 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
 
 
 def future(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
-    """Return a MIG device that is, or is to be, on a GPU."""
+    """Return a MIG device that exists, or is to be created, on a GPU."""
     mig = next((one for one in gpu.mig_instances if one.uuid == placed.uuid), None)
     return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(placed), memory_total_bytes=memory))
 

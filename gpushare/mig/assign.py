@@ -1,7 +1,7 @@
-"""Which GPU takes which part of a wish: exact, by dynamic programming over the GPUs. Pure.
+"""Decide which GPU takes which part of a wish: exact, by dynamic programming over the GPUs. Pure.
 
-A part of a wish is a code: one integer with a field per kind of instance, and one for the size of the part, each
-under a guard bit, so that subtracting and seeing whether it went below zero is one operation for all fields.
+A part of a wish is a code: one integer with a field per kind of instance, and one for the size of the part, each with a
+guard bit, so that one subtraction tells for all fields whether any goes below zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The placement rules of one kind of board, compiled to bit masks; every question is answered once. Pure.
+"""The placement rules of one kind of board, compiled to bit masks; all results are cached. Pure.
 
-What the driver refuses, as rules: two instances never share a memory slice; a profile exists at most as often as
--lgip's Total says; ``+me`` once per GPU; ``+me.all`` beside nothing but ``-me`` (nvml.h); and the compute slices of
-all instances together are no more than the GPU has, which binds only on boards with a 1g behind slice 6.
+The driver's rules: two instances never share a memory slice; a profile exists at most as often as -lgip's Total says;
+``+me`` once per GPU; ``+me.all`` only with ``-me`` (nvml.h); and the compute slices of all instances together are no more
+than the GPU has, which matters only on boards with a 1g behind slice 6.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _UNLIMITED: Final = 1 << 20
 
 
 class Kind(NamedTuple):
-    """One kind of instance that is asked for: the profile's number on the board, and a fixed start or None."""
+    """One kind of wished instance: the number of its profile on the board, and its start or None for any."""
 
     profile: int
     start: int | None = None
 
 
 class Arrangement(NamedTuple):
-    """One way to lay instances on an empty board."""
+    """One way to place instances on an empty board."""
 
     # (kind, profile number, start) of each, kinds ascending.
     places: tuple[tuple[int, int, int], ...]
@@ -48,11 +48,11 @@ class Board:
         self.slices = tuple(profile.slices for profile in profiles)
         self.sizes = tuple(profile.size or 0 for profile in profiles)
         self.limits = tuple(_UNLIMITED if p.instances is None else p.instances for p in profiles)
-        # Of each profile those that never share a GPU with it (itself: one per GPU).
+        # For each profile those that cannot be on the same GPU (itself: one per GPU).
         self.exclusive = tuple(
             frozenset(n for n, other in enumerate(profiles) if _exclude(one, other)) for one in profiles
         )
-        # By end: taking the first free one each time then packs the most.
+        # By end: always taking the first free one then packs the most.
         self.places = tuple(
             tuple(
                 sorted(((one.start, one.mask) for one in p.placements or ()), key=lambda place: place[1].bit_length())
@@ -73,7 +73,7 @@ class Board:
     # -- what is free ------------------------------------------------------------------------------
 
     def rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Return how many more of each profile the rules allow beside these (sorted), whatever their places."""
+        """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
         known = self._rooms.get(members)
         if known is None:
             known = self._rooms[members] = tuple(self._room(number, members) for number in range(len(self.profiles)))
@@ -95,7 +95,7 @@ class Board:
         return known
 
     def lost(self, mask: int, members: tuple[int, ...]) -> int:
-        """Return the capacity that these instances take: what an empty board could hold more, in memory slices."""
+        """Return the capacity that these instances take, as `planner.capacity_lost`."""
         known = self._lost.get((mask, members))
         if known is None:
             pairs = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
@@ -116,7 +116,7 @@ class Board:
     # -- arrangements ------------------------------------------------------------------------------
 
     def arrangements(self, kinds: tuple[Kind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
-        """Return every way to lay up to so many of each kind on an empty board, the empty way first."""
+        """Return every way to place up to ``limits`` of each kind on an empty board, the empty way first."""
         limits = tuple(
             min(limit, self._packed(kind.profile, 0), self.limits[kind.profile])
             for kind, limit in zip(kinds, limits, strict=True)
@@ -127,7 +127,7 @@ class Board:
         return known
 
     def complete(self, kinds: tuple[Kind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
-        """Return every way to lay exactly so many of each kind on an empty board."""
+        """Return every way to place exactly ``counts`` of each kind on an empty board."""
         known = self._complete.get((kinds, counts))
         if known is None:
             everything = self.arrangements(kinds, counts)
@@ -150,7 +150,7 @@ class Board:
                 counts[which] += 1
             yield Arrangement(places, mask, members, tuple(counts))
             rooms = self.rooms(members)
-            # The next instance is of this kind further on, or of a later kind: so each set comes once.
+            # The next instance is of this kind and further on, or of a later kind, so each set comes once.
             for after in range(kind, len(kinds)):
                 same = after == kind
                 profile = kinds[after].profile
@@ -169,7 +169,7 @@ class Board:
 
 
 def _exclude(one: Profile, other: Profile) -> bool:
-    """Return whether two profiles never share a GPU because of their media engines."""
+    """Return whether the media engines of two profiles exclude each other on one GPU."""
     if one.media and other.media:
         return True
     return (one.all_media and not other.no_media) or (other.all_media and not one.no_media)
@@ -181,7 +181,7 @@ def _board(profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> Boa
 
 
 def board_of(layout: Layout) -> Board:
-    """Return the board of a GPU; GPUs with equal profiles share it, with all that was found out about it."""
+    """Return the board of a GPU; GPUs with equal profiles share it and its cache."""
     return _board(layout.profiles, layout.axis, layout.compute_slices)
 
 
@@ -191,13 +191,13 @@ def occupied(layout: Layout) -> int:
 
 
 def members_of(layout: Layout) -> tuple[int, ...]:
-    """Return the profile numbers of the instances of a GPU, sorted; one of a profile not offered any more is left out."""
+    """Return the profile numbers of the instances of a GPU, sorted; profiles no longer offered are left out."""
     number = board_of(layout).number
     return tuple(sorted(number[one.profile.name] for one in layout.instances if one.profile.name in number))
 
 
 def forget() -> None:
-    """Forget all boards and what was found out about them: for measuring a cold start."""
+    """Drop all boards and their caches, to measure a cold start."""
     _board.cache_clear()
 
 
@@ -206,17 +206,17 @@ class ComputeChange(NamedTuple):
 
     destroyed: tuple[ComputeInstance, ...]
     created: tuple[ComputeInstance, ...]
-    # How many of those destroyed are busy; all, when the GPU instance itself is held.
+    # How many of those destroyed are busy; all if the GPU instance itself is held.
     busy: int
 
 
 def new_compute(
     profile: Profile, wanted: Sequence[int], beside: Sequence[ComputeInstance] = ()
 ) -> tuple[ComputeInstance, ...] | None:
-    """Return the compute instances to create, largest first; None when they do not fit beside the others.
+    """Return the compute instances to create next to the others, largest first; None: they do not fit.
 
-    Placements are explicit where the driver has told them (-lcipp); else their slices are counted, and the
-    driver places: in the order largest first it finds room.
+    Placements are explicit if the driver lists them (-lcipp). Otherwise slices are counted and the driver places:
+    largest first it finds room.
     """
     parts = [profile.compute_of(slices) or _whole(profile, slices) for slices in sorted(wanted, reverse=True)]
     if any(part is None for part in parts):
@@ -257,10 +257,10 @@ def make_room(
     beside: bool = True,
     beside_busy: bool = False,
 ) -> tuple[ComputeInstance, ...] | None:
-    """Return what has to go inside so that these (slices of each) fit beside the rest; None when there is no way.
+    """Return the compute instances to destroy so that these (slices of each) fit; None: there is no way.
 
-    Fewest busy ones go, then fewest. What stays may be nothing unless ``beside``, and nobody is in it unless
-    ``beside_busy``. A GPU instance that is held as a whole is left as it is.
+    The fewest busy ones, then the fewest. Others stay only if ``beside``, and busy ones only if ``beside_busy``. A GPU
+    instance that is held as a whole is not changed.
     """
     held = instance.held
     if held and not beside_busy:
@@ -280,9 +280,9 @@ def make_room(
 def change_compute(
     instance: GpuInstance, wanted: Sequence[int], *, may_destroy: bool, may_evict: bool
 ) -> ComputeChange | None:
-    """Return the cheapest change to exactly these compute instances (slices of each); None when there is none.
+    """Return the cheapest change to exactly these compute instances (slices of each); None: there is none.
 
-    Busy ones stay unless ``may_evict``; fewest busy ones go, then fewest.
+    Destroys the fewest busy ones, and only with ``may_evict``; then the fewest.
     """
     best: tuple[tuple[int, int], ComputeChange] | None = None
     existing = instance.compute

@@ -1,7 +1,7 @@
-"""MIG as the driver reports it: profiles, placements, instances and who is in them.
+"""MIG through NVML: profiles, placements, instances and their processes, and the calls that change them.
 
-Everything is asked of NVML; no table stands in for a driver that is there. Traps of the bindings: list
-calls take raw arrays and counts, and the end of the profiles is INVALID_ARGUMENT.
+All facts are from NVML, never from a table. Traps of the bindings: list calls take raw arrays and counts, and the end of
+the profiles is INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from gpushare.model import Gpu, MigInstance
 
 
-# The code of an error for instances that the driver does not tell.
+# The code of an error for instances that the driver does not list.
 HIDDEN: Final = "instances_hidden"
 # nvmlReturn_t.
 _INVALID_ARGUMENT: Final = 2
-# More than nvml.h has (NVML_GPU_INSTANCE_PROFILE_COUNT, 0x12): a newer driver's are found too.
+# More than nvml.h has (NVML_GPU_INSTANCE_PROFILE_COUNT, 0x12), for newer drivers.
 _PROFILES: Final = 64
 _COMPUTE_PROFILES: Final = 16
 # The only engine profile (NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED).
@@ -64,13 +64,12 @@ class MigReader:
         self._nvml = nvml
 
     def layout(self, gpu: Gpu) -> Layout:
-        """Return profiles with placements, and what exists; ``gpu`` with its processes and MIG devices.
+        """Return the profiles with placements, and the instances; ``gpu`` has its processes and MIG devices.
 
-        Profiles are listed also while MIG is off, from driver 580 on; a GPU without MIG has none.
+        While MIG is off, profiles are listed from driver 580 on; a GPU without MIG has none.
 
         Raises:
-            NoPermission: the driver does not tell which instances there are (code ``instances_hidden``): that none is
-                there is not known.
+            NoPermission: the driver does not list the instances (code ``instances_hidden``): there may be some.
             GpushareError: NVML does not answer.
         """
         profiles = self.profiles(gpu.index)
@@ -141,7 +140,7 @@ class MigReader:
             profile=profile,
             placement=Placement(int(info.placement.start), int(info.placement.size)),
             compute=tuple(self._compute_instances(gpu, handle, int(info.id), compute)),
-            # Who is in the GPU instance but in none of its compute instances that NVML names.
+            # Processes in the GPU instance that NVML lists in none of its compute instances.
             holders=_in(gpu, int(info.id), None),
         )
 
@@ -180,7 +179,7 @@ class MigReader:
 
 
 def compute_profile_id(nvml: Any, instance: Any, slices: int) -> int | None:
-    """Return the id of the compute instance profile with so many slices in an NVML GPU instance; None: not offered."""
+    """Return the id of the compute instance profile of a size in an NVML GPU instance; None: not offered."""
     return next((int(info.id) for info in _compute_infos(nvml, instance) if int(info.sliceCount) == slices), None)
 
 
@@ -196,7 +195,7 @@ def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
 def _hidden(gpu: Gpu, what: str) -> NoPermission:
     return NoPermission(
         f"the driver does not list the {what} of GPU {gpu.index} for this user",
-        "run as root; or let root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor); or name it by UUID: -g MIG-...",
+        "run as root; or have root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor) to you; or name it by UUID: -g MIG-...",
         gpu=str(gpu.index),
         code=HIDDEN,
     )
@@ -245,7 +244,7 @@ def gpu_instance_ids(nvml: Any, handle: Any, profile_id: int) -> list[int]:
 
 
 def compute_instance_ids(nvml: Any, handle: Any, gpu_instance: int, slices: int) -> list[int]:
-    """Return the ids of the compute instances of so many slices in a GPU instance."""
+    """Return the ids of the compute instances of a size in a GPU instance."""
     instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
     profile = compute_profile_id(nvml, instance, slices)
     found = [] if profile is None else _compute_instances(nvml, instance, profile, _PROFILES)
@@ -262,27 +261,27 @@ def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int
     return list(rows[: count.value])
 
 
-# nvmlReturn_t values of activationStatus (nvml.h): success of the call is not success of the change.
+# nvmlReturn_t values of activationStatus (nvml.h): the call may succeed and the change fail.
 _NOT_SUPPORTED: Final = 3
 _TIMEOUT: Final = 10
 _RESET_REQUIRED: Final = 16
 _IN_USE: Final = 19
 _INSUFFICIENT_RESOURCES: Final = 23
 _RESETLESS_FIELD: Final = 184
-# The code of an error of a call that made something, of which then nothing could be read.
+# The code of an error: an instance was created but could not be read back.
 NOT_READ_BACK: Final = "not_read_back"
 
 
 def may_change(host: Host) -> bool:
-    """Return whether this user may create and destroy instances: root, or the mig/config capability is open to it.
+    """Return whether this user may create and destroy instances: root, or a user with access to mig/config.
 
-    ``/proc/driver/nvidia/capabilities/mig/config`` tells its minor, 1, and with it the node (MIG user guide).
+    ``/proc/driver/nvidia/capabilities/mig/config`` has its minor number, 1, and so its node (MIG user guide).
     """
     return host.uid == 0 or (not host.is_simulated and os.access("/dev/nvidia-caps/nvidia-cap1", os.R_OK))
 
 
 class MigChanges:
-    """The changing calls; each raises what `nvml_error` says. The mode needs root, the others root or mig/config."""
+    """The modifying calls; each raises as `nvml_error` says. The mode needs root, the others root or mig/config."""
 
     def __init__(self, nvml: NvmlReader) -> None:
         self._nvml = nvml
@@ -294,7 +293,7 @@ class MigChanges:
         return None if mode is None else (bool(mode[0]), bool(mode[1]))
 
     def set_mode(self, index: int, *, enabled: bool) -> None:
-        """Switch MIG mode (nvmlDeviceSetMigMode; ``nvidia-smi -i N -mig 1``). Success is both modes as wished.
+        """Switch MIG mode (nvmlDeviceSetMigMode; ``nvidia-smi -i N -mig 1``), current and pending.
 
         Raises:
             InUse: somebody is on the GPU; the mode is only pending.
@@ -303,7 +302,7 @@ class MigChanges:
         """
         handle, gpu = self._nvml.handle(index), str(index)
         status = self._nvml.demand(lambda nvml: nvml.nvmlDeviceSetMigMode(handle, int(enabled)), gpu)
-        # "May unbind or reset the device": handles of before are not to be used again.
+        # "May unbind or reset the device": older handles must not be used.
         self._nvml.restart()
         if status:
             raise _not_activated(int(status), index, enabled=enabled)
@@ -311,8 +310,8 @@ class MigChanges:
         if held != (enabled, enabled):
             now = "unknown" if held is None else f"{_word(held[0])}, pending {_word(held[1])}"
             raise OperationFailed(
-                f"GPU {index}: MIG {_word(enabled)} was accepted, and the mode is {now}",
-                f"with nobody on it, reset the GPU: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+                f"GPU {index}: MIG {_word(enabled)} was accepted, but the mode is {now}",
+                f"with no program on it, reset the GPU: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
                 gpu=gpu,
                 code="mode_pending",
             )
@@ -321,24 +320,24 @@ class MigChanges:
         """Create a GPU instance at an explicit placement and return its id, read back (``-cgi ID:START``).
 
         Raises:
-            InUse: it would be the first, and somebody is on the GPU.
-            OperationFailed: the place is taken, or another one was given.
+            InUse: it would be the first, and the GPU is in use.
+            OperationFailed: the place is taken, or the driver chose another.
         """
         handle, gpu = self._nvml.handle(index), str(index)
 
         def create(nvml: Any) -> Any:
             place = nvml.c_nvmlGpuInstancePlacement_t(start=placement.start, size=placement.size)
-            # The bindings pass it on as it is: without byref the process crashes.
+            # The bindings pass it through: without byref the process crashes.
             return nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
 
         info = self._read_back(self._demand(create, gpu), "nvmlGpuInstanceGetInfo", index)
         if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
-            # It is known to be ours, and at a place where nobody would look for it.
+            # It is ours, and at a place where nobody would look for it.
             with contextlib.suppress(GpushareError):
                 self.destroy_gpu_instance(index, int(info.id))
             raise NotHeld(
-                f"GPU {index}: profile {profile_id} was asked for at {placement} "
-                f"and came as {info.profileId} at {info.placement.start}",
+                f"GPU {index}: profile {profile_id} was requested at {placement} "
+                f"and created as {info.profileId} at {info.placement.start}",
                 "see: gpushare mig status",
                 gpu=gpu,
             )
@@ -347,12 +346,12 @@ class MigChanges:
     def create_compute_instance(
         self, index: int, gpu_instance: int, slices: int, placement: Placement | None = None
     ) -> int:
-        """Create a compute instance of so many slices and return its id, read back (``-cci ID[:START] -gi N``).
+        """Create a compute instance of a size and return its id, read back (``-cci ID[:START] -gi N``).
 
-        A driver that knows no placement for compute instances chooses itself.
+        A driver without placements for compute instances chooses the place.
 
         Raises:
-            NotSupported: the GPU instance offers none of this size.
+            NotSupported: the GPU instance has no profile of this size.
             OperationFailed: there is no room.
         """
         handle, gpu = self._nvml.handle(index), str(index)
@@ -386,18 +385,18 @@ class MigChanges:
             return self._nvml.demand(lambda nvml: getattr(nvml, call)(made), str(index))
         except GpushareError as error:
             raise OperationFailed(
-                f"GPU {index}: an instance was made, and cannot be read: {error.message}",
+                f"GPU {index}: an instance was created but cannot be read: {error.message}",
                 error.hint,
                 gpu=str(index),
                 code=NOT_READ_BACK,
             ) from error
 
     def gpu_instance_ids(self, index: int, profile_id: int) -> tuple[int, ...] | None:
-        """Return the ids of the GPU instances of a profile; None: the driver would not tell."""
+        """Return the ids of the GPU instances of a profile; None: the driver does not list them."""
         return self._ids(index, lambda nvml, handle: gpu_instance_ids(nvml, handle, profile_id))
 
     def compute_instance_ids(self, index: int, gpu_instance: int, slices: int) -> tuple[int, ...] | None:
-        """Return the ids of the compute instances of so many slices in a GPU instance; None: the driver would not tell."""
+        """Return the ids of the compute instances of a size in a GPU instance; None: the driver does not list them."""
         return self._ids(index, lambda nvml, handle: compute_instance_ids(nvml, handle, gpu_instance, slices))
 
     def _ids(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
@@ -418,7 +417,7 @@ class MigChanges:
         return self._nvml.ask(ask, str(index))
 
     def destroy_compute_instance(self, index: int, gpu_instance: int, compute_instance: int) -> None:
-        """Destroy a compute instance and see that it is gone (``-dci``).
+        """Destroy a compute instance and check that it is gone (``-dci``).
 
         Raises:
             InUse: a process or an NVML handle is in it.
@@ -433,7 +432,7 @@ class MigChanges:
         self._gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
 
     def destroy_gpu_instance(self, index: int, gpu_instance: int) -> None:
-        """Destroy a GPU instance that has no compute instance and see that it is gone (``-dgi``).
+        """Destroy a GPU instance without compute instances and check that it is gone (``-dgi``).
 
         Raises:
             InUse: a compute instance, a process or an NVML handle is in it.
@@ -485,8 +484,8 @@ def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
     what, gpu = f"GPU {index}: MIG {_word(enabled)}", str(index)
     if status == _IN_USE:
         return InUse(
-            f"{what} is only pending, because somebody uses the GPU",
-            f"see who: gpushare status -g {index}; sudo fuser -v /dev/nvidia*; end them, then run it again",
+            f"{what} is only pending, because the GPU is in use",
+            f"see who: gpushare status -g {index}; sudo fuser -v /dev/nvidia*; end these programs, then run it again",
             gpu=gpu,
         )
     if status == _NOT_SUPPORTED:
@@ -501,7 +500,7 @@ def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
     why = "the GPU must be reset first" if status == _RESET_REQUIRED else f"NVML says {status}"
     return OperationFailed(
         f"{what} is only pending: {why}",
-        f"with nobody on it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+        f"with no program on it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
         gpu=gpu,
         code="reset_required" if status == _RESET_REQUIRED else "mode_pending",
     )
@@ -510,7 +509,7 @@ def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
 def processes_in(nvml: NvmlReader, mig: MigInstance, gpu: int) -> tuple[GpuProcess, ...] | None:
     """Return the processes in an instance (compute, graphics and MPS lists of its handle), by PID.
 
-    None when the driver will not tell, or the instance is gone.
+    None: the driver does not list them, or the instance is gone.
 
     Raises:
         GpushareError: NVML does not answer.

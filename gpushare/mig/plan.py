@@ -1,4 +1,4 @@
-"""A plan for MIG: what stays, what goes, what comes, what it costs, and the steps in order. Frozen, pure."""
+"""A plan for MIG: what is kept, destroyed and created, its cost, and the steps in order. Frozen, pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gpushare.plan import Step
 
 
 class Cost(NamedTuple):
-    """What a plan costs, in the order of weight; smaller is better.
+    """The cost of a plan, the heaviest field first; smaller is better.
 
-    Instances destroyed are counted as MIG devices: a GPU instance with three compute instances is three, an empty
-    one is one. Created are GPU instances and compute instances.
+    Destroyed instances are counted as MIG devices: a GPU instance with three compute instances is three, an empty one
+    is one. Created are GPU instances and compute instances.
     """
 
     busy_destroyed: int = 0
     named_destroyed: int = 0
     idle_destroyed: int = 0
     created: int = 0
-    # Memory slices of the GPU instances destroyed: of two idle ones the smaller goes. Before fragmentation,
-    # because a GPU with less on it always has more room.
+    # Memory slices of the GPU instances destroyed: of two idle ones the smaller one. Before fragmentation,
+    # because a GPU with fewer instances always has more room.
     slices_destroyed: int = 0
-    # `fragmentation.capacity_lost` of all GPUs of the plan, afterwards.
+    # `planner.capacity_lost` of all GPUs of the plan, afterwards.
     capacity_lost: int = 0
 
 
@@ -121,7 +121,7 @@ class GpuPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MigPlan:
-    """The cheapest way to the wish: one entry per GPU given, in their order, changed or not."""
+    """The cheapest way to the wish: one entry per GPU, changed or not."""
 
     gpus: tuple[GpuPlan, ...]
     cost: Cost
@@ -140,18 +140,18 @@ class MigPlan:
 class Why(str, Enum):
     """Why there is no plan."""
 
-    # Not even on these GPUs when they are empty.
+    # Not even on these GPUs if they were empty.
     NEVER = "never"
-    # Something that is there, and may not be destroyed, is in the way.
+    # Existing instances that may not be destroyed are in the way.
     BLOCKED = "blocked"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoPlan:
-    """Why the wish cannot be had, and what would help.
+    """Why there is no plan, and what would help.
 
-    ``instead`` is the cheapest plan when everything may be destroyed: what would have to go. ``most`` is, for a wish
-    of one kind, how many of it these GPUs hold when they are empty.
+    ``instead`` is the cheapest plan if everything might be destroyed. ``most`` is, for a wish of one kind, how many of
+    it fit on these GPUs if they are empty.
     """
 
     why: Why
@@ -162,7 +162,7 @@ class NoPlan:
 
     @property
     def would_go(self) -> tuple[tuple[int, InstanceChange], ...]:
-        """Return what would have to go, each with its GPU's index."""
+        """Return what would have to be destroyed, each with its GPU's index."""
         gpus = () if self.instead is None else self.instead.gpus
         return tuple((gpu.gpu, gone) for gpu in gpus for gone in gpu.destroyed)
 

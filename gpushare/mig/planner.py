@@ -1,11 +1,10 @@
-"""The exact planner: from what exists to what is wished at the least `Cost`. Pure.
+"""The exact planner: from the existing layout to the wish at the least `Cost`. Pure.
 
-Every way to lay the wish on a board is enumerated once per kind of board; GPUs with the same instances are
-searched once; the parts of a wish are spread over the GPUs by dynamic programming. Nothing is heuristic: the plan
-returned is the cheapest there is, and the same each time.
+All ways to place the wish on a board are enumerated once per kind of board, GPUs with the same instances are searched
+once, and the parts of a wish are spread over the GPUs by dynamic programming. There are no heuristics: the plan is the
+cheapest one, and always the same.
 
-What stays, stays in its place. A busy instance is never destroyed unless ``evict`` names it; one of which it is
-not known who is in it counts as busy.
+Instances are never moved. A busy instance is destroyed only if ``evict`` names it; unknown holders count as busy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def untouched(layout: Layout) -> GpuPlan:
 def gpu_plan(
     layout: Layout, kept: Sequence[GpuInstance], destroyed: Sequence[InstanceChange], created: Sequence[InstanceChange]
 ) -> GpuPlan:
-    """Return what happens on one GPU, in the order of the steps: by place what goes, the largest first what comes."""
+    """Return the plan of one GPU in the order of its steps: destroy by place, create the largest first."""
     return GpuPlan(
         gpu=layout.gpu,
         uuid=layout.uuid,
@@ -44,7 +43,7 @@ def gpu_plan(
 
 
 def creation(profile: Profile, start: int, compute: Sequence[int]) -> InstanceChange:
-    """Return a GPU instance to create, with compute instances of these slices; none stands for one that fills it."""
+    """Return a GPU instance to create, with compute instances of these slices; none: one that fills it."""
     placement = next(one for one in profile.placements or () if one.start == start)
     parts = new_compute(profile, compute or (profile.slices,)) or ()
     return whole(GpuInstance(profile=profile, placement=placement, compute=parts))
@@ -56,7 +55,7 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
 
 
 def addition(site: Site, option: Option, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
-    """Return what an option of the search means on its GPU; ``compute`` is what each kind has inside."""
+    """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
     gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
     filled = {one.start: number for number, one in enumerate(site.instances) if option.removal.filled >> number & 1}
     destroyed = [whole(one) for number, one in enumerate(site.instances) if number in gone]
@@ -81,7 +80,7 @@ def removal(
 ) -> tuple[GpuPlan, bool]:
     """Return the plan that destroys these (GPU instance id, compute instance id or None for all), and if it is blocked.
 
-    It is blocked when somebody is in one of them that ``evict`` (the same pairs) does not name.
+    It is blocked by a busy one that ``evict`` (the same pairs) does not name.
     """
     destroyed, kept, blocked = [], [], False
     for one in layout.instances:
@@ -97,7 +96,7 @@ def removal(
 
 
 def may_end(gone: InstanceChange, named: Collection[tuple[int, int | None]]) -> bool:
-    """Return whether all who are in what goes are named (GPU instance id, compute instance id or None for all)."""
+    """Return whether all busy parts are named (GPU instance id, compute instance id or None for all)."""
     one = gone.instance
     if (one.id, None) in named:
         return True
@@ -105,12 +104,12 @@ def may_end(gone: InstanceChange, named: Collection[tuple[int, int | None]]) -> 
 
 
 def lost_after(layout: Layout, plan: GpuPlan) -> int:
-    """Return `fragmentation.capacity_lost` of a GPU when its plan is done."""
+    """Return `capacity_lost` of a GPU after its plan."""
     return capacity_lost(replace(layout, instances=plan.after))
 
 
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
-    """Return the plan of a host, with its cost."""
+    """Return the plan of several GPUs, with its cost."""
     costs = [cost_of(gone) for plan in plans for gone in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
         created = sum(one.created for one in plan.created)
@@ -122,7 +121,7 @@ def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
 
 @dataclass(frozen=True)
 class Change:
-    """One way to the layout: what stays, what goes, what comes."""
+    """One way to the wished layout."""
 
     kept: list[GpuInstance]
     destroyed: list[InstanceChange]
@@ -130,7 +129,7 @@ class Change:
 
     @property
     def weight(self) -> int:
-        """Return what it costs, without the room that is left."""
+        """Return its cost, without the capacity that is lost."""
         made = sum(one.created for one in self.created)
         return weigh(Cost(created=made)) + sum(weigh(cost_of(one)) for one in self.destroyed)
 
@@ -138,7 +137,7 @@ class Change:
 def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
     """Return the cheapest plan after which the GPU has exactly the wish, or None.
 
-    Busy instances go only when ``evict`` holds the id of their GPU instance.
+    Busy instances are destroyed only if ``evict`` has the id of their GPU instance.
     """
     board = board_of(layout)
     counted: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
@@ -162,7 +161,7 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     plans = [
         (gpu_plan(layout, change.kept, change.destroyed, change.created), arrangement) for change, arrangement in best
     ]
-    # Of equals the one with the most room, then with instances at the high end.
+    # Of equals the one with the most room left, then the one with instances at the high end.
     ranked = min(
         plans, key=lambda pair: (lost_after(layout, pair[0]), [-start for _, _, start in pair[1].places]), default=None
     )
@@ -189,7 +188,7 @@ def _change(
 
 
 def _keep(change: Change, one: GpuInstance, wanted: tuple[int, ...], *, may_evict: bool) -> bool:
-    """Keep a GPU instance in its place with these compute instances inside; False when that may not be done."""
+    """Keep a GPU instance with exactly these compute instances inside; False: that is not allowed."""
     parts = change_compute(one, wanted, may_destroy=True, may_evict=may_evict)
     if parts is None:
         return False
@@ -201,12 +200,12 @@ def _keep(change: Change, one: GpuInstance, wanted: tuple[int, ...], *, may_evic
     return True
 
 
-# More is not read; all of them are in `NoPlan.would_go`.
+# Listed in a message; all of them are in `NoPlan.would_go`.
 _LISTED: Final = 4
 
 
 def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
-    """Return that these GPUs cannot hold the wish even when they are empty, and how many of one kind they can."""
+    """Return that the wish does not fit on these GPUs even if they are empty, and how many of one kind do."""
     where = f"GPU {layouts[0].gpu}" if len(layouts) == 1 else f"these {len(layouts)} GPUs"
     words = " ".join(str(request) for request in wish)
     most = {request: most_of(layouts, request) for request in wish}
@@ -228,22 +227,22 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
 
 
 def _reason(layout: Layout, wish: Wish) -> str:
-    """Return which rule of the driver forbids a wish on an empty GPU, where one can be named."""
+    """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
     asked = [profile for one in wish for profile in [resolve(one, layout.profiles)] * one.count]
     memory, compute = sum(one.size or 0 for one in asked), sum(one.slices for one in asked)
     if sum(one.media for one in asked) > 1:
-        return ": one with +me per GPU is the limit"
+        return ": a GPU has at most one with +me"
     if any(one.all_media for one in asked) and not all(one.all_media or one.no_media for one in asked):
-        return ": beside +me.all there may only be -me"
+        return ": with +me.all only -me profiles are possible"
     if memory > layout.axis:
-        return f": they take {memory} memory slices of {layout.axis}"
+        return f": they need {memory} memory slices, it has {layout.axis}"
     if compute > layout.compute_slices:
-        return f": they take {compute} compute slices of {layout.compute_slices}"
+        return f": they need {compute} compute slices, it has {layout.compute_slices}"
     return ""
 
 
 def most_of(layouts: Sequence[Layout], request: Request) -> int:
-    """Return how many of one request these GPUs hold when they are empty."""
+    """Return how many of one request fit on these GPUs if they are empty."""
     total = 0
     for layout in layouts:
         board = board_of(layout)
@@ -256,7 +255,7 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
 
 
 def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
-    """Return that something is in the way that may not go; ``instead`` is the cheapest plan if it might."""
+    """Return that something in the way may not be destroyed; ``instead`` is the cheapest plan if it could be."""
     gone = [(gpu.gpu, one) for gpu in instead.gpus for one in gpu.destroyed]
     busy = [(gpu, one) for gpu, one in gone if one.busy]
     named = [_named(gpu, one) for gpu, one in (busy or gone)]
@@ -264,25 +263,27 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     words = " ".join(str(request) for request in wish)
     what = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
-        hint = f"end what runs there, then make room: gpushare mig destroy {_words(gone)}"
+        hint = f"end the programs there, then make room: gpushare mig destroy {_words(gone)}"
     elif busy:
-        hint = f"end what runs there, or let its programs be ended: {_words(_busy_only(busy), '--evict ')}"
+        hint = f"end the programs there, or let gpushare end them: {_words(_busy_only(busy), '--evict ')}"
     elif only_adds:
         idle = "it is idle" if len(gone) == 1 else "they are idle"
-        hint = f"{idle}: gpushare mig destroy {_words(gone)} makes room; the whole way: gpushare mig plan --may-destroy, with the same words"
+        hint = f"{idle}: gpushare mig destroy {_words(gone)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same words"
     else:
         hint = "see who is where: gpushare mig status"
-    return NoPlan(why=Why.BLOCKED, message=f"{what}: this would have to go: {listing}", hint=hint, instead=instead)
+    return NoPlan(
+        why=Why.BLOCKED, message=f"{what}: this would have to be destroyed: {listing}", hint=hint, instead=instead
+    )
 
 
 def eviction(found: NoPlan) -> tuple[str, str] | None:
-    """Return what names all that would have to go, and the ``--evict`` of what is busy of it; None: nothing is."""
+    """Return the words for all that would be destroyed, and the ``--evict`` options for what is busy; None: nothing is."""
     busy = [(gpu, one) for gpu, one in found.would_go if one.busy]
     return (_words(found.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
 
 
 def _busy_only(gone: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
-    """Return what has to be named to be evicted: of the parts of a GPU instance those that somebody is in."""
+    """Return what must be named by ``--evict``: of a GPU instance only the busy compute instances."""
     found = []
     for gpu, one in gone:
         parts = one.compute if one.instance.held else tuple(part for part in one.compute if part.busy)
@@ -291,7 +292,7 @@ def _busy_only(gone: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, In
 
 
 def _words(gone: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
-    """Return what names these on a command line; so many that nobody types them are ``INSTANCE...``."""
+    """Return the words for these on a command line; ``INSTANCE...`` if there are too many."""
     words = [option + word for gpu, one in gone for word in _ids(gpu, one)]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
 
@@ -310,7 +311,7 @@ def _named(gpu: int, gone: InstanceChange) -> str:
 
 
 def who_is_in(gone: InstanceChange) -> str:
-    """Return who is in what would have to go."""
+    """Return in words who is in what would be destroyed."""
     parts = [gone.instance.holders, *(one.holders for one in gone.compute)]
     if any(part is None for part in parts):
         return "busy, by whom is unknown"
@@ -319,7 +320,7 @@ def who_is_in(gone: InstanceChange) -> str:
 
 
 def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
-    """Return who is in an instance: ``4194306 python3 (alice)``; who is not in CUDA with what it holds."""
+    """Return holders in words: ``4194306 python3 (alice)``, and for one without CUDA what it holds."""
     if holders is None:
         return "unknown"
     found: dict[str, list[str]] = {}
@@ -332,7 +333,7 @@ def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
 
 
 class Target(NamedTuple):
-    """An instance that exists: the GPU's index, the GPU instance's id, a compute instance's id or None for all."""
+    """An existing instance: GPU index, GPU instance id, and compute instance id or None for all."""
 
     gpu: int
     instance: int
@@ -349,10 +350,10 @@ def plan_add(
 ) -> MigPlan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
-    Without ``may_destroy`` it only adds: on free places, and compute instances into GPU instances that have room, are
-    idle and nobody's; beside somebody only where the wish names the place (``1c.3g.40gb:4``), and beside others not at
-    all when ``beside`` is False: what gets a name, which is one of GPU instances, is not put among others.
-    With ``may_destroy`` idle instances may go, and of the busy ones those that ``evict`` names.
+    Without ``may_destroy`` it only adds: GPU instances on free places, and compute instances in GPU instances that have
+    room, are idle and have no name. Compute instances are put next to busy ones only if the wish names the place
+    (``1c.3g.40gb:4``), and next to no others if ``beside`` is False: a name belongs to a whole GPU instance.
+    With ``may_destroy`` idle instances may be destroyed, and the busy ones that ``evict`` names.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
@@ -368,7 +369,7 @@ def plan_exact(
 ) -> MigPlan | NoPlan:
     """Return the cheapest plan after which each GPU (by index) has exactly its wish; other GPUs stay as they are.
 
-    An empty wish clears a GPU. What is there and is wished stays, also where its place is not the best.
+    An empty wish clears a GPU. Existing instances that are wished stay, even if their place is not the best.
     """
     _check_gpus(layouts, wishes)
     chosen, everybody = frozenset(evict), _everybody(layouts)
@@ -410,11 +411,11 @@ def plan_destroy(
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a kind of board has for a wish: the requests that it can serve, and as which kinds."""
+    """The requests of a wish that a kind of board can serve, and as which kinds."""
 
     requests: tuple[int, ...]
     kinds: tuple[Kind, ...]
-    # GPU instance and compute instances that one of each kind makes.
+    # How many GPU and compute instances one of each kind is.
     parts: tuple[int, ...]
 
 
@@ -444,7 +445,7 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
 
 
 def _codes(wish: Wish, offers: Mapping[Board, _Offer]) -> Codes:
-    """Return the codes of a wish; the size of a request is the least that any board makes of it."""
+    """Return the codes of a wish; the size of a request is its smallest on any board."""
     sizes = [
         min(
             board.sizes[kind.profile]
@@ -500,7 +501,7 @@ def _ways(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Way]:
 
 
 def _on(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
-    """Return the GPU instances that may be evicted: all who are in them are named, by the whole or by their part."""
+    """Return the GPU instances that may be evicted: all their busy parts are named."""
     places = _places(layout, targets)
     ids = {instance for instance, _ in places}
     return frozenset(one.id for one in layout.instances if one.id in ids and may_end(whole(one), places))
@@ -541,7 +542,7 @@ def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class FreeProfile:
-    """What is left for one profile: how many more fit by themselves, and where one may start now."""
+    """How many more of one profile fit by themselves, and where one may start now."""
 
     profile: Profile
     count: int
@@ -550,16 +551,16 @@ class FreeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class LostSlices:
-    """Slices that are free, but that no set of further instances can use."""
+    """Free slices that no set of further instances can use."""
 
     compute: int
     memory: int
 
 
 def free_profiles(layout: Layout) -> tuple[FreeProfile, ...]:
-    """Return what is left for each profile: the Free column of ``nvidia-smi mig -lgip``, and the free placements.
+    """Return what fits for each profile: the Free column of ``nvidia-smi mig -lgip``, and the free placements.
 
-    Each profile is counted alone: two that fit by themselves need not fit together.
+    Each profile is counted by itself: two that fit need not fit together.
     """
     board = board_of(layout)
     mask, counts = occupied(layout), board.free(occupied(layout), members_of(layout))
@@ -607,19 +608,16 @@ def _reachable(board: Board, mask: int, members: tuple[int, ...]) -> tuple[int, 
 
 
 def capacity_lost(layout: Layout) -> int:
-    """Return what the instances cost: requests that an empty GPU serves and this one does not, in memory slices.
+    """Return the capacity that the instances take, in memory slices.
 
-    Over all profiles, the number of instances that fit an empty GPU less those that still fit, times the memory
-    slices of one. Additive over GPUs, so plans across a host compare by its sum.
+    The sum over all profiles: the number that fits on an empty GPU less the number that still fits, times the memory
+    slices of one. It is additive over GPUs, so plans for several GPUs compare by the sum.
     """
     return board_of(layout).lost(occupied(layout), members_of(layout))
 
 
 def fragmentation(layout: Layout) -> int:
-    """Return how much of `capacity_lost` is due to the places alone; 0 when no packing of the same instances is better.
-
-    The difference to the best packing of the same instances on an empty GPU, in memory slices.
-    """
+    """Return how much of `capacity_lost` is due to the places: the difference to the best packing, in memory slices."""
     board, members = board_of(layout), members_of(layout)
     kinds = tuple(Kind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)

@@ -1,7 +1,7 @@
-"""MIG as the driver reports it: profiles, placements, instances, and the layout of one GPU. Frozen, pure.
+"""Profiles, placements and instances of MIG, and the layout of one GPU. Frozen, pure.
 
-Nothing here knows a board: which profiles exist and where they may lie is always the driver's answer (or, for a
-machine that is not there, the catalogue's), and is passed in.
+Nothing here depends on a board: profiles and placements always come from the driver (or, for another machine, from the
+catalogue).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Final, NamedTuple
 from gpushare.model import GpuProcess, Holder
 from gpushare.values import dataclass
 
-# The id of an instance that is to be, or was.
+# The id of an instance that is to be created, or is in a record.
 NOT_THERE: Final = -1
 _NAME: Final = r"(?a)(\d+)g(?:\.(\d+)gb)?((?:[+-][a-z]+(?:\.[a-z]+)?)*)"
-# NVML_GPU_INSTANCE_PROFILE_{1,2,3,4,7,8,6}_SLICE; the numbers behind are revisions and extensions of these.
+# NVML_GPU_INSTANCE_PROFILE_{1,2,3,4,7,8,6}_SLICE; higher numbers are revisions and extensions of these.
 _PLAIN_NVML_PROFILES: Final = range(7)
 _REV2: Final = 9
 # NVML_COMPUTE_INSTANCE_PROFILE_* by compute slices: the ID column of `nvidia-smi mig -lcip`.
 _COMPUTE_IDS: Final = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
 _COMPUTE_ID_REV1: Final = 7
-# How many compute instances of each size a GPU instance of so many slices holds (MIG user guide, -lcip).
+# How many compute instances of each size a GPU instance of a size holds (MIG user guide, -lcip).
 _COMPUTE_COUNTS: Final = {
     1: {1: 1},
     2: {1: 2, 2: 1},
@@ -35,7 +35,7 @@ _COMPUTE_COUNTS: Final = {
 
 
 class Placement(NamedTuple):
-    """Where an instance lies: the first slice and how many it takes (``-lgipp`` prints ``{start}:size``)."""
+    """The place of an instance: its first slice and their number (``-lgipp`` prints ``{start}:size``)."""
 
     start: int
     size: int
@@ -50,7 +50,7 @@ class Placement(NamedTuple):
 
 
 def mask_of(placements: Iterable[Placement | None]) -> int:
-    """Return the slices of all these as bits; None has none that are known."""
+    """Return the slices of all these as bits; None: unknown, has none."""
     return reduce(or_, (one.mask for one in placements if one is not None), 0)
 
 
@@ -72,7 +72,7 @@ class ComputeProfile:
     slices: int
     # The ID column of -lcip.
     id: int | None = None
-    # How many of it one GPU instance holds; None is unknown.
+    # How many of it one GPU instance holds; None: unknown.
     instances: int | None = None
     multiprocessors: int | None = None
     # On the axis of the GPU instance's compute slices (-lcipp); None: the driver places.
@@ -99,7 +99,7 @@ class Profile:
     memory_bytes: int | None = None
     multiprocessors: int | None = None
     engines: Engines = Engines()
-    # How many of it one GPU holds; None is unknown.
+    # How many of it one GPU holds; None: unknown.
     instances: int | None = None
     # On the axis of memory slices; None: unknown (only offline).
     placements: tuple[Placement, ...] | None
@@ -113,7 +113,7 @@ class Profile:
 
     @property
     def all_media(self) -> bool:
-        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit beside it."""
+        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit next to it."""
         return "+me.all" in self.attributes
 
     @property
@@ -123,7 +123,7 @@ class Profile:
 
     @property
     def no_media(self) -> bool:
-        """Return whether it goes without media engines (``-me``)."""
+        """Return whether it has no media engines (``-me``)."""
         return "-me" in self.attributes
 
     @property
@@ -138,21 +138,21 @@ class Profile:
 
     @property
     def size(self) -> int | None:
-        """Return how many memory slices it takes, or None when its placements are unknown."""
+        """Return how many memory slices it takes; None: its placements are unknown."""
         return max((placement.size for placement in self.placements), default=None) if self.placements else None
 
     @property
     def whole(self) -> ComputeProfile:
-        """Return the compute instance that fills it: what ``-cgi ... -C`` makes."""
+        """Return the compute instance profile that fills it, as ``-cgi ... -C`` creates it."""
         return self.compute_of(self.slices) or ComputeProfile(slices=self.slices, instances=1)
 
     def compute_of(self, slices: int) -> ComputeProfile | None:
-        """Return the compute instance profile with so many slices, or None."""
+        """Return the compute instance profile of a size, or None."""
         return next((profile for profile in self.compute if profile.slices == slices), None)
 
 
 def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> tuple[ComputeProfile, ...]:
-    """Return the compute instance profiles of a GPU instance with so many slices, as NVIDIA publishes them.
+    """Return the compute instance profiles of a GPU instance of a size, as NVIDIA publishes them.
 
     For planning without a driver, and on a driver that lists them only inside an existing instance.
     """
@@ -165,35 +165,35 @@ def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeInstance:
-    """One compute instance, a MIG device (``nvidia-smi mig -lci``): as it is, or as it is to be or was."""
+    """One compute instance, a MIG device (``nvidia-smi mig -lci``): existing, planned or recorded."""
 
     id: int = NOT_THERE
     profile: ComputeProfile
-    # None: not told, or (to be created) the driver chooses.
+    # None: unknown, or (planned) the driver chooses.
     placement: Placement | None = None
     uuid: str | None = None
-    # Who is in it. None: NVML would not tell, which counts as busy; empty: nobody.
+    # Processes in it. None: unknown, which counts as busy.
     holders: tuple[GpuProcess | Holder, ...] | None = ()
 
     @property
     def busy(self) -> bool:
-        """Return whether somebody is, or may be, in it."""
+        """Return whether a process is, or may be, in it."""
         return self.holders is None or bool(self.holders)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInstance:
-    """One GPU instance (``nvidia-smi mig -lgi``): as it is, or as it is to be or was."""
+    """One GPU instance (``nvidia-smi mig -lgi``): existing, planned or recorded."""
 
     id: int = NOT_THERE
     profile: Profile
     placement: Placement
     compute: tuple[ComputeInstance, ...] = ()
-    # Who holds the GPU instance itself (its capability node); None: unknown, which counts as busy.
+    # Processes that hold the GPU instance itself (its capability node). None: unknown, which counts as busy.
     holders: tuple[GpuProcess | Holder, ...] | None = ()
     # The name that a user bound to (GPU UUID, profile, start).
     name: str | None = None
-    # The users that it is granted to; empty: everybody may use it.
+    # The users that it is granted to; empty: open to everybody.
     granted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -206,28 +206,28 @@ class GpuInstance:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Return profile and first memory slice: what it is told apart by on its GPU."""
+        """Return profile and first memory slice, which identify it on its GPU."""
         return self.profile.name, self.start
 
     @property
     def held(self) -> bool:
-        """Return whether somebody holds, or may hold, the GPU instance itself."""
+        """Return whether a process holds, or may hold, the GPU instance itself."""
         return self.holders is None or bool(self.holders)
 
     @property
     def busy(self) -> bool:
-        """Return whether somebody is, or may be, in it or in one of its compute instances."""
+        """Return whether a process is, or may be, in it or in one of its compute instances."""
         return self.held or any(one.busy for one in self.compute)
 
     @property
     def devices(self) -> int:
-        """Return what is lost with it: its MIG devices; an empty GPU instance counts as one."""
+        """Return the number of its MIG devices; an empty GPU instance counts as one."""
         return max(1, len(self.compute))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One GPU as the planner sees it: what the driver offers, and what exists."""
+    """One GPU as the planner sees it: the profiles of the driver, and the existing instances."""
 
     gpu: int
     uuid: str | None = None
@@ -236,15 +236,15 @@ class Layout:
 
     @property
     def axis(self) -> int:
-        """Return the length of the axis of memory slices: as far as any placement reaches."""
+        """Return the number of memory slices: as far as any placement reaches."""
         return max((one.start + one.size for p in self.profiles for one in p.placements or ()), default=0)
 
     @property
     def placed(self) -> bool:
-        """Return whether it is known where every profile may lie: else nobody can tell what is free."""
+        """Return whether the placements of every profile are known; otherwise it is unknown what is free."""
         return bool(self.profiles) and all(profile.placements is not None for profile in self.profiles)
 
     @property
     def compute_slices(self) -> int:
-        """Return how many compute slices the GPU has: what its profiles use at most (seven 1g, or one 7g)."""
+        """Return the number of compute slices: the most that one profile uses (seven 1g, or one 7g)."""
         return max((profile.slices * (profile.instances or 1) for profile in self.profiles), default=0)

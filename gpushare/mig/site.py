@@ -1,7 +1,7 @@
-"""One GPU for the planner: what each way to fulfil a part of the wish costs there. Pure.
+"""One GPU for the planner: the cost of each way to serve a part of the wish on it. Pure.
 
-Costs are single integers here: the fields of `Cost`, the heaviest in the highest digits, so that comparing and
-adding them is comparing and adding the fields one by one.
+A cost is a single integer here: the fields of `Cost`, the heaviest in the highest digits, so that comparing and adding
+integers compares and adds field by field.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CREATED: Final = weigh(Cost(created=1))
 
 
 def cost_of_destroying(instance: GpuInstance) -> Cost:
-    """Return what destroying a GPU instance with all in it costs."""
+    """Return the cost of destroying a GPU instance with all in it."""
     busy = sum(one.busy for one in instance.compute)
     if instance.busy and not busy:
-        # Held as a whole: nobody can say which of its compute instances is meant.
+        # Held as a whole: any of its compute instances may be meant.
         busy = instance.devices
     rest = instance.devices - busy
     size = instance.placement.size
@@ -46,7 +46,7 @@ def cost_of_destroying(instance: GpuInstance) -> Cost:
 
 
 def cost_of(gone: InstanceChange) -> Cost:
-    """Return what it costs that this goes."""
+    """Return the cost of destroying this."""
     if gone.whole:
         return cost_of_destroying(gone.instance)
     busy = sum(one.busy or gone.instance.held for one in gone.compute)
@@ -58,9 +58,9 @@ def cost_of(gone: InstanceChange) -> Cost:
 
 @dataclass(frozen=True)
 class Existing:
-    """One GPU instance that exists, in numbers; equal ones are interchangeable for the search."""
+    """One existing GPU instance, in numbers; equal ones are interchangeable for the search."""
 
-    # -1: the driver does not list its profile any more.
+    # -1: the driver no longer lists its profile.
     profile: int
     start: int
     mask: int
@@ -69,14 +69,14 @@ class Existing:
     weight: int
     # It may not be destroyed.
     pinned: bool
-    # It has no name; nobody is in it; somebody holds it as a whole.
+    # Without a name; without processes; held as a whole.
     nameless: bool
     idle: bool
     held: bool
 
 
 class Removal(NamedTuple):
-    """What goes for an arrangement: its weight, the existing ones destroyed, those filled (both as bits)."""
+    """What is destroyed for an arrangement: its weight, and (as bits) the existing ones destroyed and those filled."""
 
     weight: int
     destroyed: int
@@ -84,7 +84,7 @@ class Removal(NamedTuple):
 
 
 class Option(NamedTuple):
-    """The cheapest way to lay some of the wish on a GPU."""
+    """The cheapest way to place a part of the wish on a GPU."""
 
     weight: int
     arrangement: Arrangement
@@ -92,7 +92,7 @@ class Option(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to lay some of the wish: its code, the weight of what is created, the places."""
+    """One way to place a part of the wish: its code, the weight of what is created, the places."""
 
     code: int
     made: int
@@ -102,8 +102,7 @@ class Way(NamedTuple):
 def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Way]:
     """Return the ways for arrangements, for all GPUs of one kind of board.
 
-    ``parts`` is how many instances one of each kind makes (GPU instance and compute instances), ``codes`` what one
-    of each kind adds to the code.
+    ``parts`` is how many instances (GPU and compute instances) one of each kind is, ``codes`` what it adds to the code.
     """
     return [
         Way(
@@ -118,10 +117,10 @@ def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Seque
 def _gone_to_fill(
     one: GpuInstance, compute: tuple[int, ...], *, placed: bool, beside: bool, may_destroy: bool, may_evict: bool
 ) -> tuple[ComputeInstance, ...] | None:
-    """Return what goes inside a GPU instance so that these compute instances come into it; None: they do not.
+    """Return what is destroyed in a GPU instance to add these compute instances; None: they cannot be added.
 
-    Into an instance that is idle and nobody's; beside somebody only where the wish says so by its place. A wish for
-    a whole GPU instance (``compute`` is empty) fills one that has room, and destroys nothing inside.
+    Only in an instance without a name; next to busy ones only if the wish names the place. A wish for a whole GPU
+    instance (``compute`` is empty) fills one that has room, and destroys nothing inside.
     """
     if one.name is not None:
         return None
@@ -150,11 +149,11 @@ class Site:
         self.layout = layout
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda one: one.start))
-        # `requests`: of each kind that is asked for its compute instances, and whether its place is named.
+        # `requests`: for each wished kind its compute instances, and whether its place is named.
         self.existing = tuple(self._number(one, may_destroy=may_destroy, evict=evict) for one in self.instances)
         self.lost_now = self.board.lost(occupied(layout), self._members(0))
-        # (number of the existing one, kind): a new instance of this kind in its place is made by filling it, once
-        # these compute instances are gone.
+        # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
+        # compute instances are destroyed.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
         for number, one in enumerate(self.instances):
             for kind, (compute, placed) in enumerate(requests):
@@ -163,7 +162,7 @@ class Site:
                 )
                 if gone is not None:
                     self.fills[number, kind] = gone
-        # What overlaps one of these is no way; one that can be filled is there to be overlapped.
+        # Nothing may overlap these; one that can be filled may be overlapped.
         fillable = {number for number, _ in self.fills}
         fixed = (one.mask for number, one in enumerate(self.existing) if one.pinned and number not in fillable)
         self._fixed: int = reduce(or_, fixed, 0)
@@ -185,7 +184,7 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return what makes two GPUs the same for the search."""
+        """Return a key that is equal for GPUs that are the same for the search."""
         return (id(self.board), self.existing)
 
     def _members(self, without: int) -> tuple[int, ...]:
@@ -217,7 +216,7 @@ class Site:
         return {code: self._least_lost(cheapest[code], found) for code, found in tied.items()}
 
     def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Option:
-        """Return the way that leaves the most room; of equals the one with small instances at the high end."""
+        """Return the way that leaves the most room; of equal ones the one with small instances at the high end."""
 
         def rank(way: tuple[Arrangement, Removal]) -> tuple[int, list[int], int]:
             return self.lost_after(*way), [-start for _, _, start in way[0].places], way[1].destroyed
@@ -226,7 +225,7 @@ class Site:
         return Option(weight + self.lost_after(arrangement, removal) - self.lost_now, arrangement, removal)
 
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
-        """Return `capacity_lost` of the GPU when this is done."""
+        """Return `capacity_lost` of the GPU afterwards."""
         gone = removal.destroyed | removal.filled
         known = self._kept.get(gone)
         if known is None:
@@ -245,7 +244,7 @@ class Site:
         return known
 
     def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest sets that make way for an arrangement; none when one in the way may not go."""
+        """Return the cheapest removals for an arrangement; none if one in the way may not be destroyed."""
         if not arrangement.places:
             return (Removal(0, 0, 0),)
         filled, weight = self._filled_by(arrangement)
@@ -260,7 +259,7 @@ class Site:
         return (least,) if self._within_limits(least, arrangement) else self._with_more(least, arrangement)
 
     def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
-        """Return the existing ones that are filled, as bits, and what that weighs: it always costs less than new ones."""
+        """Return the existing ones that are filled, as bits, and their weight: always less than that of new ones."""
         filled = weight = 0
         if self.fills:
             laid = {(profile, start): kind for kind, profile, start in arrangement.places}
@@ -285,7 +284,7 @@ class Site:
         return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
 
     def _with_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest removals that bring counts and compute slices within their limits as well."""
+        """Return the cheapest removals that also keep counts and compute slices within their limits."""
         others = [
             number
             for number, one in enumerate(self.existing)

@@ -1,4 +1,4 @@
-"""Time-slice level: set with the compute mode that it needs, read back, and taken back."""
+"""The time-slice level: set together with the compute mode that it needs, read back, reset."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 NO_MILLISECONDS: Final = (
     "NVIDIA publishes no millisecond value for any level (others measured waits of 1 to 2.3 ms at level default on GeForce cards); "
-    "programs already running may keep the old level: measure your own program before and after"
+    "running programs may keep the old level: measure your own program before and after"
 )
 
 
 def level_of(text: str) -> TimeSlice:
-    """Return the level that a user names, by name or number."""
+    """Return the level for a name or number."""
     level = parse_level(text)
     if level is None:
         raise BadUsage(
@@ -44,8 +44,8 @@ def level_of(text: str) -> TimeSlice:
 def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, beside_mps: bool = False) -> Plan:
     """Return the plan that sets a level on whole GPUs, as NVIDIA's DRA driver does it.
 
-    Compute mode DEFAULT first where another one is set (an exclusive GPU is never time-sliced), then
-    the policy by UUID, then both read back.
+    Compute mode DEFAULT first if another one is set (an exclusive GPU is never time-sliced), then the policy by UUID;
+    both are read back.
     """
     _refuse_instances(devices)
     if not beside_mps:
@@ -65,7 +65,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
 
 
 def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
-    """Return the plan that goes back to level default and to the compute mode that `plan_set` found."""
+    """Return the plan that restores level default and the compute mode that `plan_level` found."""
     _refuse_instances(devices)
     levels = host.policy.read()
     steps: list[Step] = []
@@ -77,7 +77,7 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         mode = _recorded_mode(record)
         if mode is not None:
             steps.append(_mode_step(host, device, mode, record, keep=False))
-    notes = () if steps else ("the time-slice is default already; nothing to do",)
+    notes = () if steps else ("the time-slice is already default; nothing to do",)
     return Plan(title="time-slice default", steps=tuple(steps), notes=notes)
 
 
@@ -95,7 +95,7 @@ def _steps(
     if before is not level:
         steps.append(_policy_step(host, device, level, before))
     else:
-        notes.append(f"{device.title} is at time-slice {level.title} already")
+        notes.append(f"{device.title} is already at time-slice {level.title}")
     return steps
 
 
@@ -125,7 +125,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, record: Path, *, k
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
     recorded = _recorded_mode(record)
-    # Another gpushare may have written it meanwhile: then it is not ours to restore.
+    # A record that another gpushare wrote meanwhile is not restored.
     noted: list[Path] = []
 
     def act() -> None:
@@ -173,7 +173,7 @@ def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
         if daemon.ours and daemon.error is None and daemon.gpu_index is not None:
             raise InUse(
                 f"GPU {daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
-                f"stop it first: gpushare mps stop -g {daemon.gpu_index}; or set the level beside it: --beside-mps",
+                f"stop it first: gpushare mps stop -g {daemon.gpu_index}; or set the level anyway: --beside-mps",
                 gpu=str(daemon.gpu_index),
                 code="mps_in_force",
             )

@@ -520,7 +520,7 @@ def test_a_specification_while_there_is_no_device(world: World, toolkit: Callabl
     with StateFile(world.spec).changed() as state:
         state.gpus[0].mig = []
     (note,) = cdi_notes(world.host, [])
-    assert "after the next mig create" in note
+    assert "with the next mig create" in note
     before = toolkit()
     do(*refresh_steps(world.host))
     assert toolkit() == before

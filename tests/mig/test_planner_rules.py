@@ -298,10 +298,10 @@ def test_what_does_not_exist_is_not_destroyed() -> None:
 @pytest.mark.parametrize(
     ("model", "wish", "reason"),
     [
-        ("h100", "7g 1g", "they take 9 memory slices of 8"),
-        ("rtx-pro-6000", "1g+me 2g+me.all", "one with +me per GPU is the limit"),
-        ("rtx-pro-6000", "1g 2g+me.all", "beside +me.all there may only be -me"),
-        ("h100-pcie", "4g 1g*4", "they take 8 compute slices of 7"),
+        ("h100", "7g 1g", "they need 9 memory slices, it has 8"),
+        ("rtx-pro-6000", "1g+me 2g+me.all", "a GPU has at most one with +me"),
+        ("rtx-pro-6000", "1g 2g+me.all", "with +me.all only -me profiles are possible"),
+        ("h100-pcie", "4g 1g*4", "they need 8 compute slices, it has 7"),
     ],
 )
 def test_never_together(model: str, wish: str, reason: str) -> None:

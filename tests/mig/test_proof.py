@@ -67,7 +67,7 @@ def test_what_another_made_where_the_step_failed_stays_and_is_said(
     ((profile, start),) = host.look()[0].places
     assert (profile, start) in {("1g.10gb", 5), ("1g.10gb", 6)}
     assert f"1g.10gb:{start} on GPU 0, which somebody else created and which stays" in said.error["message"]
-    assert "everything is as before, but for" in said.error["message"]
+    assert "everything is as before, except" in said.error["message"]
     assert not host.journal.exists()
     # The undo was complete as far as it was ours.
     assert host.run("mig", "recover").json["data"]["done"] == []

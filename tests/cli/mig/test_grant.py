@@ -80,7 +80,7 @@ def test_a_second_grant_adds_a_user(cli: Cli) -> None:
 def test_the_last_revoke_opens_it_to_everybody(cli: Cli) -> None:
     cli("mig", "grant", "train", "nobody", host=A100).ok()
     answer = cli("mig", "revoke", "train", "nobody", host=A100).ok()
-    assert "every local user may use train" in answer.err
+    assert "every local user may then use train" in answer.err
     assert nodes() == [(True, OPEN)] * 2
     assert granted() == ()
 

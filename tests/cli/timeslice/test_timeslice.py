@@ -39,7 +39,7 @@ def test_set_again_does_nothing(cli: Cli) -> None:
     cli("timeslice", "set", "long").ok()
     answer = cli("timeslice", "set", "long", output="json").ok()
     assert answer.data["steps"] == []
-    assert "at time-slice long already" in answer.err
+    assert "already at time-slice long" in answer.err
 
 
 @pytest.mark.parametrize("level", ["4", "-1", "tiny", "", "1.0", "short,long"])
