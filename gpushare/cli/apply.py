@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import ChangingCommand, HostFileOption, gpus_of, note, settings
+from gpushare.cli.options import ChangingCommand, HostFileOption, gpus_of, note, say_step, settings
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
     try:
         # Earlier GPUs may have given up a name, or a program may have started.
         plan = _plan(host, journal, row.gpu, found)
-        on_step = _say if settings.verbose else None
+        on_step = say_step if settings.verbose else None
         if plan.change.gpus:
             transact(host, journal, plan.change, on_step)
         else:
@@ -212,11 +211,6 @@ def _say_plan(rows: Sequence[_Row]) -> None:
         elif row.steps:
             changing = [step.what for step in row.steps if step.changes]
             note(f"plan: GPU {row.gpu} ({row.entry.sharing.value}): {'; '.join(changing)}")
-
-
-def _say(step: Any) -> None:
-    sys.stderr.write(f"{step.what}\n  {step.command}\n")
-    sys.stderr.flush()
 
 
 def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:

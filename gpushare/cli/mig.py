@@ -45,7 +45,7 @@ def env(
     environment = {"CUDA_VISIBLE_DEVICES": place.mig.uuid}
     notes: tuple[str, ...] = ()
     if len(places) > 1:
-        notes = (f"{name} has {len(places)} compute instances; this is the first, a CUDA program uses one",)
+        notes = (f"{name} has {len(places)} compute instances; this is the first, and a CUDA program uses one",)
     return Result(
         command="mig env",
         data={
@@ -67,8 +67,8 @@ def _places(name: str) -> list[Place]:
 
     if is_profile(name):
         raise BadUsage(
-            f"'{name[:60]}' is a profile: which instance of it is meant, only a name says",
-            f"give the name of an instance; or let one be chosen: gpushare run --mig {name[:60]} -- CMD",
+            f"'{name[:60]}' is a profile, and only a name tells which instance",
+            f"give the name of an instance; or let gpushare choose one: gpushare run --mig {name[:60]} -- CMD",
             code="not_a_name",
         )
     return named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))
@@ -90,7 +90,7 @@ def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mig", cls=Group, short_help="Show, plan and change MIG layouts.")
     if any(command.name == "create" for command in group.registered_commands):
-        # The tree was built before in this process.
+        # Already built in this process.
         return
     mig_change.add_changes(group)
     mig_files.add_files(group)
@@ -211,7 +211,7 @@ def plan(
 
 
 def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
-    """Return what was found; where programs are in the way, its hint names the command that may end them."""
+    """Return the result; if programs are in the way, with a hint that names the command to end them."""
     from dataclasses import replace
 
     from gpushare.mig.plan import NoPlan
@@ -222,7 +222,7 @@ def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, 
     if not isinstance(found, NoPlan) or going is None:
         return found
     if exact:
-        # By need: what it comes to on these GPUs.
+        # A need is named by its profile on these GPUs.
         words = " ".join(
             str(one) if isinstance(one.profile, str | int) else resolve(one, layouts[0].profiles).name for one in asked
         )
@@ -234,7 +234,7 @@ def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, 
 
 @contextmanager
 def _hints_for(model: str | None) -> Iterator[None]:
-    """Let hints name the model that was asked about: without it, `mig profiles` is about this host."""
+    """Add --model to hints with `mig profiles`, which would otherwise be about this host."""
     try:
         yield
     except GpushareError as error:
@@ -267,12 +267,12 @@ def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence
 
 def _plan_notes(found: MigPlan, off: Sequence[int], *, made_ids: bool) -> tuple[str, ...]:
     notes = [
-        f"MIG is off on GPU {gpu.gpu}; it must be on first, as root and with nobody on the GPU: nvidia-smi -i {gpu.gpu} -mig 1"
+        f"MIG is off on GPU {gpu.gpu}; switch it on first, as root and with no program on the GPU: nvidia-smi -i {gpu.gpu} -mig 1"
         for gpu in found.gpus
         if gpu.changes and gpu.gpu in off
     ]
     if made_ids:
-        notes.append("GI stands for the id that the step before it prints")
+        notes.append("GI is the id that the previous step prints")
     return tuple(notes)
 
 
@@ -281,8 +281,8 @@ def capable(
 ) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     """Return the chosen GPUs that have MIG, with their layouts.
 
-    ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not tell: their layouts
-    stand there empty.
+    ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not list: their layouts
+    are empty.
     """
     from gpushare.mig.layouts import layouts_of
     from gpushare.selection import no_mig, select
@@ -301,7 +301,7 @@ def capable(
 
 
 def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the GPUs that a wish is for, with their layouts: this host's, or an empty one of a model (no GPU then)."""
+    """Return the GPUs that a wish is for, with their layouts: of this host, or no GPU and an empty layout of a model."""
     if model is not None and gpu is not None:
         raise BadUsage(
             "both a GPU and a model are named",
@@ -337,7 +337,7 @@ def _gone(gpu: int, gone: Any) -> dict[str, Any]:
         "gpu_instance_id": gone.instance.id,
         "profile": gone.instance.profile.name,
         "start": gone.instance.start,
-        # False: the GPU instance stays, and only these of its compute instances would go.
+        # False: the GPU instance stays, and only these compute instances would be destroyed.
         "whole": gone.whole,
         "compute_instance_ids": [one.id for one in gone.compute],
         "busy": gone.busy,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +21,7 @@ from gpushare.cli.options import (
     carried_out,
     gpus_of,
     note,
+    say_step,
     settings,
 )
 from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, NotSupported, OperationFailed
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the GPUs that a change is for, as they are at this moment, with their layouts.
+    """Return the GPUs that a change is for, as they are now, with their layouts.
 
-    On a host with several GPUs a change names its GPU; with ``named`` the instances that it is about do.
+    On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
     """
     from gpushare.mig.layouts import layouts_of
     from gpushare.selection import Device, no_mig, select_for_change
@@ -59,10 +59,10 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
         devices = select_for_change(gpu, found)
     part = next((device for device in devices if device.mig is not None), None)
     if part is not None and part.mig is not None:
-        # Else "-g MIG-... apply" would clear its neighbours away.
+        # Otherwise "-g MIG-... apply" would destroy its neighbors.
         raise BadUsage(
             f"{part.mig.uuid} is an instance; this changes the whole GPU {part.gpu.index}",
-            f"name the GPU: -g {part.gpu.index}; one instance goes with: gpushare mig destroy {part.mig.uuid}",
+            f"name the GPU: -g {part.gpu.index}; to destroy one instance: gpushare mig destroy {part.mig.uuid}",
             gpu=str(part.gpu.index),
             code="whole_gpu",
         )
@@ -92,7 +92,7 @@ def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
 
 
 def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh_cdi: bool = False) -> Result:
-    """Carry a change out, or with --dry-run only show it; ``make`` looks and plans."""
+    """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
     from gpushare.mig.change import transact
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import is_complete
@@ -103,26 +103,26 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
         left = journal.left()
         notes: tuple[str, ...] = ()
-        # One that is complete would not be touched.
+        # A complete change is not undone.
         if left is not None and not is_complete(host, left):
             notes = (f"first '{left.title}', which was interrupted, would be undone",)
         return _shown(host, command, change, notes, dry_run=True)
     if journal.left() is None:
-        # Once before the lock: what is refused anyway changes nothing.
+        # Planned before the lock, too: a change that is refused then needs neither root nor lock.
         make(host, journal)
-    # Else what was interrupted comes first: it may be all that is in the way.
+    # An interrupted change is undone first: it may be the only obstacle.
     need_root(host)
     with recovered(host, journal) as notes:
         change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
-        transact(host, journal, change, _say if settings.verbose else None)
+        transact(host, journal, change, say_step if settings.verbose else None)
         return _shown(host, command, change, notes, dry_run=False)
 
 
 @contextlib.contextmanager
 def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
-    """Hold the lock of all MIG changes, and undo what was interrupted first; yield what was done, in words.
+    """Hold the lock of all MIG changes and undo an interrupted one; yield what was done, in words.
 
-    It is said too where the change that follows is refused.
+    It is printed even if the change that follows is refused.
 
     Raises:
         OperationFailed: as `recover`, and `Journal.locked`.
@@ -142,7 +142,7 @@ def recovered(host: Host, journal: Journal) -> Iterator[tuple[str, ...]]:
 
 
 def need_root(host: Host) -> None:
-    """Refuse who may not change MIG."""
+    """Raise unless this user may change MIG."""
     from gpushare.mig.driver import may_change
 
     if not may_change(host):
@@ -192,7 +192,7 @@ def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
 
 
 def _stayed(change: MigChange) -> set[str | None]:
-    """Return the UUIDs of compute instances beside which others were made in their GPU instance."""
+    """Return the UUIDs of compute instances that stay in a GPU instance in which others are created."""
     plans = [one.plan for one in change.gpus]
     inside = {c.uuid for plan in plans for new in plan.created if not new.whole for c in new.instance.compute}
     return inside - {c.uuid for plan in plans for gone in plan.destroyed for c in gone.compute}
@@ -241,11 +241,6 @@ def _undo_of(change: GpuChange) -> list[str]:
     return words
 
 
-def _say(step: Any) -> None:
-    sys.stderr.write(f"{step.what}\n  {step.command}\n")
-    sys.stderr.flush()
-
-
 def recover(
     forget: Annotated[
         bool, typer.Option("--forget", help="Accept what could not be restored; set a broken journal aside.")
@@ -268,7 +263,7 @@ def recover(
     if done:
         text = "\n".join(done)
     elif journal.running():
-        text = "another change is going on"
+        text = "another change is running"
     else:
         text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
     data = {"dry_run": settings.dry_run, "done": [] if settings.dry_run else list(done)}
@@ -276,7 +271,7 @@ def recover(
 
 
 def _recovered(host: Host, journal: Journal) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what was done, and what of earlier changes is not back yet."""
+    """Return what was done, and what of earlier changes is not restored yet."""
     from gpushare.mig.recover import not_restored, recover
 
     left = journal.left()
@@ -300,7 +295,7 @@ def _foreseen(host: Host, left: JournalEntry) -> str:
     from gpushare.mig.recover import is_complete
 
     if is_complete(host, left):
-        return f"'{left.title}' was interrupted, and is complete; nothing would be undone"
+        return f"'{left.title}' was interrupted but is complete; nothing would be undone"
     return f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
 
 
@@ -362,7 +357,7 @@ def create(
     def make(host: Host, journal: Journal) -> MigChange:
         gpus, layouts = current(host, gpu)
         _need_mig(gpus)
-        # It only adds: a GPU whose mode is off has no place to add to.
+        # Only a GPU with MIG on has places to add to.
         off = ",".join(str(one.index) for one in gpus if not one.mig_enabled)
         on = [n for n, one in enumerate(gpus) if one.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
@@ -392,7 +387,7 @@ def destroy(
     from gpushare.mig.target import find_targets
 
     def make(host: Host, journal: Journal) -> MigChange:
-        # Names and UUIDs tell the GPU themselves; bare ids do not.
+        # Names and UUIDs tell the GPU; bare ids do not.
         gpus, layouts = current(host, gpu, named=all(_tells_gpu(word) for word in instance))
         targets = [target for word in instance for target in find_targets(word, layouts)]
         may_go = evicted(evict, layouts)
@@ -426,13 +421,13 @@ def apply(
 
     if config is not None and file is None:
         raise BadUsage(
-            f"'-c {config[:60]}' names a config, and there is no file",
+            f"'-c {config[:60]}' names a config, but there is no file",
             f"give its file: -f FILE -c {config[:60]}",
             code="no_file",
         )
     from gpushare.cli.mig_files import absent_gpus, config_of
 
-    # Read once: stdin has no second time, and a file may change between the look and the lock.
+    # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else config_of(file, config)
 
     def make(host: Host, journal: Journal) -> MigChange:
@@ -484,7 +479,7 @@ def _switched(
             names = ", ".join(map(str, there[:7]))
             which = ",".join(str(one.index) for one in gpus)
             raise InUse(
-                f"MIG cannot be switched off beside instances: {names}",
+                f"MIG cannot be switched off while there are instances: {names}",
                 f"destroy them too: gpushare mig disable -g {which} --destroy; see them: gpushare mig status",
                 code="instances_exist",
             )
@@ -529,7 +524,7 @@ def change_of(
 def _gpu_change(gpu: Gpu, layout: Layout, plan: Any, mode: bool | None) -> GpuChange:
     from gpushare.mig.change import GpuChange
 
-    # A pending mode is not the mode: it is set again, and read back.
+    # A pending mode is set again and read back.
     settled = gpu.mig_enabled == mode and gpu.mig_pending in {None, mode}
     return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if mode is None or settled else mode)
 
@@ -565,7 +560,7 @@ def _demanded(
 
 
 def _wishes(layouts: Sequence[Layout], demands: Mapping[int, Demand], *, from_file: bool) -> dict[int, Wish]:
-    """Return the wishes that a GPU does not fulfil yet; a file counts MIG devices, and not how they lie in GPU instances."""
+    """Return the wishes that are not met yet; for a file MIG devices count, not how they are spread over GPU instances."""
     from gpushare.mig.target import difference
 
     return {
@@ -581,7 +576,7 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
         which = ",".join(str(one.index) for one in off)
         raise NotSupported(
             f"MIG is off on GPU {which}",
-            f"switch it on first: gpushare mig enable -g {which}; or both at once: gpushare mig apply -g {which} WISH",
+            f"switch it on first: gpushare mig enable -g {which}; or do both: gpushare mig apply -g {which} WISH",
             gpu=str(off[0].index),
             code="mig_off",
         )
@@ -591,7 +586,7 @@ def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapp
     for one, layout in zip(gpus, layouts, strict=True):
         if demands[one.index].wish and not layout.profiles and not one.mig_enabled:
             raise NotSupported(
-                f"GPU {one.index}: this driver tells the MIG profiles only while MIG is on, and it is off",
+                f"GPU {one.index}: this driver lists MIG profiles only while MIG is on, and it is off",
                 f"switch it on, then run this again: gpushare mig enable -g {one.index}",
                 gpu=str(one.index),
                 code="mig_off",
@@ -643,7 +638,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     targets = find_targets(instance, layouts)
     if len(targets) != 1:
         raise BadUsage(
-            f"{quoted(instance)} is {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
+            f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
         )
     layout = next(one for one in layouts if one.gpu == targets[0].gpu)
     found = next(one for one in layout.instances if one.id == targets[0].instance)
@@ -651,7 +646,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
         raise BadUsage(
             f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found}; "
             "a name means the GPU instance with all of them",
-            f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; one compute instance is taken with -g MIG-<uuid>",
+            f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; for one compute instance use -g MIG-<uuid>",
             gpu=str(layout.gpu),
             code="part_of_instance",
         )
@@ -662,8 +657,8 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     steps = () if found.name == name else (bind_step(host, one, layout.gpu),)
     if steps and found.name is not None:
         raise BadUsage(
-            f"{found} on GPU {layout.gpu} is named '{found.name}' already",
-            f"one instance has one name; forget that one first: gpushare mig name --forget {found.name}",
+            f"{found} on GPU {layout.gpu} is already named '{found.name}'",
+            f"an instance has one name; forget that one first: gpushare mig name --forget {found.name}",
             code="name_taken",
         )
     return Plan(title=f"name {name}", steps=steps, undo=f"gpushare mig name --forget {name}")
@@ -678,7 +673,7 @@ def _forgetting(name: str) -> Plan:
     host = settings.connect()
     found = names_of(host).get(name)
     if found is None:
-        # Else it would only be said that there is none.
+        # A word that cannot be a name has its own error.
         try:
             need_name(name, "")
         except BadUsage as error:
@@ -723,17 +718,17 @@ def revoke(
 
 
 def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
-    """Carry it out under the lock of all MIG changes, planned again: another may just have granted the same instance."""
+    """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
     from gpushare.cli.options import carried_out
     from gpushare.mig.journal import Journal
 
     host = settings.connect()
     journal = Journal(host)
     if settings.dry_run or host.uid != 0:
-        # Who is not root is refused, but for what is only noted of an instance that is gone.
+        # Without root only the record of an instance that is gone can be changed.
         return carried_out(command, make(host))
     if journal.left() is None:
-        # What is refused anyway changes nothing.
+        # Planned before the lock, too: a refused change must not wait for it.
         make(host)
     with recovered(host, journal) as notes:
         plan = make(host)

@@ -1,4 +1,4 @@
-"""``gpushare mig check`` and ``gpushare mig export``: a layout compared, and written as a mig-parted file."""
+"""``gpushare mig check`` and ``gpushare mig export``: compare a layout, write it as a mig-parted file."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _answering(gpus: list[Gpu]) -> list[Gpu]:
 def _demands(
     words: Sequence[str], named: Config | None, gpus: Sequence[Gpu], host: Host, *, all_gpus: bool
 ) -> tuple[Mapping[int, Demand], tuple[str, ...]]:
-    """Return what each GPU shall be, and what is odd about the file."""
+    """Return what each GPU should have, and notes about the file."""
     from gpushare.mig.parted import Demand, idle_entries, wishes_for
 
     if named is None:
@@ -184,7 +184,7 @@ def _row(gpu: Gpu, demand: Demand | None, host: Host) -> dict[str, Any]:
 
 
 def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
-    """Return what is wrong with a GPU as a whole, and with its MIG devices."""
+    """Return what is wrong with a GPU as a whole, and the difference in MIG devices."""
     from gpushare.mig.driver import MigReader
     from gpushare.mig.target import difference
 
@@ -197,7 +197,7 @@ def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, 
     problem = _mode_problem(gpu, demand)
     layout = MigReader(host.nvml).layout(gpu)
     if demand.wish and not layout.profiles:
-        # A driver that lists no profiles while MIG is off: the mode says enough.
+        # Up to driver 575 there are no profiles while MIG is off; then the mode is the problem.
         return problem or "the driver lists no MIG profiles", None
     return problem, difference(layout, demand.wish)
 
@@ -233,7 +233,7 @@ def _words(device: Mapping[str, Any]) -> str:
     return f"{device['profile']}{place}{count}" + ("" if device["mig_device"] else " (no compute instance)")
 
 
-_HINT: Final = "write one as you need it from what is there: gpushare mig export > mig.yaml"
+_HINT: Final = "start with the current layout: gpushare mig export > mig.yaml"
 
 
 def config_of(path: str, name: str | None) -> Config:
@@ -251,7 +251,7 @@ def config_of(path: str, name: str | None) -> Config:
 
 
 def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Demand]:
-    """Return what a configuration wants of these GPUs, by index, for a change: GPUs without MIG are skipped.
+    """Return what these GPUs should have, by index, for a change: GPUs without MIG are skipped.
 
     GPUs that no entry is for are left out.
 
@@ -265,12 +265,12 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Dem
     if not demands:
         here = range(host.nvml.count())
         why = "; ".join((*absent(config, here), *idle_entries(config, gpus, ids, here))) or "none of them has MIG"
-        raise NoGpu(f"config '{config.name}' asks nothing of the chosen GPUs: {why}", "see: gpushare mig status")
+        raise NoGpu(f"config '{config.name}' has no entry for the chosen GPUs: {why}", "see: gpushare mig status")
     return demands
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
-    """Return what to say of entries that name GPUs which this host has not."""
+    """Return notes on entries that name GPUs this host does not have."""
     here = range(host.nvml.count())
     said = absent(config, here)
     if said and all(is_elsewhere(entry, here) for entry in config.entries):
@@ -282,7 +282,7 @@ def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
 
 
 def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds]:
-    """Return the PCI ids of the GPUs, if the configuration looks at them; unknown for one that does not answer."""
+    """Return the PCI ids of the GPUs, if the configuration uses them; none for one that does not answer."""
     found = {}
     if any(entry.filters for entry in config.entries):
         for gpu in gpus:
@@ -292,7 +292,7 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
 
 
 def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
-    """Return what is wished, in words or by need."""
+    """Return the wish, given in words or by need."""
     from gpushare.mig.wish import Need, Request, parse_wish
     from gpushare.units import parse_memory_limit
 

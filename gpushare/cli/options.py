@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.model import Gpu
     from gpushare.mps.home import DaemonHome
-    from gpushare.plan import Plan
+    from gpushare.plan import Plan, Step
     from gpushare.show.result import OutputFormat, Result
 
 
@@ -559,15 +559,16 @@ def carried_out(
                 locks.enter_context(home.locked())
             if again is not None:
                 plan = again()
-            carry_out(plan, _say if settings.verbose else None)
+            carry_out(plan, say_step if settings.verbose else None)
     notes = list(plan.notes)
     if not settings.dry_run and plan.undo and plan.steps:
         notes.append(f"undo: {plan.undo}")
     return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes)
 
 
-def _say(step: object) -> None:
-    sys.stderr.write(f"{getattr(step, 'what', '')}\n  {getattr(step, 'command', '')}\n")
+def say_step(step: Step) -> None:
+    """Print a step that begins now, for --verbose."""
+    sys.stderr.write(f"{step.what}\n  {step.command}\n")
     sys.stderr.flush()
 
 

@@ -144,8 +144,6 @@ def devices_of(gpu: Gpu | None) -> list[Device]:
     return [] if gpu is None else [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
 
 
-
-
 def daemon_steps_before(
     host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
 ) -> tuple[Step, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ctypes import byref, c_uint
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.errors import (
     GpushareError,
@@ -39,7 +39,7 @@ from gpushare.model import GpuProcess
 from gpushare.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from gpushare.host.host import Host
     from gpushare.host.nvml import NvmlReader
@@ -55,6 +55,9 @@ _PROFILES: Final = 64
 _COMPUTE_PROFILES: Final = 16
 # The only engine profile (NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED).
 _SHARED_ENGINES: Final = 0
+
+
+P = TypeVar("P", Profile, ComputeProfile)
 
 
 class MigReader:
@@ -121,15 +124,19 @@ class MigReader:
         )
 
     def _instances(self, gpu: Gpu, profiles: tuple[Profile, ...]) -> Iterator[GpuInstance]:
-        handle = self._nvml.handle(gpu.index)
+        listing = partial(_gpu_instances, handle=self._nvml.handle(gpu.index))
+        for profile, handle in self._listed(gpu, "GPU instances", profiles, listing):
+            yield self._instance(gpu, profile, handle)
+
+    def _listed(
+        self, gpu: Gpu, what: str, profiles: Sequence[P], listing: Callable[..., list[Any]]
+    ) -> Iterator[tuple[P, Any]]:
         for profile in profiles:
-            room = profile.instances or _PROFILES
-            list_them = partial(_gpu_instances, handle=handle, profile_id=profile.id, room=room)
-            handles = self._nvml.ask(list_them, str(gpu.index))
+            of_profile = partial(listing, profile_id=profile.id, room=profile.instances or _PROFILES)
+            handles = self._nvml.ask(of_profile, str(gpu.index))
             if handles is None:
-                raise _hidden(gpu, "GPU instances")
-            for instance in handles:
-                yield self._instance(gpu, profile, instance)
+                raise _hidden(gpu, what)
+            yield from ((profile, one) for one in handles)
 
     def _instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
         info = self._nvml.demand(lambda nvml: nvml.nvmlGpuInstanceGetInfo(handle), str(gpu.index))
@@ -161,25 +168,19 @@ class MigReader:
         self, gpu: Gpu, handle: Any, gpu_instance: int, profiles: tuple[ComputeProfile, ...]
     ) -> Iterator[ComputeInstance]:
         uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
-        for profile in profiles:
-            room = profile.instances or _PROFILES
-            list_them = partial(_compute_instances, handle=handle, profile_id=profile.id, room=room)
-            handles = self._nvml.ask(list_them, str(gpu.index))
-            if handles is None:
-                raise _hidden(gpu, f"compute instances in GPU instance {gpu_instance}")
-            for one in handles:
-                info = self._nvml.demand(partial(_compute_info, handle=one), str(gpu.index))
-                yield ComputeInstance(
-                    id=int(info.id),
-                    profile=profile,
-                    placement=Placement(int(info.placement.start), int(info.placement.size)),
-                    uuid=uuids.get((gpu_instance, int(info.id))),
-                    holders=_in(gpu, gpu_instance, int(info.id)),
-                )
+        listing = partial(_compute_instances, handle=handle)
+        for profile, one in self._listed(gpu, f"compute instances in GPU instance {gpu_instance}", profiles, listing):
+            info = self._nvml.demand(partial(_compute_info, handle=one), str(gpu.index))
+            yield ComputeInstance(
+                id=int(info.id),
+                profile=profile,
+                placement=Placement(int(info.placement.start), int(info.placement.size)),
+                uuid=uuids.get((gpu_instance, int(info.id))),
+                holders=_in(gpu, gpu_instance, int(info.id)),
+            )
 
 
-def compute_profile_id(nvml: Any, instance: Any, slices: int) -> int | None:
-    """Return the id of the compute instance profile of a size in an NVML GPU instance; None: not offered."""
+def _compute_profile_id(nvml: Any, instance: Any, slices: int) -> int | None:
     return next((int(info.id) for info in _compute_infos(nvml, instance) if int(info.sliceCount) == slices), None)
 
 
@@ -231,34 +232,22 @@ def _placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...
     return tuple(Placement(int(row.start), int(row.size)) for row in rows[: count.value])
 
 
-def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int) -> list[Any]:
-    count, rows = c_uint(), (nvml.c_nvmlGpuInstance_t * room)()
-    nvml.nvmlDeviceGetGpuInstances(handle, profile_id, rows, byref(count))
+def _handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room: int) -> list[Any]:
+    count, rows = c_uint(), (kind * room)()
+    call(owner, profile_id, rows, byref(count))
     return list(rows[: count.value])
 
 
-def gpu_instance_ids(nvml: Any, handle: Any, profile_id: int) -> list[int]:
-    """Return the ids of the GPU instances of a profile."""
-    found = _gpu_instances(nvml, handle, profile_id, _PROFILES)
-    return [int(nvml.nvmlGpuInstanceGetInfo(one).id) for one in found]
+def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _PROFILES) -> list[Any]:
+    return _handles(nvml.nvmlDeviceGetGpuInstances, nvml.c_nvmlGpuInstance_t, handle, profile_id, room)
 
 
-def compute_instance_ids(nvml: Any, handle: Any, gpu_instance: int, slices: int) -> list[int]:
-    """Return the ids of the compute instances of a size in a GPU instance."""
-    instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
-    profile = compute_profile_id(nvml, instance, slices)
-    found = [] if profile is None else _compute_instances(nvml, instance, profile, _PROFILES)
-    return [int(nvml.nvmlComputeInstanceGetInfo(one).id) for one in found]
+def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _PROFILES) -> list[Any]:
+    return _handles(nvml.nvmlGpuInstanceGetComputeInstances, nvml.c_nvmlComputeInstance_t, handle, profile_id, room)
 
 
 def _compute_info(nvml: Any, handle: Any) -> Any:
     return nvml.nvmlComputeInstanceGetInfo(handle)
-
-
-def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int) -> list[Any]:
-    count, rows = c_uint(), (nvml.c_nvmlComputeInstance_t * room)()
-    nvml.nvmlGpuInstanceGetComputeInstances(handle, profile_id, rows, byref(count))
-    return list(rows[: count.value])
 
 
 # nvmlReturn_t values of activationStatus (nvml.h): the call may succeed and the change fail.
@@ -358,7 +347,7 @@ class MigChanges:
 
         def create(nvml: Any) -> Any:
             instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
-            profile = compute_profile_id(nvml, instance, slices)
+            profile = _compute_profile_id(nvml, instance, slices)
             if profile is None:
                 return None
             if placement is not None:
@@ -393,11 +382,22 @@ class MigChanges:
 
     def gpu_instance_ids(self, index: int, profile_id: int) -> tuple[int, ...] | None:
         """Return the ids of the GPU instances of a profile; None: the driver does not list them."""
-        return self._ids(index, lambda nvml, handle: gpu_instance_ids(nvml, handle, profile_id))
+
+        def read(nvml: Any, device: Any) -> list[int]:
+            return [int(nvml.nvmlGpuInstanceGetInfo(one).id) for one in _gpu_instances(nvml, device, profile_id)]
+
+        return self._ids(index, read)
 
     def compute_instance_ids(self, index: int, gpu_instance: int, slices: int) -> tuple[int, ...] | None:
         """Return the ids of the compute instances of a size in a GPU instance; None: the driver does not list them."""
-        return self._ids(index, lambda nvml, handle: compute_instance_ids(nvml, handle, gpu_instance, slices))
+
+        def read(nvml: Any, device: Any) -> list[int]:
+            instance = nvml.nvmlDeviceGetGpuInstanceById(device, gpu_instance)
+            profile = _compute_profile_id(nvml, instance, slices)
+            found = [] if profile is None else _compute_instances(nvml, instance, profile)
+            return [int(_compute_info(nvml, one).id) for one in found]
+
+        return self._ids(index, read)
 
     def _ids(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
         try:

@@ -232,7 +232,7 @@ def test_another_place_than_asked_is_an_error(host: Host, monkeypatch: pytest.Mo
     monkeypatch.setattr(library_mig, "create_gpu_instance", elsewhere)
     error = raised(changes(host).create_gpu_instance, 0, G1, Placement(0, 1))
     assert error.code == "not_held"
-    assert "came as 19 at 6" in error.message
+    assert "created as 19 at 6" in error.message
 
 
 @pytest.mark.parametrize("what", ["gpu", "compute"])

@@ -87,7 +87,7 @@ def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
     assert step["command"] == "gpushare mig name train 1g.10gb:6 -g 3"
     cli("mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", host=EIGHT).ok()
     again = cli("mig", "name", "other", "train", "-g", "3", host=EIGHT)
-    assert "1g.10gb:6 on GPU 3 is named 'train' already" in again.err
+    assert "1g.10gb:6 on GPU 3 is already named 'train'" in again.err
 
 
 @pytest.mark.parametrize("how", ["name", "uuid", "place", "ids", "gi"])
