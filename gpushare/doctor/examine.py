@@ -483,7 +483,7 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
         )
         return
     homes = len(homes_in([path]))
-    yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} noted)")
+    yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} recorded)")
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:

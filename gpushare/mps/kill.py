@@ -85,7 +85,7 @@ class Ending:
         which = f"process{'es' if len(self._started) > 1 else ''} {pids.replace(' ', ', ')}"
         return (
             Step(
-                what=f"stop {which}: no more kernels are launched",
+                what=f"stop {which}, so that no more work is launched",
                 command=f"kill -STOP {pids}",
                 undo=f"kill -CONT {pids}",
                 do=self._stop,

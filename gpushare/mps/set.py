@@ -31,7 +31,7 @@ def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) 
 
     None has an undo of its own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
     """
-    whom = "clients" if server is None else f"future clients of server {server}"
+    whom = "each client process" if server is None else f"each future client of server {server}"
     threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
     found = []
     if threads is not None:
@@ -41,7 +41,7 @@ def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) 
         what = (
             f"remove the pinned memory limit of {whom}"
             if memory is None
-            else f"limit {whom} to {format_bytes(memory)} of pinned device memory per process"
+            else f"limit {whom} to {format_bytes(memory)} of pinned device memory"
         )
         found.append((what, set_memory_command(memory, server), lambda: control.set_memory(memory, server)))
     if priority is not None and server is None:
@@ -74,7 +74,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     changed = replace(record, limits=record.limits.changed_by(limits))
     steps.append(
         Step(
-            what="note the new limits",
+            what="record the new limits",
             command=f"write {shlex.quote(str(home.directory / 'daemon.json'))}",
             do=lambda: home.write(changed),
             revert=lambda: home.write(record),

@@ -196,7 +196,13 @@ class Stop:
         if daemon.pid is None:
             return []
         ask = control_command(daemon.pipe_directory or "", "ps") if self._found.trusted else "nvidia-smi"
-        return [Step(what=f"wait up to {self._seconds:g} s for the clients{self._where()}", command=ask, do=self._wait)]
+        return [
+            Step(
+                what=f"wait up to {self._seconds:g} s for the clients of the MPS daemon{self._where()}",
+                command=ask,
+                do=self._wait,
+            )
+        ]
 
     def _changes(self) -> list[Step]:
         daemon, record, home = self._found.daemon, self._found.record, self._found.home

@@ -289,7 +289,7 @@ def test_the_line_that_measures_is_one(cli: Any, users: str) -> None:
 @pytest.mark.parametrize(
     ("words", "spec", "step"),
     [
-        (FARM, "sim:t4", "limit clients to 50 % of the SM threads"),
+        (FARM, "sim:t4", "limit each client process to 50 % of the SM threads"),
         (USERS, "sim:a100-80gb", "switch MIG on on GPU 0"),
         (PEOPLE, "sim:t4", "set the time-slice of GPU 0 to short"),
     ],
