@@ -20,11 +20,7 @@ def add_fault(group: typer.Typer) -> None:
 
 
 def spec_of(given: str | None) -> str:
-    """Return the simulated host that is meant.
-
-    Raises:
-        BadUsage: none is named.
-    """
+    """Return the simulated host to work on."""
     spec = given or settings.spec
     if not spec.startswith("sim:"):
         what = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
@@ -56,7 +52,7 @@ def fault(
     if kind is None:
         admin.clear_faults(spec)
         return Result(command="sim fault", data={"cleared": True}, text=f"{spec}: no faults")
-    # So that the host is there before its first command.
+    # Creates the host if no command has used it yet.
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)
     said = " ".join(filter(None, [kind, value]))
@@ -100,7 +96,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_hosts(
-    models: Annotated[bool, typer.Option("--models", help="The GPU models that a host can have.")] = False,
+    models: Annotated[bool, typer.Option("--models", help="List the GPU models that a host can have.")] = False,
 ) -> Any:
     """List the simulated hosts in use, or with --models the GPU models."""
     from gpushare.show.result import Column, Result, Table
@@ -118,7 +114,7 @@ def list_hosts(
         Column(key="directory", title="state", rank=1),
     )
     rows = tuple({column.key: getattr(host, column.key) for column in columns} for host in hosts)
-    empty = "no simulated host was used yet; any command makes one: gpushare --host sim:h200 status"
+    empty = "no simulated hosts yet; any command creates one: gpushare --host sim:h200 status"
     return Result(
         command="sim list",
         data={"hosts": hosts},
@@ -176,7 +172,7 @@ def _state_text(data: dict[str, Any]) -> str:
     }
     for name, words in (("fail_step", "fails at"), ("crash_step", "crashes at")):
         if data[name]:
-            facts[words] = f"changing NVML call {data[name]} from now on"
+            facts[words] = f"modifying NVML call {data[name]} from now on"
     width = max(map(len, facts))
     return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
 
@@ -242,17 +238,17 @@ def reset(
 
     specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
     if everything and specs:
-        confirm(f"Forget {len(specs)} simulated hosts ({', '.join(specs)})?")
+        confirm(f"Delete {len(specs)} simulated hosts ({', '.join(specs)})?")
     if settings.dry_run:
         return Result(
             command="sim reset",
             data={"dry_run": True, "hosts": specs},
-            text=f"would forget {', '.join(specs) or 'nothing'}",
+            text=f"would delete {', '.join(specs) or 'nothing'}",
         )
     done = [admin.reset(spec) for spec in specs]
     alone = [str(pid) for one in done for pid in one.left_alone]
-    notes = (f"programs that still run were left alone: {', '.join(alone)}",) if alone else ()
-    text = "\n".join(f"{one.spec} is as new" for one in done) or "no simulated host was used"
+    notes = (f"real programs were left running: {', '.join(alone)}",) if alone else ()
+    text = "\n".join(f"{one.spec} was reset" for one in done) or "no simulated hosts to reset"
     return Result(command="sim reset", data={"dry_run": False, "hosts": done}, text=text, notes=notes)
 
 
@@ -286,7 +282,7 @@ def add(
     host = settings.connect()
     gpus = host.nvml.identities()
     if instance is not None and instance.isdigit():
-        # By the id of its GPU instance; the simulation says so when there is none.
+        # The id of a GPU instance; the simulation reports an unknown one.
         found = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
         instance = next((mig.uuid for mig in found), instance)
     device = select_one(instance if instance and instance.startswith("MIG-") else gpu, gpus)

@@ -1,4 +1,4 @@
-"""Simulated hosts: they stand in at the lowest seam, so everything above them runs unchanged."""
+"""Simulated hosts. They replace NVML and NVIDIA's programs; everything above runs unchanged."""
 
 from __future__ import annotations
 

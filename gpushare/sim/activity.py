@@ -1,4 +1,4 @@
-"""Who is on a simulated GPU, and how busy it is: what the process lists, memory and sensors are made from."""
+"""The processes on a simulated GPU and its load: the source of process lists, memory and sensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_busy(process: SimulatedProcess, at: float) -> bool:
 
 
 def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
-    """Return who is on a GPU, or on one MIG device, by PID: processes and MPS servers.
+    """Return the processes on a GPU, or on one MIG device, by PID: processes and MPS servers.
 
     ``sm_percent`` is what nvidia-smi pmon would show alone; 0 for one that is not busy. A client of
     an MPS server has its own here, see `samples` for what NVML attributes to whom.
@@ -182,11 +182,11 @@ def profile_multiprocessors(target: Target, name: str) -> int:
 
 
 def compute_multiprocessors(target: Target, profile: GiProfile, slices: int) -> int:
-    """Return the SM count of a compute instance with so many slices of a GPU instance."""
+    """Return the SM count of a compute instance with this many slices of a GPU instance."""
     whole = profile_multiprocessors(target, profile.name)
     if slices == profile.slices:
         return whole
-    # So many as the smallest GPU instances have: a 1c of a 3g has 16 of its 60 (H100, driver 580).
+    # As many as the smallest GPU instances have: a 1c of a 3g has 16 of its 60 (H100, driver 580).
     smallest = next((one.multiprocessors for one in target.model.profiles if one.nvml_profile == 0), None)
     share = whole // profile.slices
     return slices * (share if smallest is None else min(share, smallest))

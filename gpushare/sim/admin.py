@@ -1,4 +1,4 @@
-"""Looking at simulated hosts and arranging them: what ``gpushare sim`` does."""
+"""List, describe, change and reset simulated hosts (``gpushare sim``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOW: Final = "see the host: gpushare sim show"
 
 @dataclass(frozen=True)
 class UsedHost:
-    """One simulated host that was used: how much is on it."""
+    """A simulated host in use, with counts of what is on it."""
 
     spec: str
     gpus: int
@@ -54,7 +54,7 @@ class ResetResult:
 
 
 def list_hosts() -> list[UsedHost]:
-    """Return every simulated host of this user that was used, by name."""
+    """Return the simulated hosts of this user, by name."""
     from gpushare.errors import GpushareError
     from gpushare.host.records import read_trusted
 
@@ -85,9 +85,9 @@ def describe(spec: str) -> dict[str, Any]:
 
 
 def reset(spec: str) -> ResetResult:
-    """Forget a simulated host: its simulated processes end, state and run directory are removed.
+    """End the simulated processes of a host and remove its state and run directory.
 
-    Real processes that run on it are left alone, and named in the result.
+    Real processes are left running and listed in the result.
     """
     state_file = _file(spec)
     if not state_file.exists():
@@ -125,11 +125,6 @@ def add_process(
     ``gpu`` is an index or UUID (or its beginning); ``mig`` a MIG UUID or GPU instance id; ``mps`` lets it
     look for a daemon at the CUDA_MPS_PIPE_DIRECTORY of ``environment``, as libcuda does. A ``holder`` makes no
     CUDA context: it only keeps device nodes open; with memory it has allocations, as a profiler does.
-
-    Raises:
-        NotFound: no such GPU, MIG device or user.
-        BadUsage: a holder that is a graphics process or a client too.
-        OperationFailed: CUDA refuses it a context (compute mode, MPS server in FAULT, too many clients).
     """
     if holder and (mps or graphics):
         raise BadUsage("a holder has no context", "give --holder without --mps and --graphics", code="bad_holder")
@@ -170,11 +165,7 @@ def add_process(
 
 
 def end_process(spec: str, pid: int, signal: int | None = None) -> None:
-    """End a simulated process: by a signal, or (None) by itself.
-
-    Raises:
-        NotFound: there is no such simulated process.
-    """
+    """End a simulated process: by a signal, or (None) by itself."""
     with changing(_file(spec)) as (state, lines):
         process = next((one for one in state.processes if one.pid == pid and not one.real), None)
         if process is None:
@@ -183,13 +174,7 @@ def end_process(spec: str, pid: int, signal: int | None = None) -> None:
 
 
 def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
-    """Give a GPU exactly these MIG instances; none turns MIG off.
-
-    Raises:
-        NotFound: no such GPU.
-        OperationFailed: somebody is on it, or the instances do not fit.
-        NotSupported, BadUsage: see `mig_layout.place`.
-    """
+    """Give a GPU exactly these MIG instances; none turns MIG off."""
     with changing(_file(spec)) as (state, _):
         index, chosen = _gpu(state, gpu)
         if any(process.gpu_uuid == chosen.uuid for process in state.processes) or holding(state, index):
@@ -203,12 +188,7 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
 
 
 def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = None) -> None:
-    """Make something fail on a simulated host: see `faults.apply`; ``busy`` puts a process on a GPU.
-
-    Raises:
-        BadUsage: an unknown kind, or its value is missing or wrong.
-        NotFound: no such GPU or user.
-    """
+    """Make something fail on a simulated host: see `faults.apply`; ``busy`` puts a process on a GPU."""
     if kind == "busy":
         add_process(spec, gpu or "0", name=value or "busy", sm_percent=100)
         return

@@ -62,14 +62,10 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     and ``refused`` (NO_PERMISSION; value of both: an NVML entry point, or one of `ENTRY_POINTS`) are faults of a GPU; ``no-driver``, ``no-nvml``, ``no-permission``, ``blind`` (another PID
     namespace), ``hang`` and ``missing`` (value: a program), ``user`` (value: uid or name) and ``driver``
     (value: version), ``collide`` (value: how many of the next conversations with an MPS daemon are dropped),
-    ``fail-step`` (value N: the N-th changing NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
-    process ends right after its N-th changing NVML call took effect), ``mismatch`` (library and kernel module differ),
+    ``fail-step`` (value N: the Nth modifying NVML call from now on returns UNKNOWN) and ``crash-step`` (value N: the
+    process dies right after its Nth modifying NVML call took effect), ``mismatch`` (library and kernel module differ),
     ``shm`` (value: bytes), ``descriptors`` (value: ulimit -n) and ``mps-version`` (value: 13020) are faults of the host;
     ``xid`` (value: its number) is one of a GPU.
-
-    Raises:
-        BadUsage: an unknown kind, or its value is missing or wrong.
-        NotFound: no such user.
     """
     if kind in _GPU_FAULTS:
         for gpu in gpus:

@@ -1,17 +1,16 @@
 """A program for a simulated GPU whose speed is known: ``python -m gpushare.sim.job --need 40 --rate 100``.
 
-It runs on the simulated host that started it (``GPUSHARE_SIM_HOST``) and prints ``rate=NUMBER`` again and again
-(``--metric 'rate=([0-9.]+)'``; its lines per second are always the same): what it would reach there now. The model is
-simple on purpose, so that the right answer can be worked out by hand:
+It runs on the simulated host that started it (``GPUSHARE_SIM_HOST``) and prints its current rate as ``rate=NUMBER``, at
+a fixed interval (``--metric 'rate=([0-9.]+)'``). The model is simple on purpose, so that the right answer can be worked
+out by hand:
 
-- It needs ``--need`` percent of the GPU to run at its full ``--rate``; a stream more needs as much again.
-- Time-slicing: who has a context gets the whole GPU, one after the other. With k contexts each runs at 1/k of what it
-  would reach alone. All clients of one MPS server are one such context.
+- It needs ``--need`` percent of the GPU to run at its full ``--rate``; each further stream needs as much again.
+- Time-slicing: contexts get the whole GPU in turn. With k contexts each runs at 1/k of its rate alone. All clients of one MPS server are one such context.
 - MPS: clients run at the same time. A client gets its need, or its thread cap if that is less; when together they want
   more than 100 percent, each is slowed by the same factor (and by ``--contention`` percent on top).
 - ``--bandwidth``: what its full rate draws of the memory's bandwidth. Where clients together want more than all of it, each
   that draws is slowed by the same factor, whatever its cap; a cap below its need lets it draw less.
-- A MIG instance has its share of the SMs, and nobody slows it from outside.
+- A MIG instance has its share of the SMs, and nothing outside slows it.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gpushare.sim.job")
     parser.add_argument("--need", type=float, default=50.0, help="percent of the GPU that its full rate takes")
     parser.add_argument("--rate", type=float, default=100.0, help="its full rate: units of work per second")
-    parser.add_argument("--streams", type=int, default=1, help="so many of it in one process")
-    parser.add_argument("--seconds", type=float, default=None, help="end after so long")
-    parser.add_argument("--work", type=float, default=None, help="end after so many units of work")
+    parser.add_argument("--streams", type=int, default=1, help="streams in one process")
+    parser.add_argument("--seconds", type=float, default=None, help="seconds after which it ends")
+    parser.add_argument("--work", type=float, default=None, help="units of work after which it ends")
     parser.add_argument("--footprint", default=None, help="device memory: 1G")
     parser.add_argument("--bandwidth", type=float, default=None, help="percent of the memory's bandwidth that it draws")
     parser.add_argument("--contention", type=float, default=0.0, help="percent lost when clients want too much")

@@ -437,7 +437,7 @@ class SimulatedLibrary:
     calls by entry point.
     """
 
-    # Whoever puts a library beneath pynvml can tell this one from the real one.
+    # Tells this library from the real one.
     is_simulated: Final = True
 
     def __init__(self, file: StateFile) -> None:

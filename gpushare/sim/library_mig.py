@@ -212,7 +212,7 @@ def set_mode(gpu: SimulatedGpu, model: GpuModel, mode: int, residents: Sequence[
     """Switch MIG mode and return the activationStatus of nvmlDeviceSetMigMode; not SUCCESS: only pending.
 
     Nothing ends: existing instances keep MIG on (IN_USE), and where the driver must reset the GPU for it, so
-    does any process. Later GPUs switch beside running jobs.
+    does any process. Later GPUs switch while jobs run.
     """
     gpu.mig_pending = mode
     if mode == gpu.mig_mode:
@@ -234,7 +234,7 @@ def create_gpu_instance(
     placement: tuple[int, int] | None,
     residents: Sequence[Resident],
 ) -> int:
-    """Create a GPU instance at ``placement`` (start, size), or where the driver likes, and return its id.
+    """Create a GPU instance at ``placement`` (start, size), or where the driver chooses, and return its id.
 
     Raises:
         Refused: NOT_SUPPORTED, MIG is off; INVALID_ARGUMENT, no such profile, or it cannot lie there; IN_USE, it
@@ -252,7 +252,7 @@ def create_gpu_instance(
         raise Refused(Code.INVALID_ARGUMENT)
     present = occupied(gpu, model)
     if not present and any(one.memory_bytes or not one.holder for one in residents):
-        # Hopper and later: MIG came on beside them; the check is made here. An open node without memory does not count.
+        # Hopper and later: MIG was enabled while they ran; the check is made here. An open node without memory does not count.
         raise Refused(Code.IN_USE)
     free = mig.free_starts(profile, present) if mig.may_join(profile, present) else []
     if not free or (placement is not None and placement[0] not in free):
@@ -304,7 +304,7 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
 def create_compute_instance(
     gpu: SimulatedGpu, model: GpuModel, gpu_instance: int, number: int, placement: tuple[int, int] | None
 ) -> int:
-    """Create a compute instance at ``placement`` (start, size), or where the driver likes, and return its id.
+    """Create a compute instance at ``placement`` (start, size), or where the driver chooses, and return its id.
 
     Raises:
         Refused: INVALID_ARGUMENT, the GPU instance is gone, no such profile, or it cannot lie there; NOT_SUPPORTED,
@@ -447,7 +447,7 @@ def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
 
 @contextmanager
 def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
-    """Yield the GPU under the lock, and who is on it, or holds it open, at that moment."""
+    """Yield the GPU under the lock, and the processes that are on it or hold it open."""
     with library.changed_host() as state:
         gpu = state.gpus[target.handle.index]
         here = activity.residents(state, Target(target.handle, gpu, target.model))

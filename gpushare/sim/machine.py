@@ -1,4 +1,4 @@
-"""The machine of a simulated host: what stands in for ``/dev/shm``, limits, environments and the kernel's log."""
+"""The machine of a simulated host: ``/dev/shm``, limits, environments and the kernel's log."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SimulatedCapabilities:
         return self.of_gpu(minor).get((gpu_instance, compute_instance))
 
     def access(self, capability: Capability) -> NodeAccess | None:
-        """Return who may open its node, or None when its instance is gone."""
+        """Return the users who may open its node, or None if its instance is gone."""
         state = current(self._state_file)
         found = _find(state, capability)
         if found is None:
@@ -86,21 +86,12 @@ class SimulatedCapabilities:
         return NodeAccess(owner=node.owner, mode=node.mode, users=tuple(node.users))
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
-        """Let nvidia-modprobe change its node, or not.
-
-        Raises:
-            NoPermission: not root.
-            NotFound: its instance is gone.
-        """
+        """Let nvidia-modprobe change its node, or not."""
         with changing(self._state_file) as (state, _):
             _changed(state, capability, capability.path).modify = modify
 
     def set_access(self, capability: Capability, access: NodeAccess) -> None:
-        """Decide who may open its node.
-
-        Raises:
-            NoPermission, NotFound: as `set_modify`.
-        """
+        """Set the users who may open its node."""
         with changing(self._state_file) as (state, _):
             node = _changed(state, capability, capability.node)
             node.owner, node.mode, node.users = access.owner, access.mode, list(access.users)

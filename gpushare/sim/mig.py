@@ -74,7 +74,7 @@ def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
 
 
 def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
-    """Return whether a profile is allowed beside those present: media engines and counts, not placement.
+    """Return whether a profile is allowed next to those present: media engines and counts, not placement.
 
     ``+me`` exists once per GPU; ``+me.all`` leaves room for ``-me`` only (nvml.h).
     """
@@ -89,7 +89,7 @@ def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
 
 
 def free_starts(profile: GiProfile, present: Sequence[Occupied]) -> list[int]:
-    """Return the placements of a profile that overlap nobody; the media rule is `may_join`'s."""
+    """Return the free placements of a profile; the media rule is `may_join`'s."""
     if profile.starts is None or profile.size is None:
         return []
     taken = {memory_slice for one in present for memory_slice in one.span}
@@ -190,7 +190,7 @@ PROFILE_COUNT: Final = 9
 _REV1: Final = 7
 # Compute slices by NVML_COMPUTE_INSTANCE_PROFILE_* number, which is also the id (-lcip).
 _SLICES: Final = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, _REV1: 1}
-# How many of each a GPU instance of so many slices holds (MIG user guide, -lcip).
+# How many of each a GPU instance of N slices holds (MIG user guide, -lcip).
 _OFFERED: Final = {
     1: {0: 1},
     2: {0: 2, 1: 1},

@@ -55,7 +55,7 @@ class Request:
         return self.words[index] if index < len(self.words) else ""
 
     def server(self, index: int) -> SimulatedServer | None:
-        """Return the server whose PID a word names."""
+        """Return the server with the PID in a word."""
         pid = self.integer(index)
         return next((server for server in self.daemon.servers if server.pid == pid), None)
 
@@ -77,7 +77,7 @@ def invalid_device(request: Request) -> Reply:
 
 
 def refused(request: Request) -> Reply:
-    """Return the answer to a user who may not change the daemon (550 and newer)."""
+    """Return the answer to a user without the right to change the daemon (550 and newer)."""
     return Reply(
         f"Insufficient privileges for UID {request.state.uid}. Control deamon settings can only be modified "
         "by the user started it or by the root user.\n"

@@ -61,11 +61,7 @@ _NEWER: dict[str, tuple[int, _Command]] = {
 def main(
     argv: Sequence[str], stdin: str, env: Mapping[str, str], state_file: StateFile, timeout: float = 10.0
 ) -> Completed:
-    """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds.
-
-    Raises:
-        TimedOut: it blocks (a stopped daemon, ``quit`` with clients, ``-f``), as the caller would see.
-    """
+    """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds."""
     deadline = clock() + timeout
     words = list(argv[1:])
     state = current(state_file)

@@ -239,7 +239,7 @@ def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Log
 def _real(directory: str) -> bool:
     """Return whether the machine's own MPS lives there (by default, or by a unit): no simulated file goes there.
 
-    A socket in /tmp/nvidia-mps that nobody answers would break every real CUDA program of the machine.
+    A dead socket in /tmp/nvidia-mps would break every real CUDA program on the machine.
     """
     ours = ("/run/gpushare-mps/", "/var/log/gpushare-mps/")
     return directory in {clients.DEFAULT_PIPE_DIRECTORY, clients.DEFAULT_LOG_DIRECTORY} or directory.startswith(ours)

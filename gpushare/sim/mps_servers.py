@@ -35,7 +35,7 @@ def stamp(at: float) -> str:
 
 
 def render(line: LogLine, at: float) -> str:
-    """Return the line as it stands in the file."""
+    """Return the line as written to the file."""
     return f"[{stamp(at)} {line.tag} {line.pid:5d}] {line.text}\n"
 
 

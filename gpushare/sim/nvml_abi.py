@@ -1,4 +1,4 @@
-"""What a C library is made of: return codes, handles, output arguments, and the table of entry points.
+"""The ABI of a C library: return codes, handles, output arguments, and the table of entry points.
 
 Written against nvml.h; needs no pynvml, because structs and arrays are always the caller's.
 """
@@ -79,7 +79,7 @@ class Refused(Exception):
 
 
 class Kind(IntEnum):
-    """What a handle stands for."""
+    """The object behind a handle."""
 
     GPU = 1
     MIG_DEVICE = 2

@@ -139,12 +139,7 @@ class SimulatedProcesses:
         return None if daemon is None else False
 
     def send(self, pid: int, signal: int) -> None:
-        """Send a signal, with what it does to the neighbours under MPS.
-
-        Raises:
-            NotFound: there is no such process.
-            NoPermission: it belongs to another user.
-        """
+        """Send a signal, with what it does to the neighbours under MPS."""
         self._send(pid, signal, lambda number: self._local.send(pid, number))
 
     def _send(self, pid: int, signal: int, to_real: Callable[[int], None]) -> None:
@@ -169,12 +164,7 @@ class SimulatedProcesses:
             to_real(signal)
 
     def send_to(self, pid: int, started_at: float, signal: int) -> None:
-        """Send a signal to the process that started then, and to no other.
-
-        Raises:
-            NotFound: it is gone, whoever has its PID now.
-            NoPermission: it belongs to another user.
-        """
+        """Send a signal to the process that started then, and to no other."""
         info = self.describe(pid)
         if info is None or info.started_at != started_at:
             raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
@@ -233,7 +223,7 @@ class SimulatedProcesses:
         return current(self._state_file).pid_namespace_is_host
 
     def open_files(self, prefix: str) -> OpenFiles:
-        """Return who has device nodes open: their own processes, and to root everybody's."""
+        """Return the processes with open device nodes: to a user its own, to root all."""
         return open_files(current(self._state_file), prefix)
 
 
@@ -357,7 +347,7 @@ def holder_files(gpu: int, instance: tuple[int, int | None] | None = None) -> li
 
 
 def holding(state: SimulatedHostState, gpu: int) -> list[Resident]:
-    """Return who has the node of a GPU open without a context on it; also instances whose capability nodes are open.
+    """Return the processes that have the node of a GPU, or of an instance of it, open without a context.
 
     One entry per instance; its ids are None for the GPU's own node.
     """

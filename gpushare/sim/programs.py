@@ -41,7 +41,7 @@ class SimulatedPrograms:
     """Stands in for `LocalPrograms` on a simulated host.
 
     With ``GPUSHARE_MPS_CONTROL`` set, nvidia-cuda-mps-control is the real program at that path: its
-    daemon runs on this machine, beside the simulated GPUs.
+    daemon runs on this machine, next to the simulated GPUs.
     """
 
     def __init__(self, state_file: StateFile) -> None:
@@ -51,7 +51,7 @@ class SimulatedPrograms:
         """Return the path of the program, or None when the simulated host does not have it."""
         if self._is_real(name):
             return LocalPrograms().find(name)
-        # One package has both; the daemon starts the server, nobody else does.
+        # One package has both programs.
         package = MPS_CONTROL if name == MPS_SERVER else name
         return None if self._is_missing(package) else f"/usr/bin/{name}"
 

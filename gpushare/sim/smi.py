@@ -89,7 +89,7 @@ def _changes(words: Sequence[str]) -> bool:
 
 
 def _run(state: SimulatedHostState, words: list[str]) -> tuple[int, str] | tuple[int, str, str]:
-    # Each part is loaded by whoever asks for it: every look at a host asks for the time-slice.
+    # Loaded late: every look at a host asks for the time slice, few for more.
     if words[:1] == ["compute-policy"]:
         return _compute_policy(state, words[1:])
     if words[:1] == ["mig"]:

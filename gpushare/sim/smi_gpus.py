@@ -72,7 +72,7 @@ def utilization(state: SimulatedHostState, one: Chosen) -> int | None:
 
 
 def residents(state: SimulatedHostState, one: Chosen) -> list[activity.Resident]:
-    """Return who is on the GPU; nobody when NVML counts in another PID namespace."""
+    """Return the processes on the GPU; none if NVML is in another PID namespace."""
     shown = state.pid_namespace_is_host and supports(one, "nvmlDeviceGetComputeRunningProcesses")
     return activity.residents(state, one.target()) if shown else []
 
@@ -159,11 +159,7 @@ _APP_FIELDS = ("timestamp", "gpu_name", "gpu_bus_id", "gpu_uuid", "pid", "proces
 
 
 def check(query: str, fields: str, form: str | None, major: int) -> None:
-    """Check what a query asks for, before any GPU is looked at.
-
-    Raises:
-        Wrong: a format or a field is not known, or the format is missing, which it may from 580 on.
-    """
+    """Check what a query asks for, before any GPU is looked at."""
     words = [word.strip() for word in (form or "").split(",") if word.strip()]
     if form is None and major < 580:
         raise Wrong(2, "\"--format=\" switch is missing. Please run 'nvidia-smi -h' for help.\n\n")
@@ -443,11 +439,7 @@ nvidia-smi [OPTION1 [ARG1]] [OPTION2 [ARG2]] ...
 
 
 def run_change(state: SimulatedHostState, words: list[str]) -> tuple[int, str] | tuple[int, str, str]:
-    """Carry out the words after ``nvidia-smi`` on the state; return exit code, output and errors.
-
-    Raises:
-        Wrong: the arguments are.
-    """
+    """Carry out the words after ``nvidia-smi`` on the state; return exit code, output and errors."""
     if words[:1] == ["pmon"]:
         return _pmon(state, words[1:])
     alone = _alone(words)
@@ -469,11 +461,7 @@ def _name(word: str) -> str:
 
 
 def _alone(words: list[str]) -> str:
-    """Return the option that allows no other, -h before -L, or nothing.
-
-    Raises:
-        Wrong: there is another one.
-    """
+    """Return the option that allows no other, -h before -L, or nothing."""
     for command in ("-h", "-L"):
         names = [_name(word) for word in words]
         if command not in names:
@@ -516,11 +504,7 @@ def _options(words: list[str], major: int, *, changes: bool) -> list[tuple[str, 
 
 
 def choose_present(state: SimulatedHostState, ids: str | None) -> list[Chosen]:
-    """Return the GPUs that ``-i`` names, all when it is not given.
-
-    Raises:
-        Wrong: there is none.
-    """
+    """Return the GPUs that ``-i`` names, all when it is not given."""
     if ids == "":
         raise Wrong(*BAD_IDS)
     chosen = choose(state, ids)
@@ -640,6 +624,6 @@ def require_root(state: SimulatedHostState) -> None:
 
 @contextmanager
 def changed(state: SimulatedHostState, one: Chosen) -> Iterator[list[Resident]]:
-    """Yield who is on the GPU, or holds it open, for a change of its MIG state."""
+    """Yield the processes that are on the GPU or hold it open, for a change of its MIG state."""
     yield [*activity.residents(state, one.target()), *holding(state, one.index)]
     forget_gone(one.gpu)

@@ -265,11 +265,7 @@ class _Failed(Exception):
 
 
 def run(state: SimulatedHostState, words: list[str]) -> tuple[int, str]:
-    """Carry out the words after ``mig`` on the state; return exit code and output.
-
-    Raises:
-        Wrong: the arguments are.
-    """
+    """Carry out the words after ``mig`` on the state; return exit code and output."""
     options = dict(parse(words, _OPTIONS))
     command = next((name for name in _COMMANDS if name in options), None)
     if "-h" in options or command is None:

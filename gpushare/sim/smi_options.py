@@ -22,11 +22,7 @@ class Wrong(Exception):
 
 
 def parse(words: Sequence[str], options: Mapping[str, tuple[str, str]]) -> list[tuple[str, str | None]]:
-    """Return the options of a subcommand by their short names, with their values.
-
-    Raises:
-        Wrong: one is not known, or misses its value.
-    """
+    """Return the options of a subcommand by their short names, with their values."""
     long = {name: short for short, (name, _) in options.items() if name}
     found: list[tuple[str, str | None]] = []
     rest = list(words)

@@ -201,7 +201,7 @@ class SimulatedHostState:
     missing_programs: list[str] = field(default_factory=list)
     # The NVIDIA Container Toolkit (nvidia-ctk), which is no part of the driver.
     toolkit_installed: bool = False
-    # So many of the next conversations with an MPS daemon meet another one, and are dropped.
+    # How many of the next conversations with an MPS daemon collide with another one and are dropped.
     collisions: int = 0
     # Make the Nth modifying NVML call from now on fail, or kill its process once it took effect; 0: none.
     fail_step: int = 0
@@ -247,11 +247,7 @@ class StateFile:
         return self.path.exists()
 
     def read(self) -> SimulatedHostState | None:
-        """Return the state, or None when the host was never used.
-
-        Raises:
-            NoPermission: it is another user's.
-        """
+        """Return the state, or None when the host was never used."""
         text = self._text()
         return None if text is None else self._understood(text)
 
@@ -311,7 +307,7 @@ class StateFile:
             self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
             _check_owner(self.directory.parent)
             safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            # Who may open it may hold it.
+            # A process that may open it may hold it.
             descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | safe, 0o600)
         except OSError as error:
             raise NoPermission(
@@ -330,11 +326,7 @@ class StateFile:
 
 
 def _check_owner(directory: Path) -> None:
-    """Raise where another user made the directory that this user's simulated hosts have by default, in /tmp.
-
-    Raises:
-        PermissionError: so it is.
-    """
+    """Raise where another user made the directory that this user's simulated hosts have by default, in /tmp."""
     found = os.lstat(directory)
     if "GPUSHARE_SIM_DIR" not in os.environ and found.st_uid not in {os.geteuid(), 0}:
         raise PermissionError(errno.EPERM, f"{directory} belongs to user {found.st_uid}")
@@ -377,11 +369,7 @@ class SimulatedHostSpec(NamedTuple):
 
 
 def parse_spec(text: str) -> SimulatedHostSpec:
-    """Return the host that ``sim:[N x]MODEL[,...]`` describes; blanks and case do not matter.
-
-    Raises:
-        BadUsage: not such a name, an unknown model, or not 1 to 64 GPUs.
-    """
+    """Return the host that ``sim:[N x]MODEL[,...]`` describes; blanks and case do not matter."""
     stripped = text.strip()
     if not stripped.lower().startswith(PREFIX):
         raise BadUsage(f"'{stripped[:60]}' is not a simulated host", _HINT, code="bad_host")
@@ -404,12 +392,9 @@ def canonical_spec(models: Sequence[GpuModel]) -> str:
 
 
 def initial_state(spec: str) -> SimulatedHostState:
-    """Return the state of a simulated host that nobody has used yet.
+    """Return the state of a simulated host before its first use.
 
     UUIDs depend on the host's name and the GPU's index alone: every start finds the same GPUs.
-
-    Raises:
-        BadUsage: see `parse_spec`.
     """
     parsed = parse_spec(spec)
     gpus = [_new_gpu(parsed.text, index, model) for index, model in enumerate(parsed.models)]

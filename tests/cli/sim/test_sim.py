@@ -18,7 +18,7 @@ TWO = "sim:2xt4,a30"
 
 
 def test_list_of_nothing(cli: Cli) -> None:
-    assert "no simulated host was used yet" in cli("sim", "list", host=None).ok().out
+    assert "no simulated hosts yet" in cli("sim", "list", host=None).ok().out
     assert cli("sim", "list", host=None, output="json").ok().data == {"hosts": []}
 
 
@@ -65,12 +65,12 @@ def test_reset(cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     world.client()
     before = world.uuid()
-    assert cli("sim", "reset", "-n").ok().out == f"would forget {H200}\n"
+    assert cli("sim", "reset", "-n").ok().out == f"would delete {H200}\n"
     assert world.state.daemons
-    assert cli("sim", "reset").ok().out == f"{H200} is as new\n"
+    assert cli("sim", "reset").ok().out == f"{H200} was reset\n"
     assert not world.directory.exists()
     assert world.uuid() == before
-    assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO} is as new\n"
+    assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO} was reset\n"
 
 
 def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> None:
@@ -80,7 +80,7 @@ def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> Non
     assert len(cli("sim", "list", host=None, output="json").ok().data["hosts"]) == 2
     cli("sim", "reset", "--all", "--yes", host=None).ok()
     assert cli("sim", "list", host=None, output="json").ok().data["hosts"] == []
-    assert "no simulated host was used" in cli("sim", "reset", "--all", host=None).ok().out
+    assert "no simulated hosts to reset" in cli("sim", "reset", "--all", host=None).ok().out
 
 
 def test_reset_leaves_real_programs_alone(cli: Cli, real: Callable[..., Started], world: World) -> None:
@@ -88,7 +88,7 @@ def test_reset_leaves_real_programs_alone(cli: Cli, real: Callable[..., Started]
     until(world.attached, "attached")
     (pid,) = world.pids()
     answer = cli("sim", "reset").ok()
-    assert f"left alone: {pid}" in answer.err
+    assert f"left running: {pid}" in answer.err
     os.kill(pid, 0)
     os.kill(pid, signal.SIGKILL)
     assert started.result().code in {128 + signal.SIGKILL, 1}
