@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.model import Priority
-from gpushare.mps.limits import VARIABLES
+from gpushare.mps.limits import VARIABLES, Limits
 from gpushare.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
 
 if TYPE_CHECKING:
@@ -51,17 +51,14 @@ class ServerRow:
 
     pid: int
     status: str | None
-    threads_percent: float | None
-    memory_limit_bytes: int | None
+    limits: Limits
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A daemon at one moment: defaults, servers, clients."""
+    """A daemon at one moment: defaults for new servers, servers, clients."""
 
-    threads_percent: float | None
-    priority: Priority | None
-    memory_limit_bytes: int | None
+    limits: Limits
     servers: tuple[ServerRow, ...]
     clients: tuple[ClientRow, ...]
 
@@ -404,9 +401,11 @@ class MpsControl:
             raise strange_reply(f"{len(pids)} servers")
         priority = defaults[1].strip() if len(defaults) > 1 else ""
         return Overview(
-            threads_percent=parse_percentage(defaults[0]) if defaults else None,
-            priority=Priority(int(priority)) if priority in {"0", "1"} else None,
-            memory_limit_bytes=memory[0] if memory else None,
+            limits=Limits(
+                threads_percent=parse_percentage(defaults[0]) if defaults else None,
+                memory_limit_bytes=memory[0] if memory else None,
+                priority=Priority(int(priority)) if priority in {"0", "1"} else None,
+            ),
             servers=tuple(row for row in map(self._server, pids) if row is not None),
             clients=tuple(self.clients()) if pids else (),
         )
@@ -421,7 +420,8 @@ class MpsControl:
         # Driver 535 has no get_server_status: its "Unknown command" is no status.
         status = next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
         memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
-        return ServerRow(pid, status, parse_percentage("\n".join(lines)), memory)
+        threads = parse_percentage("\n".join(lines))
+        return ServerRow(pid, status, Limits(threads_percent=threads, memory_limit_bytes=memory))
 
     def clients(self) -> list[ClientRow]:
         """Return all clients (``ps``, or ``get_client_list`` per server where a daemon has no ``ps``)."""

@@ -153,15 +153,15 @@ class _Answer:
     def daemon(self) -> MpsDaemon:
         daemon, overview = self._item.daemon, self._overview
         logged = logged_limit(daemon.log_directory, self._uuid) if self._item.trusted else None
-        held = self._exact(overview.memory_limit_bytes, logged)
+        held = self._exact(overview.limits.memory_limit_bytes, logged)
         if held is None:
             # A limit from the daemon's environment is in force, but not printed.
             held = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
         return replace(
             daemon,
-            threads_percent=overview.threads_percent,
+            threads_percent=overview.limits.threads_percent,
             memory_limit_bytes=held,
-            priority=overview.priority,
+            priority=overview.limits.priority,
             servers=tuple(self._server(row) for row in overview.servers if self._counts(row.pid)),
         )
 
@@ -187,7 +187,7 @@ class _Answer:
             pid=row.pid,
             user=None if info is None else info.user,
             status=row.status,
-            threads_percent=row.threads_percent,
+            threads_percent=row.limits.threads_percent,
             clients=tuple(self._client(one, row) for one in clients if self._counts(one.pid)),
         )
 
@@ -200,9 +200,9 @@ class _Answer:
             name=row.command or (None if info is None else info.name),
             user=None if info is None else info.user,
             # A client can only lower the limit of its server (seen: 60 under 30 gives 30, 20 under 30 gives 20).
-            threads_percent=_smaller(server.threads_percent, own.threads_percent),
-            memory_limit_bytes=_smaller(self._exact(server.memory_limit_bytes), own.memory_limit_bytes),
-            priority=self._overview.priority if own.priority is None else own.priority,
+            threads_percent=_smaller(server.limits.threads_percent, own.threads_percent),
+            memory_limit_bytes=_smaller(self._exact(server.limits.memory_limit_bytes), own.memory_limit_bytes),
+            priority=self._overview.limits.priority if own.priority is None else own.priority,
         )
 
 

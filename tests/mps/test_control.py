@@ -16,6 +16,7 @@ from gpushare.host.program import Completed, timed_out
 from gpushare.model import Priority
 from gpushare.mps import control as mps_control
 from gpushare.mps.control import MpsControl, Overview, ServerRow
+from gpushare.mps.limits import Limits
 from gpushare.sim import admin
 from gpushare.units import GIB, MIB
 from tests.mps.fake_daemon import CLOSING, Daemon, control
@@ -212,15 +213,18 @@ def overview(**replies: str) -> tuple[Overview, Daemon]:
 
 def test_the_state_of_a_fresh_daemon_in_one_conversation() -> None:
     found, daemon = overview()
-    assert found == Overview(50.0, Priority.LOW, None, (), ())
+    assert found == Overview(Limits(threads_percent=50.0, priority=Priority.LOW), (), ())
     assert len(daemon.asked) == 4
-    assert overview(memory="4G\n")[0].memory_limit_bytes == 4 * GIB
+    assert overview(memory="4G\n")[0].limits.memory_limit_bytes == 4 * GIB
 
 
 def test_several_servers_each_with_its_own_limits() -> None:
     found, _ = overview(memory="1G\n", servers="7\n8\n")
-    assert found.memory_limit_bytes == GIB
-    assert found.servers == (ServerRow(7, "ACTIVE", 50.0, None), ServerRow(8, "FAULT", 20.0, 2 * GIB))
+    assert found.limits.memory_limit_bytes == GIB
+    assert found.servers == (
+        ServerRow(7, "ACTIVE", Limits(threads_percent=50.0)),
+        ServerRow(8, "FAULT", Limits(threads_percent=20.0, memory_limit_bytes=2 * GIB)),
+    )
 
 
 def test_a_server_that_went_away_in_between_is_left_out() -> None:
@@ -231,7 +235,7 @@ def test_a_server_that_went_away_in_between_is_left_out() -> None:
 
 def test_driver_535_tells_no_status_and_that_is_unknown() -> None:
     found, _ = overview(servers="7\n", status='Unknown command "get_server_status"\n', limit="1G\n")
-    assert found.servers == (ServerRow(7, None, 50.0, GIB),)
+    assert found.servers == (ServerRow(7, None, Limits(threads_percent=50.0, memory_limit_bytes=GIB)),)
 
 
 def test_a_daemon_without_ps_lists_the_clients_of_each_server() -> None:
@@ -241,7 +245,7 @@ def test_a_daemon_without_ps_lists_the_clients_of_each_server() -> None:
 
 def test_garbage_is_unknown() -> None:
     daemon = Daemon(dict.fromkeys([CLOSING, "get_server_list"], "?\n"))
-    assert control(daemon).overview() == Overview(None, None, None, (), ())
+    assert control(daemon).overview() == Overview(Limits(), (), ())
 
 
 @pytest.mark.parametrize(("seconds", "sent"), [(None, "quit"), (0.2, "quit -t 1"), (5.0, "quit -t 5")])
@@ -265,8 +269,11 @@ def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir
     talk.set_memory(700 * MIB, client.mps_server)
     found = talk.overview()
     status = None if driver < "55" else "ACTIVE"
-    assert found.servers == (ServerRow(client.mps_server, status, 20.0, 700 * MIB),)
-    assert (found.threads_percent, found.priority, found.memory_limit_bytes) == (30.0, Priority.LOW, 2 * GIB)
+    assert found.servers == (
+        ServerRow(client.mps_server, status, Limits(threads_percent=20.0, memory_limit_bytes=700 * MIB)),
+    )
+    limits = Limits(threads_percent=30.0, memory_limit_bytes=2 * GIB, priority=Priority.LOW)
+    assert found.limits == limits
     assert [(row.pid, row.server_pid, row.command) for row in found.clients] == [(client.pid, client.mps_server, "a b")]
     talk.set_memory(None)
     assert talk.memory() is None
