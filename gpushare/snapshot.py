@@ -145,7 +145,7 @@ class HostState:
         return self._once(("layout", gpu.index), lambda: MigReader(self.host.nvml).layout(gpu))
 
     def held_layouts(self, gpus: Sequence[Gpu]) -> dict[int, Layout]:
-        """Return the MIG layouts by GPU index with names, grants and everybody who holds an instance.
+        """Return the MIG layouts by GPU index with names, grants and the holders of each instance.
 
         Raises:
             GpushareError: as `layout`.

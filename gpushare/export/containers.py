@@ -87,7 +87,7 @@ class Share:
 
 
 def share_of(host: HostDescription, uuid: str) -> Share:
-    """Return one device by its UUID; a GPU in MIG mode stands for its only MIG device.
+    """Return one device by its UUID; for a GPU in MIG mode, its only MIG device.
 
     Raises:
         BadUsage: the GPU has several MIG devices.

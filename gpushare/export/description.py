@@ -212,7 +212,7 @@ def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsDescript
 def _mps(host: Host, daemon: MpsDaemon) -> MpsDescription:
     return MpsDescription(
         limits=Limits.of(daemon),
-        # A daemon of a user who is not root serves that user alone.
+        # A daemon that does not run as root serves only its own user.
         users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
         pipe_directory=daemon.pipe_directory,
     )

@@ -28,17 +28,17 @@ umask 022
 
 say() { echo "gpushare: $*" >&2; logger -t gpushare-slurm "$*" 2>/dev/null || :; }
 
-# One command to the daemon of $home. Exit code: 0 answered, 1 nobody listens, 124 it hangs.
+# Send one command to the daemon of $home. Exit code: 0 it answered, 1 nobody listens, 124 it hangs.
 ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY="$home/pipe" timeout "${2:-10}" nvidia-cuda-mps-control 2>/dev/null; }
 
-# One value of what the kernel says of a process.
+# One field of /proc/PID/status.
 field() {
     while read -r key value rest; do
         [ "$key" != "$2:" ] || { echo "$value"; return 0; }
     done <"/proc/$1/status"
 } 2>/dev/null
 
-# PID:START of a process that has not ended: a PID alone may soon be another's.
+# PID:START of a live process, because PIDs are reused.
 identity() {
     line=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
     set -- "$1" ${line##*)}
@@ -50,8 +50,8 @@ is_mps() {
     case $name in nvidia-cuda-mps*) return 0 ;; *) return 1 ;; esac
 }
 
-# The daemon of $home, which runs as this user with that directory, and the servers below it. Not by its PID file, which
-# everybody may write.
+# The daemon of $home, which runs as this user with that directory, and its servers. Not by its PID file, which everybody
+# may write.
 daemon_processes() {
     daemons=" "
     for one in /proc/[0-9]*; do
@@ -68,7 +68,7 @@ daemon_processes() {
     done
 }
 
-# End what is left of the daemon of $home.
+# End the processes left of the daemon of $home.
 end_by_signals() {
     found=$(daemon_processes)
     for signal in TERM KILL; do
@@ -88,8 +88,8 @@ end_by_signals() {
     return 1
 }
 
-# Let the users of the jobs of $home talk to its daemon, and nobody else: whoever may connect can keep it from answering.
-# The directory stays root's: the daemon would follow a link that its owner put there.
+# Allow only the users of the jobs of $home to connect, because anybody who may connect can block the daemon.
+# The directory stays root's: the daemon would follow a link that the owner of the directory put there.
 let_in() {
     entries= groups=
     for one in "$home"/jobs/*; do
@@ -103,7 +103,7 @@ let_in() {
         case " $groups " in *" ${group:-unknown} "*) ;; *) groups="$groups ${group:-unknown}" ;; esac
     done
     ! setfacl --set "u::rwx,g::---,o::---,m::rx$entries" "$home/pipe" 2>/dev/null || return 0
-    # Without access control lists: the group of the job, or everybody where there are several.
+    # Without access control lists: the group of the job, or everybody if there are several.
     set -- $groups
     case $#,${1:-} in
     0,*) chmod 700 "$home/pipe" ;;
@@ -113,7 +113,7 @@ let_in() {
     esac
 }
 
-# End the daemon of $home and give the GPU its compute mode back.
+# End the daemon of $home and restore the compute mode of the GPU.
 stop_daemon() {
     ask get_server_list >/dev/null
     case $? in
@@ -131,7 +131,7 @@ stop_daemon() {
     esac
     end_by_signals || { say "the MPS daemon of $home does not end"; return 1; }
     ! ask get_server_list >/dev/null || { say "the MPS daemon of $home does not quit"; return 1; }
-    # What somebody holds open there must not be in the way of the next one.
+    # Files that are still open there must not be in the way of the next daemon.
     rm -rf "$home/pipe" || return 1
     if [ -s "$home/mode" ]; then
         nvidia-smi -i "$(cat "$home/uuid")" -c "$(cat "$home/mode")" >/dev/null || return 1
@@ -140,7 +140,7 @@ stop_daemon() {
 }
 
 mkdir -p -m 755 "$state" || exit 1
-# Whoever can open a lock can hold it: a job would drain the node.
+# Anybody who can open a lock can hold it, and a job could drain the node.
 (umask 077; : >>"$state/lock") && chmod 600 "$state/lock" || exit 1
 exec 9>"$state/lock"
 flock -w 120 9 || { say "another prolog or epilog holds the lock"; exit 1; }
@@ -150,7 +150,7 @@ _PROLOG: Final = """\
 #!/bin/sh
 # Written by gpushare: Prolog of slurmd. Starts the MPS daemon of the GPU that a job with --gres=mps was given.
 @COMMON@
-# The UUID of a GPU by the number that Slurm gives, which is that of /dev/nvidiaN; with Flags=env_uuid it is the UUID.
+# The UUID of a GPU by the number that Slurm gives, which is the N of /dev/nvidiaN; with Flags=env_uuid it is the UUID.
 uuid_of() {
     case $1 in
 @CASES@
@@ -158,7 +158,7 @@ uuid_of() {
     esac
 }
 
-# Pinned memory that each client process of a GPU may have.
+# Pinned memory limit of each client process of a GPU.
 limit_of() {
     case $1 in
 @LIMITS@
@@ -174,7 +174,7 @@ start_daemon() {
     0) return 0 ;;
     124)
         say "the MPS daemon of GPU $uuid hangs"
-        # Nobody loses it but the jobs that it has.
+        # Restart it only if it has no jobs.
         [ -z "$(ls -A "$home/jobs")" ] || return 1
         ;;
     esac
@@ -214,12 +214,12 @@ for id in $(echo "${CUDA_VISIBLE_DEVICES:-}" | tr , ' '); do
             echo "$uuid" >"$state/job-$SLURM_JOB_ID"
         else
             rm -f "$home/jobs/$SLURM_JOB_ID"
-            # The GPU gets its compute mode back; Slurm drains the node and queues the job again.
+            # Restore the compute mode; Slurm drains the node and queues the job again.
             [ -n "$(ls -A "$home/jobs")" ] || stop_daemon
             status=1
         fi
     elif [ -d "$home" ]; then
-        # A whole GPU: what an epilog could not end would still hold it.
+        # A whole GPU: a daemon that an epilog could not end would still hold it.
         stop_daemon || status=1
     fi
 done

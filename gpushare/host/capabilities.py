@@ -81,7 +81,7 @@ class Capabilities(Protocol):
 
 
 class LocalCapabilities:
-    """The capabilities of this machine. ``root`` stands for ``/``."""
+    """The capabilities of this machine. ``root`` replaces ``/``."""
 
     def __init__(self, root: str | Path = "/") -> None:
         self._root = Path(root)

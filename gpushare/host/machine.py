@@ -47,7 +47,7 @@ class Machine(Protocol):
 
 
 class LocalMachine:
-    """This machine. ``proc`` stands in for ``/proc``."""
+    """This machine. ``proc`` replaces ``/proc``."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc

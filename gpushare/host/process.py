@@ -313,7 +313,7 @@ class LocalProcesses:
                 raise ProcessLookupError
             os.kill(pid, signal)
         except (ProcessLookupError, OverflowError):
-            raise NotFound(f"there is no process {pid}", "see who is there: gpushare status") from None
+            raise NotFound(f"there is no process {pid}", "see what runs: gpushare status") from None
         except PermissionError:
             raise NoPermission(
                 f"not allowed to send {name} to process {pid}: it belongs to another user",
@@ -330,7 +330,7 @@ class LocalProcesses:
         from gpushare.host.identity import send_same
 
         if not send_same(pid, lambda: _started_at(pid) == started_at, signal):
-            raise NotFound(f"there is no process {pid} any more", "see who is there: gpushare status")
+            raise NotFound(f"process {pid} is gone", "see what runs: gpushare status")
 
     def uses_driver(self, pid: int) -> bool | None:
         """Return whether the process has libcuda or libnvidia-ml loaded (``/proc/PID/maps``)."""

@@ -106,32 +106,32 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
         notes.append(f"{title} is left out: its MPS daemon does not answer: {silent[0].error or 'no reason known'}")
         return None
     notes += [f"{title}: {one}: a file cannot express it" for one in live.foreign]
-    nobody = Match(by=Exactness.ALL)
+    unbound = Match(by=Exactness.ALL)
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
         notes.append(f"{title}: a change of the MIG mode is pending; the file has the current mode")
     if gpu.mig_enabled:
-        return Entry(match=nobody, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
+        return Entry(match=unbound, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
     if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
         notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")
     if live.mps is not None:
         if live.mps.wish is not None:
-            return Entry(match=nobody, sharing=Sharing.MPS, mps=live.mps.wish)
+            return Entry(match=unbound, sharing=Sharing.MPS, mps=live.mps.wish)
         notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
     return _without_daemon(live, notes)
 
 
 def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
-    gpu, title, nobody = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
+    gpu, title, unbound = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         notes.append(f"{title} is left out: a file cannot express compute mode prohibited")
         return None
     if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
         notes.append(f"{title}: compute mode exclusive-thread is obsolete; the file has exclusive-process")
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
-        return Entry(match=nobody, sharing=Sharing.EXCLUSIVE)
+        return Entry(match=unbound, sharing=Sharing.EXCLUSIVE)
     if live.time_slice is None:
         notes.append(f"{title}: its time-slice level is unknown; the file has default")
-    return Entry(match=nobody, sharing=Sharing.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
+    return Entry(match=unbound, sharing=Sharing.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
 
 
 def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
