@@ -16,7 +16,7 @@ function __gpushare_path
     end
 end
 
-# Whether the line stands at a command: in it, or in an argument of it.
+# Whether the cursor is at a command: in its name, or in an argument of it.
 function __gpushare_at
     set -l path (__gpushare_path)
     test (count $path) -ge (count $argv); or return 1
@@ -24,12 +24,12 @@ function __gpushare_at
     for place in (seq (count $argv))
         test "$path[$place]" = "$argv[$place]"; or return 1
     end
-    # A group of commands ends where a command of it begins.
+    # A group ends where one of its commands begins.
     contains -- "$argv" $__gpushare_groups; and test (count $path) -gt (count $argv); and return 1
     return 0
 end
 
-# The GPUs of the host that the line names (or of this machine); nothing when it cannot be asked.
+# The GPUs of the host that the line names, or of this machine; nothing if it does not answer.
 function __gpushare_gpus
     set -l words (commandline -opc)
     set -l place (contains -i -- --host $words); and set -l host --host $words[(math $place + 1)]

@@ -1,4 +1,4 @@
-"""The command tree of gpushare as plain data, read from Typer's own objects."""
+"""The command tree of gpushare as plain data, read from Typer's objects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Typer adds these to install its own completions; ours are files, installed with the package.
+# Typer adds these to install its completions; ours are files of the package.
 _LEFT_OUT = {"--install-completion", "--show-completion"}
 # Names of types differ between versions of Typer.
 _TYPES = {"str": "TEXT", "int": "NUMBER", "integer": "NUMBER"}
@@ -49,7 +49,7 @@ class Node:
 
     @property
     def title(self) -> str:
-        """Return the words that call it, without the program's name."""
+        """Return the words of the command, without the program's name."""
         return " ".join(self.path)
 
     @property
@@ -66,7 +66,7 @@ class Node:
 
 
 def command_tree() -> Node:
-    """Return the tree of the program; what is hidden is left out."""
+    """Return the tree of the program, without hidden options and commands."""
     from gpushare.cli import root
 
     return _node(root(), ())
