@@ -257,6 +257,11 @@ def _apply_rows() -> list[Row]:
     ]
 
 
+def _advise_rows() -> list[Row]:
+    words = ("-g", "0", "--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating", "--apply", "-y")
+    return [Row(name="advise --apply", host=MIG_HOST, prepare=_mig_on_one, command=("advise", *words), then=[("advise", *words)])]  # fmt: skip
+
+
 def _run_rows() -> list[Row]:
     row = partial(Row, host=MPS_HOST, prepare=_foreign_mps, runs=True, real=True)
     plain, limits = _run("-g", "0"), _run("-g", "0", "--threads", "30", "--memory", "4G")
@@ -285,4 +290,4 @@ def _run_rows() -> list[Row]:
 
 def rows() -> list[Row]:
     """Return all rows."""
-    return [*_mps_rows(), *_timeslice_rows(), *_mig_rows(), *_apply_rows(), *_run_rows()]
+    return [*_mps_rows(), *_timeslice_rows(), *_mig_rows(), *_apply_rows(), *_advise_rows(), *_run_rows()]

@@ -25,6 +25,7 @@ from gpushare.cli.options import (
     answered,
     carried_out,
     gpus_of,
+    note,
     settings,
 )
 from gpushare.errors import (
@@ -220,6 +221,8 @@ def advise(
     case = _case(words, file, root, pair, seen=live or recording is not None)
     case = case and checked(case)
     host = settings.connect()
+    if apply and not settings.dry_run:
+        _recover(host)
     facts = host_facts(HostState(host))
     chosen = _chosen(host, facts, gpu)
     if case is None:
@@ -288,6 +291,19 @@ def _case(
         return overlaid(case_from_file(file, root=root), words)
     # Checked before the host is asked, so that a typo costs nothing.
     return case_of(words, root=root, pair=pair)
+
+
+def _recover(host: Host) -> None:
+    """Undo a MIG change that was interrupted before the advice looks at the host, as every change of MIG does."""
+    from gpushare.cli.mig_change import recovered
+    from gpushare.mig.driver import may_change
+    from gpushare.mig.journal import Journal
+
+    journal = Journal(host)
+    if journal.left() is not None and may_change(host):
+        with recovered(host, journal) as undone:
+            for one in undone:
+                note(one)
 
 
 def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
@@ -593,7 +609,11 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     if first.verb is Verb.MPS_START:
         plan = plan_start(host, device, first.limits or Limits(), exclusive=False)
     elif first.verb is Verb.MPS_SET:
-        plan = plan_limits(host, device, first.limits or Limits())
+        try:
+            plan = plan_limits(host, device, first.limits or Limits())
+        except NotFound:
+            # It has died since, or its start was interrupted, which a new start finishes.
+            plan = plan_start(host, device, first.limits or Limits(), exclusive=False)
     elif first.level is not None:
         plan = plan_level(host, [device], first.level)
     else:
