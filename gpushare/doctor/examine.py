@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
-from gpushare.errors import DriverNotLoaded, GpushareError, NvmlMissing, OperationFailed, cut, system_error
+from gpushare.errors import BadUsage, DriverNotLoaded, GpushareError, NvmlMissing, OperationFailed, cut, system_error
 from gpushare.host.machine import Xid
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path
 from gpushare.hostfile.look import live_gpus
 from gpushare.model import ComputeMode, Gpu, Sharing
-from gpushare.mps import control
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import homes_in
+from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
 from gpushare.units import counted
 
@@ -454,12 +453,13 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    length = len(os.fsencode(str(path / "mps" / "gpu-00000000" / "pipe")))
-    if length > control.MAX_PIPE_DIRECTORY_BYTES:
+    try:
+        home_of(path, "GPU-00000000").check_path()
+    except BadUsage as error:
         yield Check.failure(
             "run.path",
-            seen=f"an MPS pipe directory below {path} has {length} bytes; 87 is the limit",
-            why="the daemon dies silently when it starts",
+            seen=error.message,
+            why="an MPS daemon dies silently when it starts",
             remedy="export GPUSHARE_RUN_DIR=/tmp/$USER (a short directory of your own)",
         )
         return

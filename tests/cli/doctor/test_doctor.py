@@ -15,11 +15,13 @@ import pytest
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination, Verdict
 from gpushare.doctor.mps import MOST_CLAIMS, foreign, mps_daemons
+from gpushare.errors import BadUsage
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.model import ComputeMode, MpsDaemon
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import NOT_ASKED, FoundDaemon
+from gpushare.mps.home import home_of
 from tests.cli.conftest import Cli
 from tests.cli.drive import World
 
@@ -290,6 +292,21 @@ def test_run_directory(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) 
 def test_run_path(cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("x" * 60)))
     assert verdict(cli, "run.path") == "fail"
+
+
+@pytest.mark.parametrize("length", range(50, 65))
+def test_run_path_fails_where_a_start_does(world: World, length: int) -> None:
+    from dataclasses import replace
+
+    host = replace(world.host, run_directory=Path("/" + "x" * (length - 1)))
+    try:
+        home_of(host.run_directory, world.uuid()).check_path()
+    except BadUsage:
+        expected = True
+    else:
+        expected = False
+    found = [check.id for check in examine._run_directory(Examination(host))]
+    assert ("run.path" in found) is expected
 
 
 def test_user(cli: Cli, world: World) -> None:
