@@ -9,11 +9,7 @@ from gpushare.units import quoted
 
 
 def connect(spec: str) -> Host:
-    """Return the host that ``--host`` names, without reading it.
-
-    Raises:
-        BadUsage: neither ``local`` nor a simulated host.
-    """
+    """Return the host that ``--host`` names, without reading it."""
     if spec == "local":
         return local_host()
     if not spec.strip().lower().startswith("sim:"):

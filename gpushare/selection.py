@@ -77,13 +77,7 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
 
 
 def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
-    """Return the device that a change works on. ``-g`` may be absent only on a host with one GPU.
-
-    Raises:
-        NotFound: no such device, or no GPU at all.
-        BadUsage: several.
-        GpuLost: the GPU does not answer.
-    """
+    """Return the device that a change works on. ``-g`` may be absent only on a host with one GPU."""
     if text is None and len(gpus) > 1:
         raise BadUsage(
             f"this host has {len(gpus)} GPUs; this command needs one", "name one: -g 0", code="gpu_not_named"
@@ -97,12 +91,7 @@ def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
 
 
 def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
-    """Return the devices that a change works on. On a host with several GPUs, ``-g`` is required.
-
-    Raises:
-        NotFound, BadUsage: as `select`, and BadUsage when several GPUs are there and none is named.
-        GpuLost: one of them does not answer.
-    """
+    """Return the devices that a change works on. On a host with several GPUs, ``-g`` is required."""
     if not gpus:
         raise no_gpu()
     if text is None and len(gpus) > 1:

@@ -57,11 +57,7 @@ class HostState:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs; their processes are None where they cannot be known.
-
-        Raises:
-            NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
-        """
+        """Return the GPUs; their processes are None where they cannot be known."""
         return self._once("gpus", self._gpus)
 
     def _gpus(self) -> tuple[Gpu, ...]:
@@ -145,11 +141,7 @@ class HostState:
         return self._once(("layout", gpu.index), lambda: MigReader(self.host.nvml).layout(gpu))
 
     def held_layouts(self, gpus: Sequence[Gpu]) -> dict[int, Layout]:
-        """Return the MIG layouts by GPU index with names, grants and the holders of each instance.
-
-        Raises:
-            GpushareError: as `layout`.
-        """
+        """Return the MIG layouts by GPU index with names, grants and the holders of each instance."""
         from gpushare.mig.layouts import layouts_of
 
         return {one.gpu: one for one in layouts_of(self.host, gpus, names=self.names)}
@@ -176,9 +168,6 @@ class Observer:
 
         Looking again within 5 seconds asks NVML alone: nvidia-smi costs more than all of it, and an MPS daemon writes
         each conversation into a log that is never rotated. What has visibly changed is asked at once.
-
-        Raises:
-            NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
         """
         self.state = state = HostState(self._host, strangers=self._strangers)
         fresh = time.monotonic() < self._levels_until

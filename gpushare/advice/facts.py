@@ -82,11 +82,7 @@ class HostFacts:
 
 
 def host_facts(state: HostState) -> HostFacts:
-    """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing.
-
-    Raises:
-        NvmlMissing, DriverNotLoaded, NoPermission: the host as a whole does not answer.
-    """
+    """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing."""
     asked = state.ask_levels()
     gpus, driver = state.gpus, state.driver_version
     daemons = tuple(one.daemon for one in or_none(lambda: state.daemons) or ())

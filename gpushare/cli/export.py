@@ -239,11 +239,7 @@ def register(app: typer.Typer) -> None:
 
 
 def node_name(given: str | None, *, short: bool = False) -> str | None:
-    """Return the given node name, else this machine's (``short``: up to the dot); None for a simulated host.
-
-    Raises:
-        BadUsage: not a valid node name (DNS-1123).
-    """
+    """Return the given node name, else this machine's (``short``: up to the dot); None for a simulated host."""
     if given is None:
         import socket
 
@@ -261,12 +257,7 @@ def node_name(given: str | None, *, short: bool = False) -> str | None:
 
 
 def exported(engine: str, found: Export, to: str | None) -> Result:
-    """Return the result of an export; ``to`` is where its files are written.
-
-    Raises:
-        InUse: a file exists already.
-        NoPermission: the directory cannot be written.
-    """
+    """Return the result of an export; ``to`` is where its files are written."""
     from gpushare.export.document import printed, write
     from gpushare.show.result import Result
 
@@ -301,10 +292,6 @@ def described(
     """Return the host as it is, or as a gpushare.yaml wants it, with the replicas from the options.
 
     ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
-
-    Raises:
-        BadUsage: -g names a MIG instance, a number is too small, or the file is not valid.
-        NotFound: the file names a GPU that does not exist.
     """
     from gpushare.export.description import describe_host
     from gpushare.model import Sharing
@@ -335,11 +322,7 @@ def described(
 
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
-    """Return the host as a file wants it, with the UUIDs and pipe directories of what exists.
-
-    Raises:
-        NotFound: a MIG device of the file does not exist yet; or as `described`.
-    """
+    """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
     from gpushare.export import description
     from gpushare.mps.home import home_of
 

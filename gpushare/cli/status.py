@@ -51,11 +51,7 @@ def status(
 
 
 def interval(text: str) -> float:
-    """Return the seconds between two looks.
-
-    Raises:
-        BadUsage: not a duration, or below 0.1 s (one look costs the driver milliseconds).
-    """
+    """Return the seconds between two looks."""
     from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)

@@ -65,10 +65,6 @@ class Share:
         """Return the pipe directory of its MPS daemon on the host.
 
         The container has it at the same path, so that messages of the daemon mean the same on both sides.
-
-        Raises:
-            NotFound: it has none.
-            NotSupported: a flag cannot carry it.
         """
         if self.mps is None or self.mps.pipe_directory is None:
             raise NotFound(
@@ -87,12 +83,7 @@ class Share:
 
 
 def share_of(host: HostDescription, uuid: str) -> Share:
-    """Return one device by its UUID; for a GPU in MIG mode, its only MIG device.
-
-    Raises:
-        BadUsage: the GPU has several MIG devices.
-        NotFound: it has none, or there is no such device.
-    """
+    """Return one device by its UUID; for a GPU in MIG mode, its only MIG device."""
     for gpu in host.gpus:
         for mig in gpu.mig:
             if mig.uuid == uuid:
@@ -236,9 +227,6 @@ def config_of(host: HostDescription, name: str) -> dict[str, Any]:
     """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` if it covers every GPU.
 
     GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number.
-
-    Raises:
-        NotSupported: no GPU has MIG.
     """
     capable = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
     if not capable:

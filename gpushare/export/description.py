@@ -124,12 +124,6 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     """Return these GPUs of a host as they are now. ``node`` is the host's name in a cluster.
 
     A host does not know how many programs share a time-sliced GPU: ``replicas`` stays None.
-
-    Raises:
-        NotFound: no GPU.
-        GpuLost: a GPU does not answer.
-        NotSupported: a GPU is in compute mode prohibited, or its mode is unknown.
-        NoPermission, OperationFailed: an MPS daemon cannot be asked.
     """
     if not gpus:
         raise no_gpu()
@@ -267,10 +261,6 @@ def wished(
 
     ``profiles`` are the driver's, for each GPU that is to have MIG. MIG devices that do not exist yet have no UUID, no
     ids and no capability nodes.
-
-    Raises:
-        BadUsage: an ambiguous profile, or an impossible placement.
-        NotSupported: the GPU does not have the profile.
     """
     gpus = (
         _wished_gpu(gpu, entries[gpu.index], profiles.get(gpu.index, ())) if gpu.index in entries else gpu

@@ -62,12 +62,7 @@ def printed(documents: Sequence[Document]) -> str:
 
 
 def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
-    """Write documents as new files, and return their paths.
-
-    Raises:
-        InUse: a file exists already.
-        NoPermission: the directory cannot be written.
-    """
+    """Write documents as new files, and return their paths."""
     from gpushare.host.written_file import create_file, directory_of
 
     written: list[str] = []

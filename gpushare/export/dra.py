@@ -26,12 +26,7 @@ _ATTRIBUTES: Final = f"device.attributes['{DRIVER}']"
 
 
 def api_version(kubernetes: str) -> str:
-    """Return the version of resource.k8s.io that a Kubernetes has.
-
-    Raises:
-        BadUsage: not a version.
-        NotSupported: older than 1.32.
-    """
+    """Return the version of resource.k8s.io that a Kubernetes has."""
     match = _VERSION.fullmatch(kubernetes.removeprefix("v"))
     if match is None:
         raise BadUsage(
@@ -50,10 +45,6 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
     """Return claims for every GPU and MIG device, and a Deployment that verifies each shared one.
 
     ``any_gpu`` takes any GPU of the same model; otherwise exactly this one, by its UUID.
-
-    Raises:
-        NotSupported: the driver cannot express it.
-        BadUsage: not a Kubernetes version.
     """
     version = api_version(kubernetes)
     documents: list[Document] = []

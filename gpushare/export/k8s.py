@@ -64,11 +64,7 @@ def config_of(sharing: PluginSharing) -> dict[str, Any]:
 
 
 def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None:
-    """Check the number of MPS clients as the plugin does at its start (internal/rm).
-
-    Raises:
-        BadUsage: more than the GPU takes.
-    """
+    """Check the number of MPS clients as the plugin does at its start (internal/rm)."""
     # Unknown counts as a current GPU: the plugin asks the GPU itself.
     most = MPS_REPLICAS if compute_capability is None or compute_capability >= (7, 5) else MPS_REPLICAS_OLD
     if replicas > most:
@@ -112,12 +108,7 @@ def physical(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
 
 
 def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> NodeSharing:
-    """Return how the plugin shares the GPUs of a host.
-
-    Raises:
-        NotSupported: the plugin cannot express it: GPUs shared in different ways, a slice length, MPS on MIG.
-        BadUsage: the plugin refuses the number.
-    """
+    """Return how the plugin shares the GPUs of a host."""
     if mig_strategy not in {"single", "mixed"}:
         raise BadUsage(f"'{mig_strategy[:40]}' is not a MIG strategy", "give single or mixed", code="bad_strategy")
     if not host.whole:
@@ -329,10 +320,6 @@ def operator_export(
     """Return the documents that make a cluster share the GPUs of this node as the host does now.
 
     ``every_node`` makes it the default of the cluster; otherwise only the labelled node uses it.
-
-    Raises:
-        NotSupported: the device plugin cannot express it; the hint names the engine that can.
-        BadUsage: the plugin would refuse the namespace or a number.
     """
     if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
         raise BadUsage(
@@ -360,9 +347,6 @@ def chart_export(host: HostDescription, *, rename: bool = False, mig_strategy: s
     """Return values for the device plugin's own Helm chart, for a cluster without the GPU operator.
 
     The chart makes the ConfigMap from ``config.map`` and refuses namespace default; it does not set up MIG.
-
-    Raises:
-        NotSupported, BadUsage: as `operator_export`.
     """
     sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
     node, values = host.node or "NODE", "values.yaml"

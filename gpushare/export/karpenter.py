@@ -31,12 +31,7 @@ def node_pool_export(
     max_nodes: int | None = None,
     mig_strategy: str = "mixed",
 ) -> Export:
-    """Return the NodePool and NodeOverlay of nodes like this one; the sharing itself is the device plugin's.
-
-    Raises:
-        NotSupported: the device plugin cannot say it, or the GPUs are of several models.
-        BadUsage: a name or an instance type that Kubernetes refuses.
-    """
+    """Return the NodePool and NodeOverlay of nodes like this one; the sharing itself is the device plugin's."""
     for word in (name, node_class):
         if _NAME.fullmatch(word) is None:
             raise BadUsage(f"'{word[:70]}' is not a valid object name", "for example: gpu-shared", code="bad_name")

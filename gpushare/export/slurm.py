@@ -283,10 +283,6 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     """Return the files.
 
     ``autodetect`` nvml lets slurmd find GPUs and MIG devices (the default with MIG); off lists every device.
-
-    Raises:
-        NotSupported: MPS on a MIG device; a GPU in MIG mode without devices; device numbers that are unknown.
-        BadUsage: no such detection.
     """
     if autodetect not in {None, *DETECTIONS}:
         raise BadUsage(

@@ -67,11 +67,7 @@ fi
 
 
 def units_export(host: HostDescription, *, program: str = "/usr/bin/gpushare", file: str = FILE) -> Export:
-    """Return the units; ``program`` is the absolute path of gpushare on the host, ``file`` the gpushare.yaml for boot.
-
-    Raises:
-        BadUsage: a path is not absolute, or systemd would read it otherwise.
-    """
+    """Return the units; ``program`` is the absolute path of gpushare on the host, ``file`` the gpushare.yaml for boot."""
     for option, path in (("--program", program), ("--at-boot", file)):
         _check_path(option, path)
     daemons = _daemons(host)

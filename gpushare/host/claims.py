@@ -90,11 +90,7 @@ class HeldClaim:
         return os.path.lexists(self.path)
 
     def add(self, pid: int) -> None:
-        """Let another process of this user hold it too; its rank stays.
-
-        Raises:
-            OperationFailed: the process is gone, or there is no room.
-        """
+        """Let another process of this user hold it too; its rank stays."""
         one = identity_of(pid)
         if one is None:
             raise OperationFailed(f"process {pid} is gone", "see why: dmesg", code=_CODE)

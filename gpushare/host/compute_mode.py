@@ -36,20 +36,11 @@ def compute_mode_step(
 
 
 def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
-    """Set a compute mode and read it back.
-
-    Raises:
-        NoPermission: not root.
-        NotHeld: the GPU has another mode.
-    """
+    """Set a compute mode and read it back."""
     compute_mode_step(host, device, mode, before=None).do()
 
 
 def need_root(host: Host, what: str) -> None:
-    """Refuse a change to any user but root.
-
-    Raises:
-        NoPermission: this user is not root.
-    """
+    """Refuse a change to any user but root."""
     if host.uid != 0:
         raise NoPermission(f"{what} needs root", "run it as root: sudo gpushare ...; or look first: --dry-run")

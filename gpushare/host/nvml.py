@@ -337,12 +337,7 @@ class NvmlReader:
         return ComputeMode(mode) if mode in set(ComputeMode) else None
 
     def set_compute_mode(self, index: int, mode: ComputeMode) -> None:
-        """Set the compute mode (nvmlDeviceSetComputeMode; ``nvidia-smi -i N -c MODE``). Root only.
-
-        Raises:
-            NoPermission: not root.
-            NotSupported: not on this GPU, or MIG is enabled.
-        """
+        """Set the compute mode (nvmlDeviceSetComputeMode; ``nvidia-smi -i N -c MODE``). Root only."""
         handle = self.handle(index)
         self.demand(lambda nvml: nvml.nvmlDeviceSetComputeMode(handle, int(mode)), str(index))
 

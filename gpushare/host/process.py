@@ -505,11 +505,6 @@ def started(
     """Start a program in its own process group; signals that gpushare ignores stay ignored in it.
 
     ``announce`` is called in the new process with its PID before the program runs; if it fails, the program does not run.
-
-    Raises:
-        NotFound: no such program.
-        NoPermission: it may not be executed.
-        OperationFailed: it cannot be executed or announced.
     """
 
     def before_it_runs() -> None:

@@ -90,19 +90,11 @@ class ComputePolicy:
         return self._programs.start(list_argv(), timeout=timeout)
 
     def read(self, timeout: float = 10.0) -> dict[int, TimeSlice | None]:
-        """Return the time-slice by GPU index.
-
-        Raises:
-            GpushareError: nvidia-smi is missing, hangs, or prints something else.
-        """
+        """Return the time-slice by GPU index."""
         return policies_of(self._programs.run(list_argv(), timeout=timeout))
 
     def set(self, uuid: str, level: TimeSlice) -> Completed:
-        """Set the time-slice of one GPU by UUID. Read it back: the exit code proves nothing.
-
-        Raises:
-            NoPermission, NotSupported, NotFound, OperationFailed: as nvidia-smi reports.
-        """
+        """Set the time-slice of one GPU by UUID. Read it back: the exit code proves nothing."""
         done = self._programs.run(set_argv(uuid, level), timeout=30.0)
         if done.exit_code not in _GOOD_EXIT or re.search(r"\bfailed\b", done.text, re.IGNORECASE):
             raise smi_error(done)

@@ -35,9 +35,6 @@ def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = No
     """Return how a GPU differs from its entry; empty: it does not.
 
     ``entries`` are those of all GPUs by index, to tell where a name is wanted instead.
-
-    Raises:
-        BadUsage, NotSupported: the GPU has no such MIG layout, or no MIG.
     """
     return tuple(_points(live, entry, _names_elsewhere(live, entries or {})))
 

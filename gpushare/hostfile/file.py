@@ -208,9 +208,6 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
 
     ``same_model`` tells whether a model in the file (product name or alias) is that of a product name. A part of the
     name, ``a100``, matches every such GPU that no entry names exactly.
-
-    Raises:
-        BadUsage: two entries match a GPU in the same way, or several instances get one name.
     """
     found: dict[int, Entry] = {}
     missing: list[GpushareError] = []

@@ -217,11 +217,7 @@ class Assignment:
 
     @property
     def names(self) -> tuple[WantedName, ...]:
-        """Return the names whose instance is known.
-
-        Raises:
-            BadUsage: two for one GPU instance.
-        """
+        """Return the names whose instance is known."""
         found: dict[tuple[str, int], WantedName] = {}
         for want in self.devices:
             if want.device is None or want.wish.name is None:
@@ -238,11 +234,7 @@ class Assignment:
 
 
 def assignment_of(entry: Entry, profiles: Sequence[Profile], devices: Iterable[PlacedDevice]) -> Assignment:
-    """Return the items of an entry, each with the device that fits best.
-
-    Raises:
-        BadUsage, NotSupported: the GPU has no such profile.
-    """
+    """Return the items of an entry, each with the device that fits best."""
     return assign(_expanded(entry, profiles), devices)
 
 

@@ -36,12 +36,7 @@ def load(path: str) -> tuple[HostFile, str]:
 
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
-    """Return the entry of each GPU, with users by name.
-
-    Raises:
-        BadUsage: as `matched`.
-        NotFound: a user that this machine does not have.
-    """
+    """Return the entry of each GPU, with users by name."""
     found = matched(file, gpus, _same_model)
     return replace(found, entries={index: _with_known_users(one, file.shown) for index, one in found.entries.items()})
 
@@ -80,11 +75,7 @@ def _same_model(written: str, name: str) -> bool:
 
 
 def _with_known_users(entry: Entry, shown: str) -> Entry:
-    """Return an entry with users by name; the file may have ids.
-
-    Raises:
-        NotFound: the host has no such user.
-    """
+    """Return an entry with users by name; the file may have ids."""
 
     def known(users: tuple[str, ...], at: object) -> tuple[str, ...]:
         try:

@@ -115,9 +115,6 @@ def live_gpus(state: HostState, gpus: Sequence[Gpu]) -> list[LiveGpu]:
     """Return how these GPUs are shared: modes, time-slice, daemons with their limits, MIG with names and grants.
 
     A GPU that does not answer has only its error; without nvidia-smi the time-slice is unknown.
-
-    Raises:
-        GpushareError: NVML does not answer.
     """
     levels = or_none(lambda: state.levels) or {}
     found = with_units(state.host, state.daemons, state.gpus)
