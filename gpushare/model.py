@@ -32,7 +32,6 @@ class TimeSlice(IntEnum):
 
     @property
     def title(self) -> str:
-        """Return the name as users type it: ``short``."""
         return self.name.lower()
 
 
@@ -54,7 +53,6 @@ class Priority(IntEnum):
 
     @property
     def title(self) -> str:
-        """Return the name as users type it: ``low``."""
         return self.name.lower()
 
 

@@ -52,7 +52,6 @@ def capture(
 
 
 def _data(text: str) -> Any:
-    """Return the document for -o json."""
     import yaml
 
     return yaml.safe_load(text)

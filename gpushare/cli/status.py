@@ -51,7 +51,6 @@ def status(
 
 
 def interval(text: str) -> float:
-    """Return the seconds between two looks."""
     from gpushare.units import parse_seconds
 
     seconds = parse_seconds(text)

@@ -42,7 +42,6 @@ def yaml_document(name: str, value: Mapping[str, Any]) -> Document:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as one line of JSON, for a command line."""
     return json.dumps(value, separators=(", ", ": "))
 
 

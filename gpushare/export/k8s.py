@@ -48,7 +48,6 @@ def resource_of(profile: str) -> str:
 
 
 def config_of(sharing: PluginSharing) -> dict[str, Any]:
-    """Return the file as a mapping."""
     config: dict[str, Any] = {"version": VERSION}
     if sharing.mig_strategy is not None:
         config["flags"] = {"migStrategy": sharing.mig_strategy}
@@ -96,7 +95,6 @@ class NodeSharing:
         return {self.published(name): number * replicas.get(name, 1) for name, number in found.items()}
 
     def published(self, name: str) -> str:
-        """Return the name under which a resource is offered."""
         return f"{name}.shared" if self.plugin.rename and name in dict(self.plugin.replicas) else name
 
 

@@ -251,7 +251,6 @@ def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
 
 
 def check_toolkit(host: Host) -> None:
-    """Raise NotSupported unless nvidia-ctk is installed."""
     if host.programs.find(PROGRAM) is None:
         raise NotSupported(
             f"{PROGRAM}, which writes the CDI specification of this host, is not installed",

@@ -92,7 +92,6 @@ def ancestors() -> frozenset[int]:
 
 
 def boot_id() -> str | None:
-    """Return the id of this boot (``/proc/sys/kernel/random/boot_id``)."""
     try:
         return _BOOT_ID.read_bytes().decode("ascii", "replace").strip()
     except OSError:

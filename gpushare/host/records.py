@@ -287,7 +287,6 @@ def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

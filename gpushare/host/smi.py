@@ -72,7 +72,6 @@ def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
 
 
 def parse_level(text: str) -> TimeSlice | None:
-    """Return the level from a cell of the table (``Default``, ``Long``, or its number), or None."""
     word = text.strip().lower()
     by_name = {level.name.lower(): level for level in TimeSlice}
     by_number = {str(int(level)): level for level in TimeSlice}

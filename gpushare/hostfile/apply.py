@@ -197,7 +197,6 @@ class _GpuWork:
         return host_mps.stop_steps(self.host, self.live, self.restarted - handled)
 
     def before(self) -> list[Step]:
-        """Return the other steps before the MIG change."""
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         steps: list[Step] = []
@@ -231,14 +230,12 @@ class _GpuWork:
             host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, may=1)
 
     def after(self) -> list[Step]:
-        """Return the steps after the MIG change, except for daemons."""
         if self.wants_mig:
             made = {new.instance.place for new in (self.plan.created if self.plan else ())}
             return grant_steps(self.host, self.live, self.names, made)
         return [*self._mode_steps(), *self._level_steps()]
 
     def daemons(self) -> list[Step]:
-        """Return the steps that start the daemons and set their limits."""
         return self._instance_daemons() if self.wants_mig else self._gpu_daemon()
 
     def _mode_step(self, mode: ComputeMode) -> Step:

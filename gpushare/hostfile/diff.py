@@ -76,7 +76,6 @@ def _mode(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
 
 
 def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
-    """Yield how a daemon differs from the wanted one."""
     if live is None or wanted is None:
         if live is not None or wanted is not None:
             found = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
@@ -189,7 +188,6 @@ def _mps_text(wish: MpsWish) -> str:
 
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:
-    """Raise NotSupported if an entry wants MIG on a GPU without it (code ``no_mig``)."""
     if entry.sharing is Sharing.MIG and not gpu.mig_capable:
         raise no_mig([gpu])
 
