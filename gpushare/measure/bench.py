@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# A cell that failed so often is not tried again.
+# A cell that failed this often is not tried again.
 _TRIES: Final = 2
-# A copy hangs when it takes so much longer than all of them one after the other would.
+# A copy hangs when it takes this much longer than all of them in turn would.
 _HANG_FACTOR: Final = 5.0
 _HANG_SECONDS: Final = 60.0
-# Of one copy alone nothing is known yet: how long it may run, and until when it must have printed its number.
+# For one copy alone, of which nothing is known yet: how long it may run, and when it must have printed its number.
 _FIRST_SECONDS: Final = 86400.0
 _FIRST_PRINT_SECONDS: Final = 600.0
 
@@ -57,16 +57,16 @@ Cell = tuple[Way, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured, and how. ``streams`` are the words that make one process run N streams ("{}" is N)."""
+    """What is measured, and how. ``streams`` are the options that make one process run N streams ("{}" is N)."""
 
     argv: Sequence[str]
     metric: Metric
     cells: Sequence[Cell]
-    # What one copy alone is measured under, or None: it is the first cell with one copy.
+    # The way under which one copy alone is measured.
     alone: Way
     repeat: int = 3
     window: float | None = None
-    # None: found from how long one copy takes.
+    # None: derived from how long one copy takes.
     limit: float | None = None
     streams: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One run of one cell. ``throughput`` is None when a copy failed: the others then had it easier."""
+    """One run of one cell. ``throughput`` is None when a copy failed, because the others then had more of the GPU."""
 
     round: int
     way: str
@@ -82,18 +82,18 @@ class RunResult:
     result: CopiesResult
     throughput: float | None
     usage: Usage
-    # Why the run as a whole does not count, whatever its copies say.
+    # Why the whole run does not count.
     invalid: str | None = None
 
     @property
     def failures(self) -> list[str]:
-        """Return what went wrong, a line each."""
+        """Return what went wrong, one line each."""
         return [*failures(self.result), *([] if self.invalid is None else [self.invalid])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a benchmark is; ``seconds_left`` is an estimate, None before there is one."""
+    """How far a benchmark is; ``seconds_left`` is an estimate, None at first."""
 
     done: int
     total: int
@@ -103,7 +103,7 @@ class Progress:
 
 @dataclass
 class Measurement:
-    """All that was measured; kept also when it was interrupted."""
+    """All that was measured; kept even if it was interrupted."""
 
     settings: Settings
     runs: list[RunResult] = field(default_factory=list)
@@ -115,16 +115,16 @@ class Measurement:
     seconds: float = 0.0
 
     def of(self, cell: Cell) -> list[RunResult]:
-        """Return the runs that measured a cell: its own, or those of the one that is the same."""
+        """Return the runs that measured a cell: its own, or those of an equivalent one."""
         way, copies = measured_as(cell, self.settings)
         return [run for run in self.runs if (run.way, run.copies) == (way.name, copies)]
 
 
 def measured_as(cell: Cell, settings: Settings) -> Cell:
-    """Return the cell whose runs measure this one: some are the same thing by another name."""
+    """Return the cell whose runs measure this one: some are equivalent."""
     way, copies = cell
     outside = way.kind in {QUEUE, TIMESLICE, STREAMS} and settings.alone.kind == QUEUE
-    # One after the other at a rate that each prints is the rate of one.
+    # In turn, a printed rate is the rate of one copy.
     if outside and (copies == 1 or (way.kind == QUEUE and settings.window is not None)):
         return settings.alone, 1
     if way.kind == MPS and way.percent is not None and way.cap(copies) is None:
@@ -140,7 +140,7 @@ def schedule(settings: Settings) -> list[Cell]:
 
 
 class Bench:
-    """Carries a benchmark out. ``progress`` is told before each run."""
+    """Carries out a benchmark. ``progress`` is called before each run."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Bench:
         except GpushareError as error:
             if not self.measurement.runs:
                 raise
-            # What was measured is kept.
+            # Keep what was measured.
             self.measurement.error = error
 
     def _rounds(self, cells: list[Cell]) -> None:
@@ -212,7 +212,7 @@ class Bench:
         tries: dict[Cell, int] = {}
         done, total = 1, 1 + len(cells) * repeat
         for number in range(1, repeat + 1):
-            # There and back: what drifts with time (a clock, a temperature) meets the first and the last alike.
+            # Back and forth: drift over time (clocks, temperature) then affects the first and the last cell alike.
             for place, cell in enumerate(cells if number % 2 else cells[::-1]):
                 if tries.get(cell, 0) >= _TRIES:
                     done += 1
@@ -225,7 +225,7 @@ class Bench:
                 run = measurement.runs[-1]
                 done += 1
                 if run.failures:
-                    # One that hangs costs too much to be tried again.
+                    # A hanging run costs too much to be tried again.
                     tries[cell] = _TRIES if run.result.hung else tries.get(cell, 0) + 1
             measurement.rounds_done = number
 
@@ -244,7 +244,7 @@ class Bench:
         return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind != MIG else 1)
 
     def _fitting(self, cells: list[Cell], warm: RunResult) -> list[Cell]:
-        """Leave out what needs more memory than the device has, by the peak of one copy."""
+        """Leave out the cells that need more memory than the device has, by the peak of one copy."""
         peak, total = warm.usage.memory_peak_bytes, self._device.memory_total_bytes
         if peak is None or total is None:
             return cells
@@ -316,8 +316,8 @@ class Bench:
 def throughput(way: Way, result: CopiesResult, metric: Metric) -> float | None:
     """Return the throughput of all copies together, or None when one failed.
 
-    Without a printed number it is runs per second, from the first start to the last end. In turn, rates that are
-    printed count by the time that each ran; at the same time they add up.
+    Without a printed number it is runs per second, from the first start to the last end. Printed rates add up; in
+    turn, they are weighted by the time that each copy ran.
     """
     if failures(result) or result.interrupted or not result.copies or result.seconds <= 0:
         return None
@@ -344,24 +344,24 @@ def _broken(run: RunResult, settings: Settings) -> OperationFailed:
     if silent and last is not None:
         hint = f"let --metric match what it prints; its last line: {last}"
     elif silent and run.result.hung:
-        hint = "it printed nothing at all; give it more time with --timeout, or see whether it keeps its output back"
+        hint = "it printed nothing at all; give it more time with --timeout, or check whether it buffers its output"
     elif run.result.hung:
         hint = "give it more time with --timeout; a program that does not end by itself needs --metric and --for"
     else:
-        hint = "try it by hand: the same command must run alone on the GPU first"
-    return OperationFailed(f"one copy alone already failed: {run.failures[0]}", hint, code="command_failed")
+        hint = "run the command alone on the GPU by hand first"
+    return OperationFailed(f"one copy alone failed: {run.failures[0]}", hint, code="command_failed")
 
 
 def _nothing_done() -> OperationFailed:
     return OperationFailed(
-        "one copy alone printed a rate of 0: nothing can be compared with it",
+        "one copy alone printed a rate of 0, with which nothing can be compared",
         "let --metric match the rate while it works; or measure longer: --for 10s",
         code="command_failed",
     )
 
 
 def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:
-    """Yield every cell that was asked for and is not left out, with its runs."""
+    """Yield every requested cell that is not left out, with its runs."""
     left = {(one.way, one.copies) for one in measurement.left_out}
     for cell in measurement.settings.cells:
         if (cell[0].name, cell[1]) not in left:
@@ -385,7 +385,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What can be measured, and what not; nothing is set up yet."""
+    """What can be measured and what cannot; nothing is set up yet."""
 
     settings: Settings
     left_out: Sequence[LeftOut]
@@ -394,11 +394,11 @@ class Prepared:
 
 
 def prepare(host: Host, device: Device, request: Request) -> Prepared:
-    """Find out what can be measured; nothing is changed.
+    """Find out what can be measured, without changing anything.
 
     Raises:
         NotSupported: none of the ways can run here.
-        NotFound, NoPermission: the program is not there, or may not be executed.
+        NotFound, NoPermission: the program does not exist, or cannot be executed.
     """
     check_program(request.argv[0])
     why = reasons(host, device, request.argv[0])
@@ -413,7 +413,7 @@ def prepare(host: Host, device: Device, request: Request) -> Prepared:
         more=lambda way, copies: _too_few(copies, instances) if way.kind == MIG and copies > instances else None,
     )
     if alone is None or not cells:
-        reason = "; ".join(dict.fromkeys(f"{one.way}: {one.reason}" for one in left)) or "nothing is left"
+        reason = "; ".join(dict.fromkeys(f"{one.way}: {one.reason}" for one in left)) or "none was given"
         raise NotSupported(
             f"none of these ways can run on {device.title}: {reason}", "see: gpushare doctor", code="no_way"
         )
@@ -434,7 +434,7 @@ def prepare(host: Host, device: Device, request: Request) -> Prepared:
 
 
 def default_limit(host: Host, device: Device) -> tuple[str, ...]:
-    """Return a note when the MPS daemon that is there caps each client by itself: then way mps is not without a cap."""
+    """Return a note if the running MPS daemon caps each client: way mps is then capped too."""
     try:
         home, _ = own_daemon(host, device)
         percent = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS).threads()
@@ -443,11 +443,13 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
     if percent is None or percent >= 100:
         return ()
     undo = f"gpushare mps set -g {device.selector} --threads 100"
-    return (f"the MPS daemon of {device.title} caps each client at {percent:g} %, under way mps too; lift it: {undo}",)
+    return (
+        f"the MPS daemon of {device.title} caps each client at {percent:g} %, so way mps is capped too; to lift the cap: {undo}",
+    )
 
 
 def _alone(why: Reasons, wanted: set[str]) -> Way | None:
-    """Return the way of one copy alone: outside MPS where that can be, else under one that was asked for."""
+    """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
     if why.outside is None:
         return Way(name=ALONE, kind=QUEUE)
     if why.mps is None and MPS in wanted:
@@ -475,7 +477,7 @@ def measure(
     if settings.alone.kind == MIG:
         wanted = max(wanted, 1)
     started = time.monotonic()
-    # From before anything is set up to after it was given back: no signal interrupts either.
+    # Around set-up and clean-up: no signal interrupts either.
     with EndSignals() as signals, Grounds(host, device, settings.argv[0]) as grounds:
         settings, unset = _opened(grounds, settings, wanted)
         free = len(grounds.instances)
@@ -488,7 +490,7 @@ def measure(
 
 
 def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
-    """Set up what the ways need; MPS is left out where its daemon cannot be started and others can be measured."""
+    """Set up what the ways need; leave MPS out if its daemon cannot be started and other ways can be measured."""
     mps = any(way.kind == MPS for way, _ in schedule(settings))
     try:
         grounds.open(mps=mps, instances=instances)
@@ -504,12 +506,12 @@ def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Setti
 
 
 def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:
-    """Leave out what needs more MIG instances than are free."""
+    """Leave out the cells that need more MIG instances than are free."""
     short = [(way, copies) for way, copies in settings.cells if way.kind == MIG and copies > free]
     kept = [cell for cell in settings.cells if cell not in short]
     if (settings.alone.kind == MIG and not free) or not kept:
         raise NotSupported(
-            "no MIG instance is free", "see who is in them: gpushare mig status", code="no_free_instance"
+            "no MIG instance is free", "see what uses them: gpushare mig status", code="no_free_instance"
         )
     left = [LeftOut(way=way.name, copies=copies, reason=_too_few(copies, free)) for way, copies in short]
     return replace(settings, cells=kept), left

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from gpushare.selection import Device
 
 
-# So near to the best the simpler way is as good, if the intervals overlap.
+# Within this of the best, and with overlapping intervals, the simpler way is as good.
 _NEAR: Final = 0.03
-# Less than this is no difference, however narrow the intervals: other processes of the same program differ by more.
+# Less than this is no difference, however narrow the intervals: processes of one program differ by more.
 _NOTHING: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellVerdict:
-    """One way with one number of copies. ``slowdown`` is of one copy against alone; below 1 it is faster.
+    """One way with one number of copies. ``slowdown`` is of one copy relative to alone; below 1 it is faster.
 
-    ``gain`` is the throughput over that of one copy alone. ``joules`` is for a run, or for a unit of a printed rate.
+    ``gain`` is the throughput over that of one copy alone. ``joules`` is per run, or per unit of a printed rate.
     """
 
     way: Way
@@ -58,9 +58,9 @@ class CellVerdict:
 class Pick:
     """The answer for one number of copies. ``best`` has the highest mean, ``same`` do not differ from it.
 
-    ``chosen`` is what to use: the simplest that does not differ and is within 3 percent. ``certain`` is False where
-    single runs leave open what differs, or a way was not measured (``open_ways``: it was interrupted before).
-    ``gain`` is over time-slicing (or the queue), None when neither was measured.
+    ``chosen`` is the one to use: the simplest that does not differ and is within 3 percent. ``certain`` is False where
+    single runs cannot tell, or some ways were not measured because of an interruption (``open_ways``). ``gain`` is over
+    time-slicing (or the queue), None when neither was measured.
     """
 
     copies: int
@@ -68,7 +68,7 @@ class Pick:
     chosen: Way
     same: tuple[Way, ...]
     certain: bool
-    # Of so many ways.
+    # The number of ways compared.
     ways: int
     open_ways: int
     gain: Ratio | None
@@ -76,7 +76,7 @@ class Pick:
 
 
 def judge(measurement: Measurement) -> list[CellVerdict]:
-    """Return what is known of every cell, in the order in which they were asked for."""
+    """Return the verdict on every cell, in the requested order."""
     alone = _alone(measurement)
     return [_verdict(measurement, cell, runs, alone) for cell, runs in cells_of(measurement)]
 
@@ -87,7 +87,7 @@ def _alone(measurement: Measurement) -> list[RunResult]:
 
 
 def alone_verdict(measurement: Measurement) -> CellVerdict:
-    """Return what is known of one copy alone."""
+    """Return the verdict on one copy alone."""
     runs = _alone(measurement)
     return _verdict(measurement, (measurement.settings.alone, 1), runs, runs)
 
@@ -99,7 +99,7 @@ def _verdict(
     metric, measured = settings.metric, measured_as(cell, settings)
     good = [run for run in runs if run.throughput is not None]
     values = speeds(good, metric)
-    # In another way than in turn, copies have their own speeds.
+    # Unless they run in turn, copies have speeds of their own.
     slowdowns = _slowdowns(good, alone, metric, finite=settings.window is None)
     same = None if measured == cell else (measured[0].name, measured[1])
     return CellVerdict(
@@ -125,25 +125,25 @@ def _verdict(
 
 
 def speeds(runs: Iterable[RunResult], metric: Metric) -> list[float]:
-    """Return the throughput of runs as numbers of which the larger is the faster."""
+    """Return the throughput of runs as numbers where larger is faster."""
     return [metric.speed(run.throughput) for run in runs if run.throughput is not None]
 
 
 def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Metric, *, finite: bool) -> list[float]:
-    """Return by what factor each copy was slower than one alone, over all runs; none where one stood still.
+    """Return by what factor each copy was slower than one alone, over all runs; empty if one made no progress.
 
-    No factor says that; the fairness is 0 then.
+    No factor expresses that; the fairness is then 0.
     """
 
     def speed(run: RunResult) -> list[float]:
         if metric.printed:
-            # Of streams one process prints the sum.
+            # One process prints the sum of its streams.
             parts = run.copies if run.way == STREAMS else 1
             speeds = [metric.speed(one.value) if one.value else one.value for one in run.result.copies]
             return [speed / parts for speed in speeds if speed is not None]
         return [1 / one.seconds for one in run.result.copies if one.seconds > 0] if finite else []
 
-    # In time for each unit of work, so that one copy alone is 1 in the mean.
+    # In time per unit of work, so that the mean of one copy alone is 1.
     base = mean_known([1 / value for run in alone if run.throughput is not None for value in speed(run) if value > 0])
     found = [value for run in runs for value in speed(run)]
     if base is None or (metric.higher_is_better and not all(found)):
@@ -152,11 +152,11 @@ def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Me
 
 
 def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
-    """Return the slowest copy's speed over the fastest one's, the mean over the runs; None for one copy."""
+    """Return the speed of the slowest copy over that of the fastest, as the mean over the runs; None for one copy."""
     found = []
     for run in runs:
         own = [one.value if metric.printed else one.seconds for one in run.result.copies]
-        # A copy that printed a rate of 0 was starved; a time of 0 is no time.
+        # A copy that printed a rate of 0 was starved; a time of 0 is invalid.
         starved = metric.printed and metric.higher_is_better
         numbers = [value for value in own if value or (starved and value == 0)]
         if len(numbers) > 1 and any(numbers):
@@ -172,9 +172,9 @@ def _joules(run: RunResult, metric: Metric) -> float | None:
         return energy / len(run.result.copies)
     power = run.usage.power_watts
     if not metric.higher_is_better:
-        # Nobody said in what unit the time is.
+        # The unit of the time is unknown.
         return None
-    # Power over rate: joules for one unit of what is counted.
+    # Power over rate: joules per unit of work.
     return power / metric.speed(run.throughput) if power is not None and run.throughput else None
 
 
@@ -183,13 +183,13 @@ def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
     if pooled:
         return percentile(pooled, percent)
     own = [one.p50 if percent == 50 else one.p99 for run in runs for one in run.result.copies]
-    # Each summed its own up: their middle, and of the tail the worst.
+    # Each copy summed up its own: take the median, and the worst of the tails.
     known = [value for value in own if value is not None]
     return (percentile(known, 50) if percent == 50 else max(known)) if known else None
 
 
 def picks(measurement: Measurement, verdicts: Sequence[CellVerdict]) -> list[Pick]:
-    """Return the answer for every number of copies of which at least two different ways were measured."""
+    """Return the answer for every number of copies measured under at least two different ways."""
     found = []
     for copies in sorted({verdict.copies for verdict in verdicts}):
         all_of_it = [one for one in verdicts if one.copies == copies]
@@ -244,7 +244,7 @@ def _differ(measurement: Measurement, one: CellVerdict, other: CellVerdict) -> b
     if one.throughput is None or other.throughput is None:
         return None
     metric = measurement.settings.metric
-    # A way in which nothing was done has a speed of 0.
+    # A way that made no progress has a speed of 0.
     if abs(_speed(one, metric) - _speed(other, metric)) < _NOTHING * _speed(other, metric):
         return False
     return differ(one.throughput, other.throughput)
@@ -265,14 +265,14 @@ def overall(measurement: Measurement, found: Sequence[Pick]) -> Pick | None:
 
 
 KIND = "gpushare bench"
-# A result of a few hundred cells has some hundred kilobytes.
+# A result with a few hundred cells has a few hundred kilobytes.
 _MOST = 1e300
 _MOST_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Where and when a benchmark was made. ``workload`` says what the built-in one is, None for a command."""
+    """Where and when a benchmark was made. ``workload`` describes the built-in one, None for a command."""
 
     host: str
     driver: str | None
@@ -431,23 +431,23 @@ def _run(run: RunResult) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    # Six digits: no measurement here has more.
+    # Six digits: no measurement here is more precise.
     return None if value is None else float(f"{value:.6g}")
 
 
 def check_new(option: str, text: str) -> Path:
-    """Return the path of a file that is to be written at the end, checked before anything is measured."""
+    """Check that a new file can be written, before anything is measured; return its path."""
     path = Path(text)
     if os.path.lexists(path):
-        raise BadUsage(f"{path} is there already", f"give another name: {option} FILE", code="file_exists")
+        raise BadUsage(f"{path} already exists", f"give another name: {option} FILE", code="file_exists")
     if not path.parent.is_dir():
         raise NotFound(
-            f"there is no directory {path.parent}",
+            f"directory {path.parent} does not exist",
             f"make it: mkdir -p {shlex.quote(str(path.parent))}",
             code="no_directory",
         )
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise NoPermission(f"may not write into {path.parent}", "give a file in a directory of your own")
+        raise NoPermission(f"no permission to write into {path.parent}", "give a file in a directory of your own")
     return path
 
 
@@ -461,14 +461,14 @@ def write_bench(path: Path, data: Mapping[str, Any]) -> None:
         create_file(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n".encode(errors="replace"))
     except OSError as error:
         raise OperationFailed(
-            f"cannot write {path}: {error.strerror}", "the result above is all there is; keep it: -o json > FILE"
+            f"cannot write {path}: {error.strerror}", "the result was not saved; next time, redirect it: -o json > FILE"
         ) from None
 
 
 def read_bench(text: str) -> dict[str, Any]:
-    """Return an earlier benchmark from its file, also from what ``-o json`` printed."""
+    """Return an earlier benchmark from its file, or from the output of ``-o json``."""
     wrong = BadUsage(
-        f"{text} is no result of gpushare bench", "make one: gpushare bench --to FILE -- CMD", code="not_a_bench"
+        f"{text} is not a result of gpushare bench", "make one: gpushare bench --to FILE -- CMD", code="not_a_bench"
     )
     try:
         with open(text, "rb") as file:
@@ -477,9 +477,9 @@ def read_bench(text: str) -> dict[str, Any]:
             raise wrong
         raw = json.loads(said.decode())
     except FileNotFoundError:
-        raise NotFound(f"there is no file {text}", "check the spelling", code="no_file") from None
+        raise NotFound(f"file {text} does not exist", "check the spelling", code="no_file") from None
     except OSError as error:
-        raise NoPermission(f"cannot read {text}: {error.strerror}", "check its mode and kind: ls -l") from None
+        raise NoPermission(f"cannot read {text}: {error.strerror}", "check its type and mode: ls -l") from None
     except (ValueError, RecursionError):
         raise wrong from None
     data = raw.get("data", raw) if isinstance(raw, dict) else None
@@ -503,7 +503,7 @@ def _is_cell(cell: Any) -> bool:
 
 
 def check_comparable(metric: Metric, before: Mapping[str, Any]) -> None:
-    """Raise unless an earlier benchmark counts the same thing: before anything is measured."""
+    """Raise unless an earlier benchmark counts the same; called before anything is measured."""
     if before.get("metric") != metric_data(metric):
         raise BadUsage(
             "the two benchmarks count different things", "measure both with the same --metric", code="other_metric"
@@ -511,14 +511,14 @@ def check_comparable(metric: Metric, before: Mapping[str, Any]) -> None:
 
 
 def what_else_differs(data: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each thing beside the figures in which the earlier benchmark was another one."""
+    """Return a sentence for each condition in which the earlier benchmark differed."""
     pairs = (
         ("on another device", _device(data), _device(before)),
         ("under another driver", data.get("driver"), before.get("driver")),
-        ("of another command", _command(data), _command(before)),
+        ("with another command", _command(data), _command(before)),
         ("for another time", data.get("window_seconds"), before.get("window_seconds")),
     )
-    return [f"the earlier one was measured {what}: {then or 'unknown'}" for what, now, then in pairs if now != then]
+    return [f"the earlier benchmark ran {what}: {then or 'unknown'}" for what, now, then in pairs if now != then]
 
 
 def _device(data: Mapping[str, Any]) -> str | None:
@@ -537,7 +537,7 @@ def _command(data: Mapping[str, Any]) -> str | None:
 
 def compared(data: Mapping[str, Any], before: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return every cell of two benchmarks side by side; ``verdict`` is faster, slower, no difference, or unknown."""
-    # Each was measured on what may be another GPU, at another time: alone is not compared here.
+    # They may be from different GPUs and times, so alone is not compared.
     was = {(cell["way"], cell["copies"]): cell for cell in before["cells"]}
     rows = []
     for cell in data["cells"]:
@@ -571,9 +571,9 @@ def _change(now: Mapping[str, Any], then: Mapping[str, Any], *, higher: bool) ->
 
 
 def best_caps(data: Mapping[str, Any]) -> dict[int, BenchedCap]:
-    """Return the best cap under MPS for each number of copies that was measured under it without a failure.
+    """Return the best cap under MPS for each number of copies that was measured under MPS without failure.
 
-    The pick of the benchmark counts where it is under MPS: of ways that do not differ it is the simplest.
+    If the pick of the benchmark is under MPS, it is used: the simplest of the ways that do not differ.
     """
     date = time.strftime("%Y-%m-%d", time.localtime(data.get("started_at") or 0))
     picks = {one["copies"]: str(one.get("way")) for one in data.get("picks") or () if one}

@@ -25,15 +25,15 @@ _PROGRAM: Final = (sys.executable, "-m", "gpushare.measure.workload")
 # PyTorch takes long to load from a cold disk.
 _PROBE_SECONDS: Final = 120.0
 _RATE: Final = r"^rate=([0-9.]+(?:e[-+]?[0-9]+)?)$"
-# Simulated: a matrix of this size fills the GPU, and smaller ones by their area.
+# Simulated: a matrix of this size fills the GPU; smaller ones take a share by area.
 _FILLING_SIZE: Final = 2048
-# Simulated: of so many matrix multiplications of this size a second, smaller ones by the launch.
+# Simulated: the most multiplications per second, bounded by launches.
 _FASTEST: Final = 100_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """The command of the built-in workload, what it prints, its variables, and what it is."""
+    """The command of the built-in workload, its metric, its variables, and facts about it."""
 
     argv: Sequence[str]
     metric: Metric
@@ -42,7 +42,7 @@ class BuiltIn:
 
 
 def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None) -> BuiltIn:
-    """Return the built-in workload: on a simulated host a simulated job of about the same need."""
+    """Return the built-in workload; on a simulated host, a simulated job with about the same needs."""
     size = DEFAULT_SIZE if size is None else size
     if not 16 <= size <= _MOST_SIZE:
         raise BadUsage(f"--size {size} is outside 16 to {_MOST_SIZE}", "give --size 256", code="bad_size")
@@ -51,7 +51,7 @@ def built_in_workload(host: Host, device: Device, *, size: int | None, cpu: bool
     title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
     root = str(Path(gpushare.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    # One thread a copy: more of them would fight for the cores, and what is measured is the GPU.
+    # One thread per copy: more would compete for the cores, and the GPU is what is measured.
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     backend = "simulated" if host.is_simulated else _backend(host, device, environment)
     facts = {
@@ -98,9 +98,9 @@ def _real(size: int, backend: str, *, cpu: bool) -> list[str]:
 
 
 def _simulated(size: int, *, cpu: bool) -> list[str]:
-    """Return a job of the simulated host: its need grows with the area of the matrices, its rate falls with the work.
+    """Return a job of the simulated host: it needs more of the GPU by the area of the matrices, and its rate falls with work.
 
-    Half of the time goes to the CPU if it works too: then it needs half of the GPU.
+    If the CPU works too, it takes half of the time, and the job needs half of the GPU.
     """
     need = min(100.0, max(2.0, 100.0 * (size / _FILLING_SIZE) ** 2))
     rate = min(_FASTEST, _FASTEST * (_FILLING_SIZE / 8 / size) ** 3)

@@ -1,4 +1,4 @@
-"""Copies of a command that run at the same time, or one after the other: started, read, ended safely, judged."""
+"""Copies of a command, run at the same time or in turn: what each printed, how it ended, and why it failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpushare.run.program import EndSignals, Guard
 
 _POLL_SECONDS: Final = 0.05
-# While copies start, and of programs that take no longer, a look more often tells times more exactly.
+# Shorter intervals at first: start-up and short programs are timed more exactly.
 _FIRST_SECONDS: Final = 2.0
 _FIRST_POLL_SECONDS: Final = 0.01
 
@@ -35,7 +35,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """How long: ``window`` None lets every copy end by itself, else it is measured so long, and ended.
+    """``window`` is how long to measure before the copies are ended; None: every copy ends by itself.
 
     ``limit`` is when a copy that still runs (or, with a window, has not printed yet) counts as hung.
     """
@@ -47,7 +47,7 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyResult:
-    """How one copy did. ``failure`` says what went wrong, or is None; ``exit_code`` is negative for a signal."""
+    """How one copy did. ``failure`` says what went wrong; ``exit_code`` is negative for a signal."""
 
     copy: int
     pid: int
@@ -63,7 +63,7 @@ class CopyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesResult:
-    """How all did; ``seconds`` from the first start to the last end, or the window's. ``hung``: a limit was reached."""
+    """How all copies did; ``seconds`` is from the first start to the last end, or the window. ``hung``: a limit was reached."""
 
     copies: tuple[CopyResult, ...]
     seconds: float
@@ -80,7 +80,7 @@ class _Copy:
     left_behind: tuple[int, ...] = ()
 
     def hopeless(self, at: float) -> bool:
-        """Return whether it prints what is no number, and will go on so."""
+        """Return whether it only prints what is not a number, and will not stop doing so."""
         return not self.printed.values and hopeless(self.printed.refusals, at - self.program.started)
 
 
@@ -88,7 +88,7 @@ class _Copy:
 class Copies:
     """Runs copies of a command.
 
-    ``clients`` and ``meter`` as `end_programs` takes them: how their end harms nobody.
+    ``clients`` and ``meter`` as `end_programs` takes them: how their end breaks no other program.
     """
 
     host: Host
@@ -117,9 +117,9 @@ class Copies:
             self._end(group, [copy for copy in copies if copy.program.runs])
 
     def in_turn(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
-        """Run copies one after the other; after one that hung, or an interruption, no other starts."""
+        """Run copies in turn; stop after one that hung or was interrupted."""
         found: list[CopyResult] = []
-        # Of each from its start to its end: what we do between two of them is no part of a queue.
+        # From the start to the end of each: our work between two copies is not part of the queue.
         seconds = 0.0
         last = CopiesResult(copies=(), seconds=0.0)
         for number, launch in enumerate(launches):
@@ -153,7 +153,7 @@ class Copies:
                 if usage is not None:
                     usage.restart()
             measured = opened is not None and self.durations.window is not None and at - opened >= self.durations.window
-            # With a window only the wait for it can hang.
+            # With a window, only the wait for it can hang.
             hung = (opened is None or self.durations.window is None) and at - first >= self.durations.limit
             hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
@@ -171,7 +171,7 @@ class Copies:
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
     def _asked(self, seconds: float) -> bool:
-        """Wait at most so long, and return whether the user has asked for the end."""
+        """Wait at most ``seconds``, and return whether the user has asked for the end."""
         if self.signals is not None:
             return self.signals.asked(seconds)
         time.sleep(seconds)
@@ -189,7 +189,7 @@ class Copies:
 
     def _end(self, group: Group, copies: Sequence[_Copy]) -> None:
         for copy in copies:
-            # What it prints at its end is not measured.
+            # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
         group.end([copy.program for copy in copies], hurry=self._hurried)
 
@@ -230,7 +230,7 @@ class Copies:
             return copy.program.failure
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
-            return f"ended, but left process {pids} behind, which was not measured and was ended; it must stay in the foreground"
+            return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
                 return _no_number(copy.printed) + ("" if copy.printed.refused else f" in {self.durations.limit:g} s")
@@ -238,17 +238,17 @@ class Copies:
         if window is not None and not copy.by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:
-            when = "" if opened is None else f" in the {window:g} s that were measured"
+            when = "" if opened is None else f" in the measured {window:g} s"
             return f"{_no_number(copy.printed)}{when}"
         return None
 
 
 def _no_number(printed: Printed) -> str:
     if printed.refused is not None and not printed.values:
-        return f"printed {quoted(printed.refused)} where --metric matches, which is no rate or time"
+        return f"printed {quoted(printed.refused)} where --metric matches, which is not a rate or time"
     return "printed no number that --metric matches"
 
 
 def failures(result: CopiesResult) -> list[str]:
-    """Return what went wrong, a line a copy."""
+    """Return what went wrong, one line per copy."""
     return [f"copy {one.copy} (process {one.pid}): {one.failure}" for one in result.copies if one.failure is not None]

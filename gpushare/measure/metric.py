@@ -1,4 +1,4 @@
-"""What a measured program tells of its own speed: a number or latencies in its output, or only that it finished. Pure."""
+"""How the speed of a program is measured: a number or latencies in its output, or finished runs. Pure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _LONGEST_PATTERN: Final = 1000
 _NUMBER: Final = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 # "1,234.5": thousands in groups of three.
 _GROUPED: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-# "latency_ms=0.41", "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" sums up many.
+# "latency_ms=0.41" and "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" summarizes many.
 LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
 _PERCENTILE: Final = re.compile(
     r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
 )
-# No rate and no time; its square can still be added up.
+# Larger numbers are no rate or time. The square of this one can still be summed.
 _MOST: Final = 1e100
-# So many times, for so long, and never a number: the pattern marks something else.
+# After this many matches, over this time, that are never a number, the pattern matches something else.
 _REFUSALS: Final = 3
 _REFUSED_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """How the speed of a program is told. Without a pattern it is finished runs per second.
+    """How the speed of a program is measured. Without a pattern it is finished runs per second.
 
     ``higher_is_better`` False: the number is a time (or another cost) per unit of work.
     """
@@ -50,9 +50,9 @@ class Metric:
         return self.pattern is not None
 
     def together(self, values: Sequence[float]) -> float | None:
-        """Return the number of several copies that run at the same time, as if they were one program.
+        """Return the metric of several concurrent copies, as if they were one program.
 
-        Rates add up; of times per unit the rates do. None when there is nothing to add.
+        Rates add up; times per unit are added as rates. None when there is nothing to add.
         """
         if not values:
             return None
@@ -61,7 +61,7 @@ class Metric:
         return None if min(values) <= 0 else 1 / math.fsum(1 / value for value in values)
 
     def speed(self, value: float) -> float:
-        """Return a number that is larger when the program is faster, so that speeds can be divided."""
+        """Return a number that is larger when the program is faster."""
         return value if self.higher_is_better else 1 / value
 
 
@@ -79,7 +79,7 @@ def _checked(option: str, text: str) -> None:
         raise BadUsage(f"{option} {quoted(text)} is longer than {_LONGEST_PATTERN} characters", hint, code="bad_metric")
     try:
         with warnings.catch_warnings():
-            # What Python may read in another way one day.
+            # A FutureWarning about syntax whose meaning may change.
             warnings.simplefilter("ignore")
             groups = re.compile(text).groups
     except (re.error, RecursionError, OverflowError) as error:
@@ -91,7 +91,7 @@ def _checked(option: str, text: str) -> None:
 
 
 def number(text: str | None) -> float | None:
-    """Return the number that a text is, or None; never an infinite one."""
+    """Parse a finite number; None if the text is not one."""
     text = (text or "").strip()
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "")
@@ -101,26 +101,26 @@ def number(text: str | None) -> float | None:
 
 
 def amount(text: str | None) -> float | None:
-    """Return the rate or time that a text is, or None: it is no number, below 0, or beyond what can be added up."""
+    """Parse a rate or time; None if it is not a number, negative, or too large to be summed."""
     value = number(text)
     return None if value is None or not 0 <= value <= _MOST else value
 
 
 def hopeless(refusals: int, seconds: float) -> bool:
-    """Return whether what a pattern marked so often, in so long a time and never a number, will become one."""
+    """Return whether matches that were never a number are to be given up."""
     return refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
 
 
 @dataclass
 class Printed:
-    """What a program has printed: numbers, with the time at which they were seen (seconds of any clock that only rises)."""
+    """The numbers that a program has printed, with the time at which they were seen (monotonic seconds)."""
 
     metric: Metric
     values: list[tuple[float, float]] = field(default_factory=list)
     latencies: list[tuple[float, float]] = field(default_factory=list)
-    # The 50th and 99th percentile of many requests, as the program gives them.
+    # The 50th and 99th percentile of many requests, as the program prints them.
     percentiles: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: {50: [], 99: []})
-    # The last match of the pattern that is no rate, and how many there were.
+    # The last match of the pattern that is not a rate, and how many there were.
     refused: str | None = None
     refusals: int = 0
 
@@ -147,7 +147,7 @@ class Printed:
                 self.percentiles[int(match.group(1))].append((at, value))
 
     def between(self, start: float, end: float) -> float | None:
-        """Return the mean of the numbers that were seen after ``start`` up to ``end``, or None when there was none."""
+        """Return the mean of the numbers seen after ``start`` up to ``end``, or None."""
         seen = within(self.values, start, end)
         return math.fsum(seen) / len(seen) if seen else None
 
@@ -174,9 +174,9 @@ SECONDS: Final = 5.0
 
 @contextlib.contextmanager
 def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
-    """Let matching take so long at most; Python's `re` looks at signals while it works, and at nothing else.
+    """Bound the time of matching by a signal, the only thing that interrupts Python's `re`.
 
-    Only the main thread has signals: in another one there is no bound.
+    Only the main thread gets signals: in another one there is no bound.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -187,7 +187,7 @@ def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
             f"--metric or --latency took longer than {seconds:g} s for what the program prints: {pattern or ''}".rstrip(
                 ": "
             ),
-            "give a simpler one, without a repeat inside a repeat: --metric 'rate=([0-9.]+)'",
+            "give a simpler pattern, without nested repeats: --metric 'rate=([0-9.]+)'",
             code="slow_metric",
         )
 

@@ -1,4 +1,4 @@
-"""Look at the GPUs of a host again and again, and record how they and the processes on them are used."""
+"""Sample the GPUs of a host at intervals, and record how they and the processes on them are used."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from gpushare.model import Gpu, GpuProcess
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.snapshot import BLIND
 
-# Of so many processes that are gone it is remembered who they were, in case that they come back.
+# How many processes that are gone are remembered, in case they come back.
 _REMEMBERED: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """The time that an observation runs by; tests have their own."""
+    """The clocks of an observation; tests replace them."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -76,13 +76,13 @@ class _Known:
     present: bool = True
 
 
-# Which process it is: GPU, PID, GPU instance and compute instance.
+# Identifies a process: GPU, PID, GPU instance and compute instance.
 _Place = tuple[int, int, "int | None", "int | None"]
 
 
 @dataclass
 class Sampler:
-    """Takes samples of some GPUs of a host, and tells who came."""
+    """Takes samples of some GPUs of a host, and reports new processes."""
 
     host: Host
     indexes: frozenset[int]
@@ -97,12 +97,12 @@ class Sampler:
         """Return one sample, and the processes that are seen for the first time."""
         wall = self.clock.wall()
         since = self._looked_at if self._looked_at is not None else wall - self.interval_seconds
-        # A clock that was set back must not ask for samples of the future.
+        # If the clock was set back, do not ask for samples of the future.
         since, self._looked_at = min(since, wall), wall
         try:
             gpus: Iterable[Gpu] = [gpu for gpu in self.host.nvml.sweep() if gpu.index in self.indexes]
         except GpushareError as error:
-            # The driver was unloaded, say: what comes later may answer again.
+            # For example, the driver was unloaded; it may answer again later.
             gpus = [Gpu(index=index, error=error.message) for index in sorted(self.indexes)]
         gpu_samples, process_samples, came = [], [], []
         for known in self._known.values():
@@ -127,7 +127,7 @@ class Sampler:
         used = self._utilization(gpu.index, since)
         processes = list(gpu.processes or ())
         listed = {process.pid for process in processes}
-        # Gone again before we looked: only its work tells of it. Under MPS that is the server's.
+        # Gone before this look: only its work shows that it was there. Under MPS, work is booked on the server.
         processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((used or {}).keys() - listed)]
         sample = GpuSample(
             index=gpu.index,
@@ -149,7 +149,7 @@ class Sampler:
             if (process.gpu_instance_id, process.pid) in alone:
                 sm = sample.sm_percent if process.gpu_instance_id is None else instances.get(process.gpu_instance_id)
                 if utilization is None and process.gpu_instance_id is None:
-                    # Alone under MPS: the server's work is its own.
+                    # Alone under MPS: all work of the server is its work.
                     utilization = gpu.utilization_percent
             rows.append(
                 ProcessSample(
@@ -177,7 +177,7 @@ class Sampler:
         return {pid: round(sum(values) / len(values), 2) for pid, values in of_pid.items()}
 
     def _meet(self, gpu: Gpu, process: GpuProcess) -> tuple[RecordedProcess, bool]:
-        """Return who a process is, and whether it is seen for the first time."""
+        """Return the record of a process, and whether it is new."""
         place = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
         info = self.host.processes.describe(process.pid)
         started_at = None if info is None else info.started_at
@@ -198,7 +198,7 @@ class Sampler:
             mig=_instance_uuid(gpu, process),
         )
         self._next_id += 1
-        # Moved to the end: the oldest ones are forgotten first.
+        # Moved to the end, so that the oldest are forgotten first.
         self._known.pop(place, None)
         self._known[place] = _Known(recorded)
         return recorded, True
@@ -210,17 +210,17 @@ class Sampler:
 
 
 def _same(before: float | None, now: float | None) -> bool:
-    # Of a process that just ended nothing can be read.
+    # Nothing can be read of a process that has just ended.
     return before is None or now is None or abs(before - now) < SAME_START_SECONDS
 
 
 def _own_utilization(process: GpuProcess, used: Mapping[int, float] | None) -> float | None:
-    # Without a sample it was idle; a client's work is booked on its server.
+    # Without a sample it was idle; the work of an MPS client is booked on its server.
     return None if used is None or process.mps else used.get(process.pid, 0.0)
 
 
 def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:
-    """Return who has a GPU, or a GPU instance, for itself (instance, PID): its activity is theirs."""
+    """Return the processes that are alone on the GPU or a GPU instance, as (instance, PID): its activity is theirs."""
     on: dict[int | None, set[int]] = {}
     for process, who in zip(processes, recorded, strict=True):
         if who.name != SERVER_PROGRAM:
@@ -246,11 +246,11 @@ def observe(
     clock: Clock | None = None,
     progress: Callable[[float], Any] = lambda _seconds: None,
 ) -> Recording:
-    """Record for so many seconds, and return the recording summed up.
+    """Record for some seconds, and return the summary of the recording.
 
-    A sample every interval of the header, counted from the start: a slow look delays no later one, and those that
-    could not be taken in time are counted as missed. Ctrl-C, SIGTERM and SIGHUP (KeyboardInterrupt) end it with what
-    was recorded. A GPU that is lost, and processes that come and go, do not.
+    One sample per interval of the header, counted from the start: a slow look does not delay later ones, and samples not
+    taken in time are counted as missed. Ctrl-C, SIGTERM and SIGHUP (KeyboardInterrupt) end it and keep what was recorded.
+    A lost GPU, and processes that come and go, do not end it.
 
     Raises:
         KeyboardInterrupt: before the first sample.

@@ -1,4 +1,4 @@
-"""A production job and an opportunistic one beside it, as they are measured: started, awaited, watched in windows."""
+"""A production job and an opportunistic one next to it, as tune measures them: start, warm-up, windows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 WINDOW_SECONDS: Final = 1.5
-# Of a job that prints at least ten times a second.
+# For jobs that print at least ten times a second.
 SHORTEST_SECONDS: Final = 0.6
 LONGEST_SECONDS: Final = 30.0
-# A window is so many times as long as the longest time in which nothing was printed.
+# A window is this many times as long as the longest gap between two outputs.
 _GAPS: Final = 6
-# It saves its state again and again: a window that is all silence tells little.
+# A job that saves its state from time to time prints nothing meanwhile; a window of silence says little.
 _SILENCES: Final = 2
 _LONGEST_FOR_SILENCE_SECONDS: Final = 10.0
-# So long is production watched together at least, in so many windows; more where that is not enough.
+# Production is watched next to the other job for at least this time, in at least this many windows.
 _WATCHED_SECONDS: Final = 4.8
 _LEAST_ROUNDS: Final = 3
 _MOST_ROUNDS: Final = 8
@@ -45,7 +45,7 @@ _TIMES_FOR_P99: Final = 4
 
 
 class WindowLength:
-    """The length of a window in seconds: ``given``, or found. Where a p99 is asked for it is not shortened."""
+    """The length of a window in seconds: ``given``, or found. With a p99 goal it is not shortened."""
 
     def __init__(self, given: float | None, *, tails: bool) -> None:
         self.seconds = WINDOW_SECONDS if given is None else given
@@ -57,44 +57,44 @@ class WindowLength:
     def hold(
         self, least: int, moments: Sequence[float], start: float, end: float, longest: float = LONGEST_SECONDS
     ) -> None:
-        """Make it so long that it holds the least of moments at which a job prints; ``moments`` are those of a watch."""
+        """Make it long enough for ``least`` outputs of a job; ``moments`` are the outputs from ``start`` to ``end``."""
         wanted = least * (end - start) / len(moments) if moments else end - start
         self.seconds = max(self.seconds, min(wanted, longest))
         self._gap = max(self._gap, *(after - before for before, after in pairwise([start, *moments, end])))
 
     def shorten(self) -> None:
-        """Make it as short as the jobs allow that were watched until now; once, and never one that is given."""
+        """Make it as short as the jobs watched so far allow; once, and never if it was given."""
         if self._open and self.seconds <= WINDOW_SECONDS:
             self.seconds = min(self.seconds, max(SHORTEST_SECONDS, _GAPS * self._gap))
         self._open = False
 
     def silent(self, seconds: float) -> None:
-        """Remember for how long production, alone, printed nothing."""
+        """Remember how long production, alone, printed nothing."""
         self._silence = max(self._silence, seconds)
 
     def outlast(self) -> None:
-        """Make it longer than the silences until now; between trials, so that all windows of one are equal."""
+        """Make it longer than the silences so far; only between trials, so that all windows of a trial are equal."""
         if not self._given and self._silence > self.seconds:
             self.seconds = max(self.seconds, min(_SILENCES * self._silence, _LONGEST_FOR_SILENCE_SECONDS))
 
     def rounds(self, given: int | None) -> int:
-        """Return how many windows together a trial has at least; fewer where they are long."""
+        """Return the fewest windows together of a trial; fewer if they are long."""
         if given is not None:
             return given
         return min(_MOST_ROUNDS, max(_LEAST_ROUNDS, round(_WATCHED_SECONDS / self.seconds)))
 
     def most_rounds(self, given: int | None, rounds: int) -> int:
-        """Return how many it has at most."""
+        """Return the most windows together of a trial."""
         return (_TIMES_FOR_P99 if self._tails else _TIMES) * rounds if given is None else given
 
 
-# Below it the 99th percentile is the largest of a handful.
+# Below this number, the 99th percentile is the largest of a handful.
 LEAST_LATENCIES: Final = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A time in which a program was watched: its rate, latencies, a p99 that it printed itself."""
+    """A period in which a program was watched: its rate, latencies, and a p99 that it printed itself."""
 
     rate: float | None
     latencies: tuple[float, ...] = ()
@@ -103,7 +103,7 @@ class Window:
 
 @dataclass
 class Timeline(Printed):
-    """All that a program prints, over time; lines too where they are what is counted."""
+    """What a program prints, over time; with the lines, if lines are counted."""
 
     lines: list[float] = field(default_factory=list)
 
@@ -114,11 +114,11 @@ class Timeline(Printed):
         super().listen(line, at)
 
     def count(self, start: float, end: float) -> int:
-        """Return how many rates, or lines, were seen in a window."""
+        """Return the number of rates, or lines, in a window."""
         return len(within(self.values, start, end)) if self.metric.printed else _count(self.lines, start, end)
 
     def moments(self, start: float, end: float) -> list[float]:
-        """Return when rates, or lines, were seen in a window; what came at once, as out of a buffer, is one moment."""
+        """Return when rates, or lines, were seen in a window; those seen together, as from a buffer, are one moment."""
         if self.metric.printed:
             first = bisect.bisect_right(self.values, start, key=lambda value: value[0])
             times = [at for at, _ in self.values[first:]]
@@ -127,7 +127,7 @@ class Timeline(Printed):
         return sorted({at for at in times if at <= end})
 
     def longest_gap(self, start: float, end: float) -> float:
-        """Return the longest time in which nothing was printed that ended in a window, or still lasts at its end."""
+        """Return the longest gap in the output that ended in a window, or lasts beyond it."""
         before = self.moments(start - LONGEST_SECONDS, start)[-1:] or [start]
         return max(after - one for one, after in pairwise([*before, *self.moments(start, end), end]))
 
@@ -141,7 +141,7 @@ class Timeline(Printed):
     def window(self, start: float, end: float, *, skip: int = 0) -> Window:
         """Return what was seen in a window: the mean of the printed rates, or lines per second.
 
-        The first so many rates are left out: the first after a pause may count the pause.
+        The first ``skip`` rates are left out: the first one after a pause may include the pause.
         """
         if self.metric.printed:
             speeds = self._speeds(start, end, skip=skip)
@@ -159,10 +159,10 @@ class Timeline(Printed):
     def part_time(
         self, phases: Sequence[tuple[float, float]], start: float, end: float, full: float | None
     ) -> float | None:
-        """Return the rate over a window of a program that ran only in these phases of it, and was stopped for the rest.
+        """Return the rate over a window of a program that ran only in some phases of it, and was stopped otherwise.
 
-        Whether a rate that is printed after a stop counts the time of it, only the program knows: such a one is left out
-        where there are others; else ``full``, its rate without stops, tells. Unknown, it is taken to count it.
+        A rate printed after a stop may or may not include the stop. Such rates are left out where there are others; else
+        they are compared with ``full``, the rate without stops. If that is unknown, they are taken to include it.
         """
         ran = math.fsum(after - before for before, after in phases) / (end - start)
         if self.metric.printed:
@@ -174,25 +174,25 @@ class Timeline(Printed):
         return rate * ran if rate is not None and own_time else rate
 
     def _speeds(self, start: float, end: float, *, skip: int = 0) -> list[float]:
-        """Return the printed rates of a window, but for the first so many."""
-        # A rate of 0 is a program that was held up, and counts; a time of 0 per step is no time.
+        """Return the printed rates of a window, without the first ``skip``."""
+        # A rate of 0 counts: the program was held up. A time of 0 per step is invalid.
         rated = self.metric.higher_is_better
         values = [value for value in within(self.values, start, end)[skip:] if value > 0 or (rated and value == 0)]
         return [self.metric.speed(value) for value in values]
 
     def _done(self, at: float) -> float:
-        """Return how many lines were done at a time; between two of them it counts as even progress."""
+        """Return how many lines were done at a time, with even progress between two of them."""
         place = bisect.bisect_right(self.lines, at)
         if place == 0 or (place < 2 and place == len(self.lines)):
             return float(place)
         before = self.lines[place - 1]
-        # Of the line that is still to come, the last gap says when it is due.
+        # The next line is expected after the last gap.
         gap = self.lines[place] - before if place < len(self.lines) else before - self.lines[place - 2]
         return place + (min(1.0, (at - before) / gap) if gap > 0 else 0.0)
 
 
 def p99(windows: Sequence[Window]) -> float | None:
-    """Return the 99th percentile of all windows together; what the program printed itself where it prints no latencies."""
+    """Return the 99th percentile over all windows; without latencies, the one that the program printed."""
     latencies = _latencies(windows)
     if len(latencies) >= LEAST_LATENCIES:
         return percentile(latencies, 99)
@@ -209,7 +209,7 @@ def _count(times: Sequence[float], start: float, end: float) -> int:
 
 
 def p99_interval(windows: Sequence[Window]) -> tuple[float, float] | None:
-    """Return between what the 99th percentile lies, 95 times in 100; None: too few latencies to tell.
+    """Return the 95 % confidence interval of the 99th percentile; None: too few latencies.
 
     By the ranks of the latencies: how many of n lie above their 99th percentile is binomial.
     """
@@ -223,9 +223,9 @@ def p99_interval(windows: Sequence[Window]) -> tuple[float, float] | None:
 
 
 def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float] | None:
-    """Return between what the p99 of windows together is, in those of windows alone; None: too few latencies to tell.
+    """Return the interval of the p99 together as a factor of the p99 alone; None: too few latencies.
 
-    Where the program printed its p99 itself, by how far those of the windows lie apart.
+    If the program printed its p99 itself, the interval comes from the spread between windows.
     """
     before, now = p99_interval(alone), p99_interval(together)
     if before is not None and now is not None:
@@ -235,43 +235,43 @@ def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> 
     apart = ratio(*([one.printed_p99 for one in some if one.printed_p99 is not None] for some in (together, alone)))
     if apart is None or apart.low is None or apart.high is None:
         return None
-    # The factor is one of medians, around which they lie as around the mean.
+    # The factor is of medians; they scatter around it as around the mean.
     factor = (p99(together) or 0.0) / (p99(alone) or math.inf)
     return factor * apart.low / apart.value, factor * apart.high / apart.value
 
 
 def neighbours(alone: Sequence[Window], together: Sequence[Window]) -> list[tuple[float, float]]:
-    """Return the rate in each window together, and the mean of those alone right before and after it.
+    """Return the rate in each window together, and the mean of the windows alone right before and after it.
 
-    Between the first one alone and the first together the other job has started: that one counts where there is no other.
+    The other job started after the first window alone, which therefore counts only if there is no other.
     """
     found = []
     for place, window in enumerate(together):
-        # A production job that stands still has a rate of nothing, not none: beside the other as without it.
+        # A production job that makes no progress has a rate of 0, not an unknown one, both together and alone.
         near = [one.rate or 0.0 for one in alone[max(1, place) : place + 2] or alone[:1]]
         found.append((window.rate or 0.0, math.fsum(near) / len(near)))
     return found if any(base for _, base in found) else []
 
 
 def rates(windows: Sequence[Window]) -> list[float]:
-    """Return the rates of the windows in which there was one."""
+    """Return the rates of the windows that have one."""
     return [window.rate for window in windows if window.rate is not None and window.rate > 0]
 
 
-# Fewer moments at which a job prints say little in a window; of the other fewer are enough, as its rate decides less.
+# A window needs this many outputs of production; fewer of the other job, whose rate matters less.
 _LEAST_MOMENTS: Final = 5
 _LEAST_MOMENTS_OF_OTHER: Final = 3
 _LONGEST_FOR_OTHER_SECONDS: Final = 5.0
 _LONGEST_ALONE_SECONDS: Final = 15.0
-# The loss falls with the time only over several cycles.
+# The loss is in proportion to the time only over several cycles.
 _LEAST_CYCLES: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What to run and how long to watch (seconds). ``rounds`` pairs of windows a trial, up to ``most_rounds``.
+    """What to run and how long to watch (seconds), with ``rounds`` to ``most_rounds`` pairs of windows per trial.
 
-    None: as the jobs print (`WindowLength`), and more windows where the figures scatter.
+    None: depending on the output of the jobs (`WindowLength`), with more windows where the figures scatter.
     """
 
     production: Sequence[str]
@@ -285,12 +285,12 @@ class TuneOptions:
     settle_seconds: float = 0.4
     warm_seconds: float = 1.0
     start_seconds: float = 600.0
-    # A pause waits so long for the drain of a queue; h200.md's deepest one took 0.1 s.
+    # How long a pause waits for a queue to drain; the deepest one on an H200 took 0.1 s.
     drain_seconds: float = 1.5
 
 
 class Pair:
-    """The two jobs in one share. Windows of both are taken here; what they mean is judged elsewhere."""
+    """The two jobs in one share, watched in windows, which `tune` judges."""
 
     def __init__(self, host: Host, device: Device, options: TuneOptions, several: Several) -> None:
         self._host, self._device, self._options, self.several = host, device, options, several
@@ -302,16 +302,16 @@ class Pair:
         self.dram: list[float] = []
         self.memory: int | None = None
         self._usage = UsageMeter(host, device)
-        # When the other was let go on after a pause; None: it was not paused yet.
+        # When the other job was last continued after a pause; None: never paused.
         self._resumed: float | None = None
 
     def opportunistic_alone(self) -> tuple[float | None, float | None, int | None]:
-        """Return the opportunistic job's rate, percent of the DRAM's bandwidth, and memory (bytes), all without production."""
+        """Return the opportunistic job's rate, DRAM bandwidth in percent, and memory in bytes, all without production."""
         program, seen = self.start_opportunistic(Limits())
         self._bandwidth.since_last()
         started = self._now()
         self.several.wait(2 * self._window.seconds)
-        # One that seldom prints is watched until it did so several times.
+        # A job that prints seldom is watched until it has printed several times.
         more = _LONGEST_ALONE_SECONDS - 2 * self._window.seconds
 
         def told() -> bool:
@@ -327,8 +327,8 @@ class Pair:
         self.several.kill(program)
         if window.rate == 0:
             raise OperationFailed(
-                "the opportunistic job alone printed only rates of 0: it does nothing that can be measured",
-                "let it print what it gets done: rate=12.5; or mark another number: --opportunistic-metric REGEX",
+                "the opportunistic job alone printed only rates of 0: it does no measurable work",
+                "let it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
                 code="no_numbers",
             )
         return window.rate, dram, memory
@@ -343,7 +343,7 @@ class Pair:
         return program, seen
 
     def resume(self, program: Program) -> None:
-        """Let the other go on after a pause, and wait until it works as before."""
+        """Let the other continue after a pause, and wait until it works as before."""
         self._resumed = time.monotonic()
         self.several.resume(program)
         self.several.wait(self._options.settle_seconds)
@@ -352,7 +352,7 @@ class Pair:
         """Start the production job; one with another cap is ended first."""
         if self._production is not None:
             self.several.end([self._production])
-        # Also where it does not start: then it has to be restarted.
+        # Set even if it does not start: then it must be restarted.
         self.production_cap = cap
         self._seen = Timeline(self._options.metric)
         self._production = self.several.start(
@@ -374,8 +374,8 @@ class Pair:
             found = seen.count(0.0, float("inf")) > 0
             if not found and hopeless(seen.refusals, time.monotonic() - started):
                 raise OperationFailed(
-                    f"the {program.title} job printed {quoted(seen.refused or '')} where --metric matches, which is no rate or time",
-                    "mark the number with the brackets: --metric 'rate=([0-9.]+)'",
+                    f"the {program.title} job printed {quoted(seen.refused or '')} where --metric matches, which is not a rate or time",
+                    "put the brackets around the number: --metric 'rate=([0-9.]+)'",
                     code="no_numbers",
                 )
             return found
@@ -385,15 +385,15 @@ class Pair:
             raise TimedOut(
                 f"the {program.title} job did not print {what} in {options.start_seconds:g} s"
                 f"{f'; its last line: {program.last_line}' if program.last_line else ''}",
-                "let it print its rate again and again, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
+                "let it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
                 code="no_numbers",
             )
         self.several.wait(options.warm_seconds)
         self._demand_alive(program)
         if self.several.attached(program) is False:
             raise OperationFailed(
-                f"the {program.title} job is no client of MPS: caps have no effect on it",
-                "see that it uses the GPU, and leaves CUDA_MPS_PIPE_DIRECTORY and CUDA_VISIBLE_DEVICES as they are",
+                f"the {program.title} job is not an MPS client: caps have no effect on it",
+                "check that it uses the GPU and does not change CUDA_MPS_PIPE_DIRECTORY or CUDA_VISIBLE_DEVICES",
                 code="not_attached",
             )
 
@@ -402,12 +402,12 @@ class Pair:
             if program is not None and not program.runs:
                 raise OperationFailed(
                     f"the {program.title} job ended before it was measured: {program.failure or 'exit code 0'}",
-                    "give a command that works on until it is ended, at least for some minutes",
+                    "give a command that runs until it is ended, at least for some minutes",
                     code="job_ended",
                 )
 
     def _fit(self) -> None:
-        """Make the windows so long that the production job prints often enough in each, and no longer than that needs."""
+        """Make the windows long enough for the production job to print several times in each, and no longer."""
         started = time.monotonic()
         while True:
             self.several.wait(self._window.seconds)
@@ -426,27 +426,27 @@ class Pair:
                 )
 
     def begin_trial(self) -> None:
-        """Let the windows be longer than the silences of production until now."""
+        """Make the windows longer than the silences of production so far."""
         self._window.outlast()
 
     @property
     def window_seconds(self) -> float:
-        """Return how long a window is."""
+        """Return the length of a window in seconds."""
         return self._window.seconds
 
     @property
     def rounds(self) -> int:
-        """Return how many windows together a trial has at least."""
+        """Return the fewest windows together of a trial."""
         return self._window.rounds(self._options.rounds)
 
     @property
     def most_rounds(self) -> int:
-        """Return how many it has at most."""
+        """Return the most windows together of a trial."""
         return self._window.most_rounds(self._options.most_rounds, self.rounds)
 
     @property
     def silent_seconds(self) -> float:
-        """Return for how long production has printed nothing that is measured."""
+        """Return how long production has printed no rate or line."""
         last = self._seen.last_at
         return math.inf if last is None else time.monotonic() - last
 
@@ -470,10 +470,10 @@ class Pair:
     def together_window(
         self, program: Program, seen: Timeline, duty_percent: float | None = None, full: float | None = None
     ) -> tuple[Window, float | None, float | None]:
-        """Watch both; return the production job's window, and the other's rate, which is ``full`` for all of the time.
+        """Watch both; return the production job's window, and two rates of the other, whose rate without stops is ``full``.
 
-        The second rate is with the first number after a pause, which may count the pause; the first one is without, and None
-        where there is no other. The other runs on at the end of a duty cycle.
+        The first rate is without the first number after a pause, which may include the pause, and None if that is the only
+        one; the second rate is with it. At the end of a duty cycle the other runs.
         """
         started = self._now()
         phases = []
@@ -491,7 +491,7 @@ class Pair:
         return production, seen.window(started, ended, skip=int(spans)).rate, seen.window(started, ended).rate
 
     def _cycle(self, program: Program, duty: float) -> list[tuple[float, float]]:
-        """Let a window of whole duty cycles pass, and return when the program ran. In each it first stands still."""
+        """Wait for a window of whole duty cycles, each of which begins with a stop; return when the program ran."""
         phases = []
         for _ in range(max(_LEAST_CYCLES, round(self._window.seconds / DUTY_SECONDS))):
             self.several.stop(program)
@@ -504,11 +504,11 @@ class Pair:
 
     @property
     def others(self) -> Mapping[int, str]:
-        """Return who else was on the GPU, by PID."""
+        """Return the other processes on the GPU, by PID."""
         return self._usage.usage().other_names
 
     def _now(self) -> float:
-        """Return the time, after everything that was printed so far has been read: that belongs to what was before."""
+        """Read everything printed so far, which belongs to the past, and return the time."""
         self.several.look()
         self._usage.look([program.pid for program in self.several.programs])
         return time.monotonic()

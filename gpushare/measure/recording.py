@@ -106,7 +106,7 @@ def sample_line(sample: Sample) -> str:
 
 
 def _line(value: Mapping[str, Any]) -> str:
-    # ASCII: a name may hold half of a character.
+    # ASCII: a name may contain half of a character.
     return json.dumps(value, separators=(",", ":")) + "\n"
 
 
@@ -128,12 +128,12 @@ def _process_of(raw: Mapping[str, Any]) -> RecordedProcess:
 
 
 def _known(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    # A later gpushare may say more of the same schema.
+    # A later gpushare may add fields within the schema.
     return {name: raw[name] for name in kind.__dataclass_fields__ if name in raw}
 
 
 def sample_of(raw: Mapping[str, Any]) -> Sample:
-    """Return the sample of a line; KeyError, TypeError or ValueError where it is none."""
+    """Parse the sample of a line; KeyError, TypeError or ValueError if it is not one."""
     return Sample(
         at=float(raw["t"]),
         gpus=tuple(_gpu_sample(*row) for row in raw["gpus"]),
@@ -164,19 +164,19 @@ def _number(value: Any) -> float | None:
     return number
 
 
-# A sample counts as busy from here on: some kernel ran (utilisation is whole percent; GPM is finer).
+# A sample counts as busy from here on: a kernel ran (utilisation is in whole percent; GPM is finer).
 BUSY_UTILIZATION_PERCENT: Final = 1.0
 BUSY_SM_PERCENT: Final = 0.1
-# Beside processes that took so much of a GPU, no work seen of another one is no proof that it had none: the driver
-# books each of its periods on one process (H200, driver 580: two busy ones show 0 and 99 in turn).
+# Next to processes that used this much of a GPU, no visible work of another one does not prove that it had none: the
+# driver books each of its periods on one process (H200, driver 580: two busy ones show 0 and 99 in turn).
 CROWDED_PERCENT: Final = 80.0
-# A process that works is seen sooner or later: so many looks without any work tell that it has none.
+# A working process is seen sooner or later: this many looks without any work mean that it has none.
 IDLE_SAMPLES: Final = 30
-# Of days of recording, so many ended processes are summed up; the least used ones are dropped and counted.
+# In days of recording, at most this many ended processes are kept; those with the fewest samples are dropped.
 MOST_PROCESSES: Final = 5000
 
 
-# Busy in fewer samples than this is interactive; in more than that, and without peaks, steady; else bursty.
+# Busy in fewer samples than the first is interactive; in more than the second, without peaks, steady; else bursty.
 INTERACTIVE_BELOW: Final = 0.2
 STEADY_FROM: Final = 0.8
 CONTENDED_FROM: Final = 0.1
@@ -186,7 +186,7 @@ CONTENDED_FROM: Final = 0.1
 class Use:
     """How a GPU, or a process on one, was used. ``busy_share`` is the share of the samples in which a kernel ran.
 
-    Samples that do not tell are not counted in it; None: too few do.
+    Inconclusive samples do not count; None: too few are left.
     """
 
     samples: int
@@ -247,7 +247,7 @@ class ProcessUse(Use):
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A recording, summed up. ``reason`` is finished, interrupted, failed, or None where the file has no end."""
+    """The summary of a recording. ``reason`` is finished, interrupted, failed, or None if the file has no end."""
 
     header: Header
     seconds: float
@@ -318,7 +318,7 @@ class _Sums:
 
 
 class Tally:
-    """Sums samples up as they come, in memory that does not grow with time."""
+    """Sums up samples, in memory that does not grow with time."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -329,7 +329,7 @@ class Tally:
         self._processes: dict[int, tuple[RecordedProcess, _Sums]] = {}
 
     def meet(self, process: RecordedProcess) -> None:
-        """Take note of a process, before its first sample."""
+        """Add a process, before its first sample."""
         self._processes.setdefault(process.id, (process, _Sums()))
 
     def add(self, sample: Sample) -> None:
@@ -360,7 +360,7 @@ class Tally:
             self.dropped += 1
 
     def recording(self, *, missed: int = 0, reason: str | None = None, damaged_lines: int = 0) -> Recording:
-        """Return what was added so far."""
+        """Return the summary so far."""
         return Recording(
             header=self.header,
             seconds=self.seconds,
@@ -394,23 +394,23 @@ class Tally:
         )
 
 
-# Enough for thousands of GPUs, and as many processes.
+# Enough for thousands of GPUs and processes.
 _LONGEST_LINE: Final = 4 * 1024**2
 _MAKE_ONE: Final = "make one: gpushare observe --for 10m"
 
 
 class RecordingFile:
-    """A recording as it is written: a line a write, so that it can be read whenever it ends."""
+    """A recording being written: one line per write, so that it can be read whenever it ends."""
 
     def __init__(self, path: Path, header: Header) -> None:
         """Create the file."""
         self.path = path
         try:
-            # Unbuffered: a line goes out whole, whatever ends the program after it.
+            # Unbuffered: a line is written whole, whatever ends the program next.
             self._file = path.open("xb", buffering=0)
         except FileExistsError:
             raise BadUsage(
-                f"{path} is there already", "give another name with --to, or remove it first", code="file_exists"
+                f"{path} already exists", "give another name with --to, or remove it first", code="file_exists"
             ) from None
         except OSError as error:
             raise _unwritable(path, error) from None
@@ -457,21 +457,21 @@ def _unwritable(path: Path, error: OSError) -> GpushareError:
     message = f"cannot write {path}: {error.strerror or error}"
     hint = "give a file in a directory that you may write: --to /tmp/gpus.jsonl"
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
-        hint = f"what is in {path} can be read: gpushare observe --from {shlex.quote(str(path))}"
+        hint = f"{path} can be read as far as it goes: gpushare observe --from {shlex.quote(str(path))}"
     if isinstance(error, PermissionError):
         return NoPermission(message, hint, code="not_written")
     return OperationFailed(message, hint, code="not_written")
 
 
 def read_recording(path: str | Path) -> Recording:
-    """Return a recording, summed up from its samples; a file that is cut off is read as far as it goes."""
+    """Return the summary of a recording; a file that is cut off is read as far as it goes."""
     path = Path(path)
     try:
-        # Streamed: days of samples need no memory.
+        # Streamed, so that days of samples need little memory.
         with path.open(encoding="utf-8", errors="replace") as file:
             return _read(path, file)
     except FileNotFoundError:
-        raise NotFound(f"there is no file {path}", _MAKE_ONE, code="no_recording") from None
+        raise NotFound(f"file {path} does not exist", _MAKE_ONE, code="no_recording") from None
     except PermissionError:
         raise NoPermission(
             f"may not read {path}", f"check its mode: ls -l {shlex.quote(str(path))}", code="not_readable"
@@ -485,7 +485,7 @@ def read_recording(path: str | Path) -> Recording:
 def _read(path: Path, file: Any) -> Recording:
     tally = Tally(_header(path, file.readline(_LONGEST_LINE)))
     damaged, missed, reason = 0, 0, None
-    # A file that is none of ours may have no line end at all.
+    # A file that is not ours may have no line ends at all.
     for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
         try:
             raw = json.loads(line)
@@ -496,10 +496,10 @@ def _read(path: Path, file: Any) -> Recording:
             elif "end" in raw:
                 missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
-            # A crash cuts the last line off, a full disk or a lost block one in the middle.
+            # A crash cuts off the last line; a full disk or a lost block damages one in the middle.
             damaged += 1
     if not tally.samples:
-        raise OperationFailed(f"the recording {path} has no sample", _MAKE_ONE, code="empty_recording")
+        raise OperationFailed(f"the recording {path} has no samples", _MAKE_ONE, code="empty_recording")
     return tally.recording(missed=missed, reason=reason, damaged_lines=damaged)
 
 
@@ -528,11 +528,11 @@ def workloads_of(recording: Recording) -> tuple[ProcessUse, ...]:
     return tuple(use for use in recording.processes if _is_program(use) and not use.process.graphics)
 
 
-# Work in fewer samples than this is no work: a monitoring program opens a context now and then.
+# Work in fewer samples than this does not count: monitoring programs open a context now and then.
 NO_WORK_SHARE: Final = 0.01
-# A bare CUDA context holds up to about 500 MiB; less than this is nobody's data.
+# A bare CUDA context holds up to about 500 MiB; less than this is no data.
 HELD_BYTES: Final = 256 * MIB
-# Below this mean a GPU is a candidate to share; its 95th percentile tells whether it has peaks.
+# Below this mean a GPU is a candidate for sharing; its 95th percentile shows whether it has peaks.
 LOW_MEAN_PERCENT: Final = 30.0
 LOW_P95_PERCENT: Final = 50.0
 
@@ -550,9 +550,9 @@ class Underuse:
 def underused(recording: Recording) -> tuple[Underuse, ...]:
     """Return what is underused, by GPU.
 
-    empty: nobody was on it. held_idle: memory is held, and no kernel ran in 99 % of the samples. low: the mean is
+    empty: no process was on it. held_idle: memory is held, and no kernel ran in 99 % of the samples. low: the mean is
     below 30 % and the 95th percentile below 50 %. peaks: the mean is below 30 %, the 95th percentile is not.
-    idle_process: a process that holds memory without work beside others that work.
+    idle_process: a process that holds memory without work next to others that work.
     """
     found: list[Underuse] = []
     for use in recording.gpus:
@@ -571,7 +571,7 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
     holders = [one for one in processes if (one.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(one)]
     if use.busy_share < NO_WORK_SHARE:
         if holders:
-            # Their memory may have been held one after another: the GPU's own peak bounds the sum.
+            # They may have held their memory at different times: the GPU's own peak bounds the sum.
             memory = sum(one.memory_peak_bytes or 0 for one in holders)
             held = format_bytes(min(memory, use.memory_peak_bytes or memory))
             return Underuse(
@@ -580,7 +580,7 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
                 why=f"memory is held with no work: {_processes(len(holders))}, {held}",
                 pids=tuple(one.process.pid for one in holders),
             )
-        why = "idle: nobody was on it" if not processes else "idle: no kernel ran"
+        why = "idle: no process was on it" if not processes else "idle: no kernel ran"
         return Underuse(gpu=index, kind="empty", why=why, pids=tuple(one.process.pid for one in processes))
     if activity.mean >= LOW_MEAN_PERCENT:
         return None
@@ -591,13 +591,15 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
         return Underuse(
             gpu=index,
             kind="peaks",
-            why=f"low mean with peaks: {figures}; a candidate to share where work can wait for the peaks",
+            why=f"low mean with peaks: {figures}; a candidate for sharing if the other work can wait during peaks",
             pids=pids,
         )
     hidden = ""
     if use.sm and use.utilization and use.utilization.mean >= LOW_MEAN_PERCENT:
-        hidden = f"; utilisation ({use.utilization.mean:g} %) hides it: it says only that a kernel ran"
-    return Underuse(gpu=index, kind="low", why=f"low all the time: {figures}; a candidate to share{hidden}", pids=pids)
+        hidden = f"; utilisation ({use.utilization.mean:g} %) hides this: it shows only that a kernel ran"
+    return Underuse(
+        gpu=index, kind="low", why=f"low all the time: {figures}; a candidate for sharing{hidden}", pids=pids
+    )
 
 
 def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:

@@ -1,7 +1,7 @@
-"""The search for the largest cap that a production job does not feel: which setting to try next, and the answer. Pure.
+"""The search for the largest cap that does not harm a production job: the next setting to try, and the answer. Pure.
 
-The order comes from measurements on an H200: a cap of 60 percent with low priority ends the harm in most pairs, the
-knee is steep and depends on the pair, low priority alone hardly helps, and no number of a GPU predicts it.
+The order comes from measurements on an H200: a cap of 60 percent with low priority ends the harm for most pairs, the
+knee is steep and depends on the pair, low priority alone hardly helps, and no property of a GPU predicts the knee.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpushare.measure.statistics import deviation, mean, mean_known
 class Setting:
     """How the opportunistic job runs: its thread cap in percent (100 is none) and priority; and a cap on production.
 
-    ``duty_percent``: it runs only so much of the time while production works, and is stopped for the rest of it.
+    ``duty_percent``: the share of the time that it runs while production works; it is stopped for the rest.
     """
 
     threads: float
@@ -28,7 +28,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """Return it for people."""
+        """Return the setting in words."""
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
         words += ["low priority"] if self.low else []
         words += [] if self.production_threads is None else [f"production cap {self.production_threads:g} %"]
@@ -38,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What production must keep: a share of its rate alone, and its p99 within a factor (None: not asked for)."""
+    """What production must keep: a share of its rate alone, and its p99 within a factor (None: no goal)."""
 
     keep: float = 0.97
     p99_factor: float | None = None
@@ -48,8 +48,8 @@ class Goal:
 class Trial:
     """One run of a setting: shares and factors relative to production alone; ``opportunistic`` is the other's rate.
 
-    ``error`` is the standard error of ``kept``, from the spread of the windows in which it was measured; ``p99_error``
-    that of ``p99``, from how many latencies it was read off (None: too few to tell).
+    ``error`` is the standard error of ``kept``, from the spread of its windows; ``p99_error`` is that of ``p99``, from the
+    number of latencies (None: too few).
     """
 
     setting: Setting
@@ -62,10 +62,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """All runs of one setting together. ``margin`` is 1 at the goal, above it when there is room, below when it fails.
+    """All runs of one setting. ``margin`` is 1 at the goal, larger if there is room, smaller if the setting fails.
 
-    ``error`` is the standard error of ``kept``; ``safe_margin`` is the margin when ``kept`` and ``p99`` are by their errors
-    worse than measured.
+    ``error`` is the standard error of ``kept``; ``safe_margin`` is the margin if ``kept`` and ``p99`` are worse than measured
+    by their errors.
     """
 
     setting: Setting
@@ -84,7 +84,7 @@ class Judged:
 
     @property
     def safe(self) -> bool:
-        """Return whether the goal is met, and not only because the windows happened to fall so."""
+        """Return whether the goal is met, and not just by chance."""
         return self.meets and self.safe_margin >= 1
 
 
@@ -101,7 +101,7 @@ def judge(goal: Goal, trials: Sequence[Trial]) -> list[Judged]:
         if goal.p99_factor is not None and p99 is not None and p99 > 0:
             tail = goal.p99_factor / p99
             late = _late(tails)
-            # Of one run of which nobody knows how exact it is, nothing is safe.
+            # A single run of unknown error is never safe.
             safe_tail = 0.0 if late is None else goal.p99_factor / (p99 + late)
         found.append(
             Judged(
@@ -124,35 +124,35 @@ def _pooled(errors: Sequence[float]) -> float:
 
 
 def _scattered(values: Sequence[float], error: float) -> float:
-    """Return the standard error of the mean of runs: larger than their own errors say, where the runs lie further apart."""
+    """Return the standard error of the mean of runs, from their own errors or from their scatter if that is larger."""
     if len(values) < 2:
         return error
     return max(error, deviation(values) / math.sqrt(len(values)))
 
 
 def _late(tails: Sequence[tuple[float, float | None]]) -> float | None:
-    """Return the standard error of the mean of p99s with their own errors; None for one whose error is unknown."""
+    """Return the standard error of the mean of p99s; None for a single one of unknown error."""
     known = [error for _, error in tails if error is not None]
     if len(known) < len(tails) < 2:
         return None
     return _scattered([one for one, _ in tails], _pooled(known) if len(known) == len(tails) else 0.0)
 
 
-# Percent: below it a job is hardly worth the memory that it holds.
+# Percent. Below it, a job is hardly worth the memory that it holds.
 LEAST_DUTY: Final = 10.0
-# So many duty cycles are tried, of all settings together.
+# The most duty cycles that are tried, over all settings.
 MOST_DUTIES: Final = 4
-# Powers outside are noise, more likely than not.
+# Exponents outside this range are probably noise.
 _LEAST_POWER: Final = 0.3
 _MOST_POWER: Final = 4.0
 _NO_LOSS: Final = 1e-3
-# Two that lie nearer to each other tell no power, unless their losses differ by so many errors.
+# Two points that are closer give no exponent, unless their losses differ by this many errors.
 _APART_PERCENT: Final = 80.0
 _SURE_ERRORS: Final = 3.0
 
 
 def next_duty(goal: Goal, judged: Sequence[Judged], beaten: float | None) -> Setting | None:
-    """Return the next setting for a part of the time; None: none promises to give the other job more than ``beaten``."""
+    """Return the next duty cycle to try; None: none promises to give the other job more than ``beaten``."""
     tried = [one for one in judged if one.setting.duty_percent is not None]
     found: list[tuple[float, Setting]] = []
     for whole in judged if len(tried) < MOST_DUTIES else ():
@@ -167,24 +167,24 @@ def next_duty(goal: Goal, judged: Sequence[Judged], beaten: float | None) -> Set
 
 
 def _duty(goal: Goal, whole: Judged, parts: Sequence[Judged]) -> float | None:
-    """Return the duty cycle of a setting, in whole percent, that should be safe with room for another error; or None."""
+    """Return the duty cycle (whole percent) of a setting that should be safe with one error to spare, or None."""
     high = min((_percent(one) for one in parts if not one.safe), default=100.0)
     low = max((_percent(one) for one in parts if one.safe and _percent(one) < high), default=0.0)
-    # The mean of all: a single one may be large or small by luck.
+    # The mean of all: a single error may be large or small by chance.
     error = math.fsum(one.error for one in (whole, *parts)) / (1 + len(parts))
     room = 1 - goal.keep - error
     if room <= 0:
         return None
     nearest = min([whole, *parts], key=lambda one: abs(_loss(one) - room))
     duty = _percent(nearest) * (room / _loss(nearest)) ** (1 / _power(whole, nearest))
-    # A step that changes less than the error of a measurement tells nothing.
+    # A step smaller than the error of a measurement says nothing.
     step = max(1.0, 100 * error / _loss(whole))
     duty = math.floor(min(duty, high - step))
     return float(duty) if duty >= low + step and duty >= LEAST_DUTY else None
 
 
 def _power(whole: Judged, part: Judged) -> float:
-    """Return with which power of the time the loss grows, as far as two measurements tell: 1 where they do not."""
+    """Return the exponent with which the loss grows with the time, from two measurements; 1 if they do not tell."""
     sure = _SURE_ERRORS * math.hypot(whole.error, part.error)
     near = _percent(part) > _APART_PERCENT and abs(_loss(whole) - _loss(part)) <= sure
     if part is whole or near:
@@ -198,25 +198,25 @@ def _percent(one: Judged) -> float:
 
 
 def _loss(one: Judged) -> float:
-    """Return what a setting surely costs of production's rate, at least a little."""
+    """Return the share of production's rate that a setting costs, at least a little."""
     return max(1 - one.kept + one.error, _NO_LOSS)
 
 
 GRID: Final = tuple(float(threads) for threads in range(100, 5, -5))
-# Tried between two of the grid, but only where the larger gives the other job much more. An MPS client of an H200 gets its
-# 132 SMs by twos, 1.5 percent each: nothing finer makes a difference.
+# Tried between two caps of the grid, if the larger one gives the other job much more. An MPS client of an H200 gets its
+# 132 SMs in pairs, 1.5 percent each: finer steps make no difference.
 FINE: Final = tuple(1.25 * step for step in range(80, 7, -1))
-# Caps on a production job that the memory's bandwidth bounds: half of the SMs draw all of it, and the other gets the rest.
+# Caps on a production job that is bound by memory bandwidth: half of the SMs draw all of it; the other job gets the rest.
 SPARED: Final = (99.0, 98.0, 96.0, 94.0, 92.0, 90.0, 85.0, 80.0)
-# Runs of one setting that are believed, and the most that are made of it.
+# Runs of one setting that are enough, and the most.
 CONFIRMED: Final = 2
 MOST_TRIALS: Final = 3
 _STEP: Final = 10.0
-# So near to the goal one run may be wrong.
+# This close to the goal, one run may be wrong.
 _NARROW: Final = 0.015
-# A gain below this does not stand out of the spread.
+# A gain below this is within the scatter.
 _FASTER: Final = 1.03
-# From here on the memory is what the jobs compete for, and half of the SMs draw all of it (H200).
+# From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 
 
@@ -227,10 +227,10 @@ START: Final = Setting(threads=60.0)
 class Search:
     """How to search. ``fine`` are caps that may be tried between those of ``grid``.
 
-    ``production_caps`` are caps on production to choose from too, each beside the rest of the SMs; ``spared`` are such
-    that are tried beside the best cap of the other. `tune` gives those where nothing is said of ``production_caps`` (None)
-    and the memory's bandwidth bounds production. With ``duty`` a setting that costs production too much may be taken for
-    a part of the time: where both compete for the memory's bandwidth, half of the time costs half as much, and gives half.
+    ``production_caps`` are caps on production to try too, each with the rest of the SMs for the other job; ``spared`` are
+    caps on production that are tried next to the best cap of the other job. `tune` sets ``spared`` if ``production_caps``
+    is None and production is bound by memory bandwidth. With ``duty``, a setting that costs too much may be used for part
+    of the time: where both jobs compete for memory bandwidth, half of the time costs half as much, and gives half.
     """
 
     goal: Goal
@@ -246,7 +246,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a search found: the setting that meets the goal, or None and what comes nearest; the curve by cap."""
+    """What a search found: the best setting that meets the goal, or None and the nearest one; the curve by cap."""
 
     best: Judged | None
     nearest: Judged | None
@@ -256,12 +256,12 @@ class Outcome:
 
 
 def next_setting(search: Search, trials: Sequence[Trial]) -> Setting | None:
-    """Return the setting to run next, or None when the answer stands (or the most runs were made)."""
+    """Return the setting to run next, or None when there is an answer (or the most runs were made)."""
     return None if len(trials) >= search.most else _wanted(search, trials)
 
 
 def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
-    """Return what is open, however many runs were made; None when the answer stands."""
+    """Return the next setting to run, regardless of the number of runs; None when there is an answer."""
     if not trials:
         return search.start
     judged = judge(search.goal, trials)
@@ -274,7 +274,7 @@ def _wanted(search: Search, trials: Sequence[Trial]) -> Setting | None:
     )
     if wanted is not None:
         return wanted
-    # One that met the goal only by luck so far, and would be better, may turn out to be safe.
+    # A better setting that has met the goal only by chance so far may turn out to be safe.
     for one in (_most_of([one for one in judged if one.meets]), best_of(judged)):
         if one is not None and one.trials < (min(search.confirmed, MOST_TRIALS) if one.safe else MOST_TRIALS):
             return one.setting
@@ -306,17 +306,17 @@ def outcome(search: Search, trials: Sequence[Trial]) -> Outcome:
 
 
 def best_of(judged: Sequence[Judged]) -> Judged | None:
-    """Return the setting that meets the goal and lets the opportunistic job do most; None when none meets it.
+    """Return the setting that meets the goal and lets the opportunistic job do the most; None when none meets it.
 
-    Its own rate decides where it stands out, else the cap; of equals the one with low priority, which spares production
-    more. A job of which nothing was heard beside production has no rate: a setting in which it has one is better. One
-    that meets the goal only by the luck of its windows is taken where there is no other.
+    The job's rate decides if the difference is clear, else the cap; among equals the one with low priority, which spares
+    production more. A setting with a known rate is better than one in which the job printed nothing. A setting that meets
+    the goal only by chance is returned only if there is no other.
     """
     return _most_of([one for one in judged if one.safe] or [one for one in judged if one.meets])
 
 
 def _most_of(meeting: Sequence[Judged]) -> Judged | None:
-    """Return the one of them that lets the opportunistic job do most, as `best_of` says."""
+    """Return the one that lets the opportunistic job do the most, as in `best_of`."""
     most = max((one.opportunistic for one in meeting if one.opportunistic is not None), default=None)
     if most is not None:
         meeting = [one for one in meeting if one.opportunistic is not None and most <= _FASTER * one.opportunistic]
@@ -336,19 +336,19 @@ def _most_of(meeting: Sequence[Judged]) -> Judged | None:
 def memory_warning(
     dram_alone: float | None, dram_production: float | None, duty_percent: float | None = None
 ) -> str | None:
-    """Return the warning where the memory's bandwidth is what both compete for; percent, by GPM.
+    """Return the warning if both jobs compete for memory bandwidth (percent, by GPM).
 
-    ``dram_alone`` is the opportunistic job's without the other, ``dram_production`` the production job's;
-    ``duty_percent`` the part of the time that was found for the former.
+    ``dram_alone`` is the opportunistic job's alone, ``dram_production`` the production job's; ``duty_percent`` is the duty
+    cycle that was found.
     """
     if dram_alone is not None and dram_alone >= DRAM_FULL_PERCENT:
         what = f"the opportunistic job alone draws {dram_alone:.0f} % of the memory bandwidth"
-        why = "no thread cap protects a job that needs it too"
+        why = "no thread cap protects another job that needs it"
         advice = "pause it while production works (run --opportunistic --pause), or use MIG"
         given = "it runs"
     elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
         what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
-        why = "whatever the other reads is taken from it"
+        why = "all that the other job reads is taken from it"
         advice = "pause the other while it works, or use MIG"
         given = "the other runs"
     else:
@@ -369,9 +369,9 @@ def _on_the_grid(search: Search, judged: Sequence[Judged]) -> Setting | None:
 
 
 def _better_if_safe(search: Search, judged: Sequence[Judged]) -> Setting | None:
-    """Return the cap of a line that would be the best of it, but met the goal only by luck so far.
+    """Return the cap of a line that would be its best, but has met the goal only by chance so far.
 
-    What is tried after it is tried beside the best, and would be tried once more beside another one.
+    Later trials depend on the best cap, and would be repeated for another one.
     """
     line = _line_of_caps(search, judged)
     best, most = best_of(line), _most_of([one for one in line if one.meets])
@@ -379,14 +379,14 @@ def _better_if_safe(search: Search, judged: Sequence[Judged]) -> Setting | None:
 
 
 def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Judged]) -> Setting | None:
-    """Return a cap between the best of a line and the next one known, where that gives the other job much more."""
+    """Return a cap between the best of a line and the next known one, if that gives the other job much more."""
     best = _best_on_the_grid(search, judged)
     if best is None:
         return None
     known = {one.setting.threads: one.opportunistic for one in judged if one.setting == line.get(one.setting.threads)}
     above = min((threads for threads in known if threads > best.setting.threads), default=math.inf)
     gives = known.get(above)
-    # Each half of the step has to stand out.
+    # Each half of the step must be a clear gain.
     if gives is None or gives <= _FASTER**2 * (best.opportunistic or 0.0):
         return None
     open_ = sorted(threads for threads in search.fine if best.setting.threads < threads < above)
@@ -396,8 +396,8 @@ def _between(search: Search, line: Mapping[float, Setting], judged: Sequence[Jud
 def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
     """Return the next cap with the other priority: the best so far, and lower ones while they may give more.
 
-    Under the same cap the one with normal priority takes more, and so costs more: a lower cap with normal priority may
-    be the better bargain (jobs that compete for the memory's bandwidth).
+    At the same cap, normal priority takes more and costs more, so a lower cap with normal priority may be better (for
+    jobs that compete for memory bandwidth).
     """
     best = _best_on_the_grid(search, judged)
     if best is None:
@@ -411,14 +411,14 @@ def _other_priority(search: Search, judged: Sequence[Judged]) -> Setting | None:
     above = min((one for one in known if one >= wanted.threads), default=None)
     if above is None:
         return None if compared else wanted
-    # A lower cap gives less than the ones above it gave.
+    # A lower cap gives less than those above it.
     rate, beaten = known[above].opportunistic, best_of(judged)
     gains = rate is not None and beaten is not None and rate > _FASTER * (beaten.opportunistic or 0.0)
     return wanted if gains else None
 
 
 def _grid(search: Search, judged: Sequence[Judged], *, low: bool) -> dict[float, Setting]:
-    """Return the settings without a cap on production, by the cap: those of the grid, and what was tried between them."""
+    """Return the settings without a cap on production, by cap: those of the grid, and those tried in between."""
     tried = {one.setting.threads for one in judged if one.setting.production_threads is None}
     return {one: Setting(threads=one, low=low) for one in sorted({*search.grid, search.start.threads, *tried})}
 
@@ -433,7 +433,7 @@ def _line_of_caps(search: Search, judged: Sequence[Judged]) -> list[Judged]:
 
 
 def _rest(search: Search) -> dict[float, Setting]:
-    """Return the settings in which production is capped too and the other has the rest, by what is left to it."""
+    """Return the settings with a cap on production and the rest for the other job, by that rest."""
     return {
         100.0 - cap: Setting(threads=100.0 - cap, low=search.start.low, production_threads=cap)
         for cap in sorted(search.production_caps or (), reverse=True)
@@ -442,9 +442,9 @@ def _rest(search: Search) -> dict[float, Setting]:
 
 
 def _spared(search: Search, judged: Sequence[Judged]) -> dict[float, Setting]:
-    """Return the settings in which production is capped too and the other keeps its best cap, by what is left to it.
+    """Return the settings with a cap on production in which the other job keeps its best cap, by the rest of the SMs.
 
-    None where two of them gave the other no more than it has anyway: production restarts for each.
+    Empty if two of them gave the other job no more: production restarts for each.
     """
     best = _best_on_the_grid(search, judged)
     line = {
@@ -461,7 +461,7 @@ def _beside_a_cap(search: Search, line: Mapping[float, Setting], judged: Sequenc
     """Return the next setting of a line in which production is capped too; None: the knee is found."""
     if not line:
         return None
-    # It is confirmed where it turns out to be the best of all: production restarts for each.
+    # Confirmed only if it is the best of all, because production restarts for each.
     if all(one.setting not in line.values() for one in judged):
         return list(line.values())[(len(line) - 1) // 2]
     return _on_a_line(search, line, judged, confirm=False)
@@ -477,7 +477,7 @@ def _part_of_the_time(search: Search, judged: Sequence[Judged]) -> Setting | Non
 def _on_a_line(
     search: Search, line: Mapping[float, Setting], judged: Sequence[Judged], *, confirm: bool
 ) -> Setting | None:
-    """Return the next of settings in a line, from the smallest share to the largest, of which one is known."""
+    """Return the next setting of a line, which is ordered from the smallest share to the largest; one is known."""
     by_setting = {one.setting: one for one in judged}
     known = {share: by_setting[setting] for share, setting in line.items() if setting in by_setting}
     meeting = [threads for threads in known if known[threads].meets]
@@ -487,11 +487,11 @@ def _on_a_line(
             return line[open_[(len(open_) - 1) // 2]]
         if confirm and known[low].trials < min(search.confirmed, MOST_TRIALS):
             return line[low]
-        # The one above failed so narrowly that it gets another chance.
+        # The one above failed so narrowly that it is tried again.
         above = known.get(min((threads for threads in known if threads > low), default=math.inf))
         if above is not None and _narrow(above, search):
             return above.setting
-        # It meets the goal only by luck, and a smaller one is safe: the largest safe one lies between them.
+        # It meets the goal only by chance, and a smaller one is safe: the largest safe one is between them.
         safe = max((threads for threads in known if known[threads].safe), default=low)
         open_ = _above(safe, line, known) if safe < low else []
         return line[open_[(len(open_) - 1) // 2]] if open_ else None
@@ -500,7 +500,7 @@ def _on_a_line(
         best = max(known.values(), key=lambda one: one.margin)
         return best.setting if _narrow(best, search) else None
     if len(known) == 1:
-        # The first step down is a small one; after that the rest is halved.
+        # The first step down is small; after that, the rest is halved.
         return line[max((threads for threads in open_ if threads <= min(known) - _STEP), default=open_[0])]
     return line[open_[(len(open_) - 1) // 2]]
 
@@ -516,7 +516,7 @@ def _narrow(one: Judged, search: Search) -> bool:
 
 
 def _low_helps(judged: Sequence[Judged]) -> bool | None:
-    """Return whether low priority spares production by more than the spread; None when it was not compared."""
+    """Return whether low priority spares production by more than the scatter; None: not compared."""
     found = {
         (one.setting.threads, one.setting.production_threads, one.setting.low): one
         for one in judged

@@ -1,4 +1,4 @@
-"""What repeated measurements say: mean, spread, and an interval that tells a difference from noise. Pure."""
+"""Statistics of repeated measurements: mean, spread, and intervals that tell a difference from noise. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; between two entries the smaller one holds.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; between two entries the smaller one is used.
 _T: Final = {
     1: 12.706,
     2: 4.303,
@@ -30,7 +30,7 @@ _T: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """So many measurements of one thing; ``low`` to ``high`` is the 95 % interval of the mean, None for one alone."""
+    """Several measurements of one thing; ``low`` to ``high`` is the 95 % interval of the mean, None for a single one."""
 
     count: int
     mean: float
@@ -42,13 +42,13 @@ class Summary:
 
     @property
     def spread(self) -> float | None:
-        """Return the range of the measurements as a share of their mean; None for one alone."""
+        """Return the range of the measurements relative to their mean; None for a single one."""
         return (self.most - self.least) / abs(self.mean) if self.count > 1 and self.mean else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """One mean over another, its 95 % interval and standard error (None when one of them was measured only once)."""
+    """The ratio of two means, its 95 % interval and standard error (None if one of them was measured only once)."""
 
     value: float
     low: float | None
@@ -57,7 +57,7 @@ class Ratio:
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
-    """Return what the measurements say, or None when there is none. The interval is Student's t at 95 %."""
+    """Summarize measurements, with Student's t interval at 95 %; None when there are none."""
     if not values:
         return None
     middle = mean(values)
@@ -83,7 +83,7 @@ def differ(one: Summary, other: Summary) -> bool | None:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
-    """Return the ratio of two means of positive measurements; None when there is none.
+    """Return the ratio of two means of positive measurements; None when it does not exist.
 
     The interval is that of the logarithm of the ratio (delta method), with Welch's degrees of freedom.
     """
@@ -104,12 +104,10 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
-    """Return the ratio of two means of which each pair was measured at about the same time; None when there is none.
+    """Return the ratio of two means whose pairs were measured at about the same time; None when it does not exist.
 
-    One of nothing over nothing is a pair, too; only all of them may not be.
-
-    What drifts slowly is the same in both of a pair and cancels out: the interval comes from how far each pair is from
-    the common ratio (the ratio estimator of survey sampling, Student's t).
+    A pair may be 0 over 0, unless all are. Slow drift is the same in both of a pair and cancels out: the interval comes
+    from how far each pair is from the common ratio (the ratio estimator of survey sampling, Student's t).
     """
     count = len(above)
     if not count or count != len(below) or min(below) < 0 or not any(below):
@@ -124,7 +122,7 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
 
 
 def product(one: Ratio, other: Ratio) -> Ratio:
-    """Return the product of two ratios that were measured apart: their relative errors add up as squares."""
+    """Return the product of two independent ratios: their relative errors add up as squares."""
     value = one.value * other.value
 
     def both(error: float | None, more: float | None) -> float | None:
@@ -141,7 +139,7 @@ def product(one: Ratio, other: Ratio) -> Ratio:
 
 
 def widened(one: Ratio, factor: float) -> Ratio:
-    """Return a ratio whose interval and error are so many times as wide, around the same value."""
+    """Return a ratio whose interval and error are wider by a factor, around the same value."""
     return Ratio(
         value=one.value,
         low=None if one.low is None else max(0.0, one.value - factor * (one.value - one.low)),
@@ -172,7 +170,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile: between two measurements the straight line, so that 50 is the median."""
+    """Return a percentile by linear interpolation, so that 50 is the median."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
@@ -188,7 +186,7 @@ def t_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Mean, 95th percentile (nearest rank, to 0.1) and maximum of so many samples, in percent."""
+    """Mean, 95th percentile (nearest rank, to 0.1) and maximum of some samples, in percent."""
 
     samples: int
     mean: float
@@ -217,7 +215,7 @@ class Histogram:
         self.samples += 1
 
     def distribution(self) -> Distribution | None:
-        """Return what was counted, or None when nothing was."""
+        """Return the distribution, or None when nothing was counted."""
         if not self.samples:
             return None
         rank, seen, p95 = math.ceil(0.95 * self.samples), 0, 0

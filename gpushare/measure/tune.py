@@ -1,8 +1,8 @@
-"""`gpushare tune`: run a production job all the time, an opportunistic one beside it under one setting after the other.
+"""`gpushare tune`: a production job runs all the time, next to an opportunistic one under one setting after another.
 
-A cap is fixed when a context is made, so the opportunistic job restarts for every trial, and production for every
-trial with a cap on it. Within one trial the former is paused (SIGSTOP) and continued, so that windows alone and together
-alternate beside one and the same production process: processes of one program differ by up to 15 percent, windows of one
+A cap is fixed when a context is created, so the opportunistic job restarts for every trial, and production for every
+trial with a cap on it. Within a trial, the opportunistic job is paused (SIGSTOP) and continued, so that windows alone and
+together alternate for the same production process: processes of one program differ by up to 15 percent, windows of one
 process do not.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialReport:
-    """One trial as it was measured: rates in the jobs' own units, shares of production alone with their interval."""
+    """One trial: rates in the jobs' own units, shares of production alone with their intervals."""
 
     trial: Trial
     kept: Ratio
@@ -50,28 +50,28 @@ class TrialReport:
     together_rate: float
     alone_p99: float | None
     together_p99: float | None
-    # Of its rate alone; None: that is not known.
+    # Relative to its rate alone; None: unknown.
     opportunistic_share: float | None = None
-    # Between what the factor of the p99 lies, 95 times in 100 for each of the two; None: too few latencies.
+    # The interval of the p99 factor, from 95 % intervals of both p99s; None: too few latencies.
     p99_interval: tuple[float, float] | None = None
-    # Production's rate in each window, in the order of time: alone (the first before the other started), and together.
+    # Production's rate in each window, in order: alone (first before the other started), and together.
     alone_rates: tuple[float | None, ...] = ()
     together_rates: tuple[float | None, ...] = ()
-    # What a cap on production alone leaves of its rate; it is in what is kept.
+    # What a cap on production alone leaves of its rate; included in ``kept``.
     cap_factor: float = 1.0
-    # The standard error of what is kept, as far as more windows lessen it: without that of the factor.
+    # The standard error of ``kept`` that more windows reduce: without that of the cap factor.
     windows_error: float | None = None
     window_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """What was found, every trial, and what both jobs are alone. Rates per second; percent of the DRAM's bandwidth."""
+    """What was found, every trial, and both jobs alone. Rates are per second."""
 
     outcome: Outcome
     trials: tuple[TrialReport, ...]
     production_alone: float | None
-    # The standard deviation of its windows alone, as a share of their mean.
+    # The standard deviation of its windows alone, relative to their mean.
     production_spread: float | None
     production_p99: float | None
     opportunistic_alone: float | None
@@ -79,16 +79,16 @@ class TuneResult:
     opportunistic_memory_bytes: int | None
     warning: str | None
     seconds: float
-    # What ended it before the answer stood: Ctrl-C, or a job that ended. The trials before it are kept.
+    # What ended it before there was an answer: Ctrl-C, or a job that ended. Earlier trials are kept.
     stopped: KeyboardInterrupt | GpushareError | None = None
-    # Why caps on production, for which nobody had asked, were not tried to the end.
+    # Why not all caps on production, which the user had not requested, were tried.
     given_up: GpushareError | None = None
-    # Who else was on the GPU: PID and name.
+    # Other processes on the GPU: PID and name.
     others: Mapping[int, str] = field(default_factory=dict)
 
 
 class TuneReporter:
-    """What tune says while it goes on; the command line prints it."""
+    """What tune reports while it goes on; the command line prints it."""
 
     def doing(self, what: str) -> None:
         """Something begins."""
@@ -97,20 +97,20 @@ class TuneReporter:
         """A trial was measured."""
 
 
-# Two p99s of a few hundred requests differ by this much on their own.
+# Two p99s of a few hundred requests differ by this much by chance.
 _P99_SURE: Final = 0.08
-# So small an error needs no more windows; nor one of so large a part of what production may lose.
+# An error this small, or this small relative to what production may lose, needs no more windows.
 _PRECISE: Final = 0.005
 _PRECISE_SHARE: Final = 1 / 6
 _FINEST: Final = 0.001
-# An interval that is looked at after every window has to be wider, to hold as often as it says (simulated).
+# An interval that is checked after every window must be wider to be as reliable as it claims (simulated).
 _LOOKED_AT_OFTEN: Final = 1.4
 
 
 def sure(report: TrialReport, goal: Goal) -> bool:
-    """Return whether more windows would hardly change the verdict, or tell hardly more than these.
+    """Stopping rule of a trial: return whether more windows would hardly change the verdict.
 
-    One of rate and p99 that surely fails is enough; that the goal is met, both have to say.
+    It fails if either the rate or the p99 surely fails; it passes only if both do.
     """
     return _fails(report, goal) or (_rate_is_known(report, goal) and _tail_is_known(report, goal))
 
@@ -139,18 +139,18 @@ def _tail_is_known(report: TrialReport, goal: Goal) -> bool:
 
 
 _GRACE_SECONDS: Final = 5.0
-# The queue of a program that is paused has drained already; this is only to be sure.
+# The queue of a paused program has drained already; this is a margin.
 _DRAINED_SECONDS: Final = 0.25
-# Production may save its state, or validate, for so long without a line; more is no job that can be measured.
+# Production may print nothing for this long, while it saves its state or validates; longer cannot be measured.
 _SILENT_SECONDS: Final = 10.0
-# Neighbouring pairs share a window alone: what scatters at random is by so much more than they tell (simulated).
+# Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
 _SHARED: Final = 1.2
 
 
 def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporter) -> TuneResult:
     """Search for the setting of the opportunistic job, and return what was found.
 
-    What ends it after the first trial is in the result, with what was measured until then.
+    If something ends it after the first trial, the result says what, and has what was measured until then.
     """
     check_program(options.opportunistic[0])
     if device.mig is not None:
@@ -162,7 +162,7 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
     if device.gpu.mig_enabled:
         raise NotSupported(
             f"{device.title} is in MIG mode, and tune measures on a whole GPU",
-            "MIG already keeps jobs apart: gpushare run --mig PROFILE -- CMD; or leave it:"
+            "MIG already keeps jobs apart: gpushare run --mig PROFILE -- CMD; or disable it:"
             f" gpushare mig disable -g {device.gpu.index}",
             code="mig_mode",
         )
@@ -174,9 +174,9 @@ def tune(host: Host, device: Device, options: TuneOptions, reporter: TuneReporte
 def compare(
     host: Host, share: Share, options: TuneOptions, settings: Sequence[Setting], reporter: TuneReporter
 ) -> list[TrialReport]:
-    """Measure settings one after the other beside one production process, and search for none. Errors as `tune`.
+    """Measure given settings in turn next to one production process. Errors as `tune`.
 
-    Outside MPS a setting has no effect: the jobs are time-sliced.
+    Outside MPS settings have no effect: the jobs are time-sliced.
     """
     with Several(host, share, grace_seconds=_GRACE_SECONDS) as several:
         tuning = Tuning(host, share.device, options, reporter, several)
@@ -185,7 +185,7 @@ def compare(
 
 
 class Tuning:
-    """A production job, and the trials beside it: all in one process, but for those with a cap on it."""
+    """A production job and the trials next to it: all with one process of it, except those with a cap on it."""
 
     def __init__(
         self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, several: Several
@@ -194,11 +194,11 @@ class Tuning:
         self._pair = Pair(host, device, options, several)
         self._alone: list[Window] = []
         self._other_alone: float | None = None
-        # What it alone draws of the DRAM's bandwidth, in percent.
+        # The DRAM bandwidth that it draws alone, in percent.
         self._other_dram: float | None = None
-        # The other job's rate under each setting, as it was measured last.
+        # The other job's last measured rate under each setting.
         self._rates: dict[Setting, float] = {}
-        # Production's rate alone after each of its starts with a cap, and why no more of them are made.
+        # Production's rate alone after each start with a cap, and why there are no more such starts.
         self._starts: list[float] = []
         self._given_up: GpushareError | None = None
 
@@ -238,7 +238,7 @@ class Tuning:
         )
 
     def _tried(self, setting: Setting) -> list[TrialReport]:
-        """Return a trial; none where it fails with a cap on production for which nobody had asked: that ends no search."""
+        """Return a trial; none if it fails with a cap on production that the user had not requested."""
         try:
             return [self.trial(setting)]
         except GpushareError as error:
@@ -252,18 +252,18 @@ class Tuning:
         return []
 
     def _counted(self, reports: Sequence[TrialReport]) -> list[Trial]:
-        """Return the trials to search by: none with a cap on production once that is given up, as none can be repeated."""
+        """Return the trials to search by; without those with a cap on production once such caps were given up."""
         trials = [one.trial for one in reports]
         return [one for one in trials if self._given_up is None or one.setting.production_threads is None]
 
     def _dram(self) -> float | None:
-        """Return what production alone draws of the DRAM's bandwidth in percent, as far as it is known."""
+        """Return the DRAM bandwidth that production alone draws, in percent; None: unknown."""
         return mean(self._pair.dram) if self._pair.dram else None
 
     def _search(self) -> Search:
-        """Return how to search: where the memory bounds production, also a cap on it; where either, a part of the time."""
+        """Return how to search: with caps on production if it is memory-bound, with duty cycles if either job is."""
         given, dram = self._options.search, self._dram() or 0.0
-        # With the first slice of the time a tail is lost.
+        # Even the first slice of the time ruins a tail.
         full = max(dram, self._other_dram or 0.0) >= DRAM_FULL_PERCENT
         given = replace(given, duty=full and not self._asks_for_p99)
         if dram < DRAM_FULL_PERCENT or given.production_caps is not None or self._given_up is not None:
@@ -307,7 +307,7 @@ class Tuning:
             if no_tail or len(together) >= 2 * self._pair.most_rounds:
                 raise _stands_still() if stands_still else self._nothing_printed(report)
             self._pair.resume(program)
-        # It is stopped and its queue has drained: it can be killed.
+        # It is stopped and its queue has drained, so it can be killed.
         self._several.kill(program, bound_seconds=_DRAINED_SECONDS)
         if setting.production_threads is None:
             self._alone += alone
@@ -317,9 +317,9 @@ class Tuning:
         return report
 
     def _with_production_cap(self, cap: float | None) -> Ratio:
-        """Let production run under a cap; return what its rate alone under it is of its rate alone without."""
+        """Run production under a cap; return its rate alone under the cap, relative to that without."""
         same = Ratio(value=1.0, low=1.0, high=1.0, error=0.0)
-        # Anew for each trial under a cap: two processes of one program differ, which one of them cannot tell.
+        # Restarted for each trial under a cap: processes of one program differ, which a single one does not show.
         if cap is not None or self._pair.production_cap is not None:
             self._pair.start_production(cap)
         if cap is None:
@@ -331,7 +331,7 @@ class Tuning:
         self._starts.append(mean(capped))
         starts = [mean(before), *self._starts]
         apart = deviation(starts) / mean(starts)
-        # No cap makes a job faster: what is above 1 is the luck of this process.
+        # No cap makes a job faster: above 1 is chance.
         factor = replace(factor, value=min(1.0, factor.value))
         return product(factor, Ratio(value=1.0, low=1 - 2 * apart, high=1 + 2 * apart, error=apart))
 
@@ -359,7 +359,7 @@ class Tuning:
             kept=kept.value,
             error=kept.error or 0.0,
             p99=slower,
-            # Four standard errors lie between the ends of 95 percent.
+            # A 95 % interval is four standard errors wide.
             p99_error=None if between is None else (between[1] - between[0]) / 4,
             opportunistic=speed,
         )
@@ -376,18 +376,18 @@ class Tuning:
             alone_rates=tuple(window.rate for window in alone),
             together_rates=tuple(window.rate for window in together),
             cap_factor=factor.value,
-            # A quarter of 95 percent: of few windows it is more than what they scatter by.
+            # A quarter of the 95 % interval; with few windows, more than their scatter.
             windows_error=None if own.low is None or own.high is None else (own.high - own.low) / 4,
             window_seconds=self._pair.window_seconds,
         )
 
     def _quiet(self, setting: Setting, alone: Sequence[Window]) -> Sequence[Window]:
-        """Return the windows alone that a p99 is compared with: those of this trial, where they have enough requests.
+        """Return the windows alone to compare a p99 with: those of this trial, if they have enough requests.
 
-        A machine drifts from minute to minute (the same setting had 0.67 and 1.27 times the p99 of all windows until then).
+        Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.
         """
         if setting.production_threads is not None:
-            # A cap on production is no part of alone.
+            # Alone means without a cap on production.
             return self._alone or alone
         enough = p99_interval(alone) is not None or not any(window.latencies for window in alone)
         return alone if enough and p99(alone) is not None else [*self._alone, *alone]
@@ -420,14 +420,14 @@ class Tuning:
 
 def _stands_still() -> OperationFailed:
     return OperationFailed(
-        "the production job prints nothing any more, also without the other beside it",
-        "see why it stands still: give a command that works on until it is ended",
+        "the production job prints nothing any more, even without the other job",
+        "find out why it makes no progress; give a command that runs until it is ended",
         code="job_silent",
     )
 
 
 def _speed(other: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Return the other's rate; what may count its pauses only where there is nothing else."""
+    """Return the other's rate; one that may include pauses only if there is no other."""
     clean = [rate for rate, _ in other if rate is not None]
     known = clean or [rate for _, rate in other if rate is not None]
     return mean(known) if known else None

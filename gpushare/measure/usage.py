@@ -1,4 +1,4 @@
-"""What a run draws from its GPU: energy, peak memory of its processes, and who else was there."""
+"""What a run uses of its GPU: energy and peak memory; and which other processes were there."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from gpushare.model import GpuProcess
     from gpushare.selection import Device
 
-# Each look is a few calls of NVML: often enough for a peak, too seldom to disturb. Short runs need the first ones soon.
+# Each look is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early looks.
 _INTERVAL_SECONDS: Final = 0.5
 _FIRST_INTERVAL_SECONDS: Final = 0.1
 _FIRST_LOOKS: Final = 10
-# A CUDA program that starts on another GPU is listed here for a moment (told by what was seen on two H200).
+# A CUDA program that starts on another GPU is listed here for a moment (seen on two H200).
 _STAYS_SECONDS: Final = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What was drawn. ``energy_joules`` is the whole GPU's; ``others`` are processes that are not of the run."""
+    """What was used. ``energy_joules`` is of the whole GPU; ``others`` are processes that do not belong to the run."""
 
     seconds: float
     energy_joules: float | None
     memory_peak_bytes: int | None
     others: tuple[int, ...]
     other_names: Mapping[int, str] = field(default_factory=dict)
-    # Processes of the run that were not where they should be: outside MPS.
+    # Processes of the run that were outside MPS, where they do not belong.
     outside: tuple[int, ...] = ()
 
     @property
@@ -42,10 +42,10 @@ class Usage:
 
 
 class UsageMeter:
-    """Looks at one device again and again while copies run on it.
+    """Looks at one device at intervals while copies run on it.
 
-    NVML: nvmlDeviceGetTotalEnergyConsumption (since Volta), and the process lists. Where the PIDs are not ours (in
-    a container) memory is what the whole device gained, and of others nothing is known.
+    NVML: nvmlDeviceGetTotalEnergyConsumption (since Volta), and the process lists. In another PID namespace (a container)
+    memory is the increase of the whole device, and other processes are unknown.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class UsageMeter:
         seen: dict[int, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clients`` asks the MPS daemon where the copies must be its clients; ``gpu_instances`` are those of the run.
+        """``clients`` asks the MPS daemon, if the copies must be its clients; ``gpu_instances`` are those of the run.
 
-        ``seen`` keeps from run to run when somebody else was seen first.
+        ``seen`` is kept between runs: when other processes were first seen.
         """
         self._host, self._device, self._clock, self._clients = host, device, clock, clients
         self._gpu_instances = gpu_instances
@@ -77,16 +77,16 @@ class UsageMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Let the energy count from now."""
+        """Count energy from now."""
         self._started = self._clock()
         self._energy = self._joules()
 
     def stop(self) -> None:
-        """Let the energy count up to now; a later stop moves the end."""
+        """Count energy up to now; a later stop moves the end."""
         self._stopped = self._joules(), self._clock()
 
     def look(self, programs: Collection[int]) -> None:
-        """Look, if it is time to: at the programs with these PIDs, what they started, and who else is there."""
+        """If it is time, look at the programs with these PIDs, their descendants, and other processes."""
         at = self._clock()
         if at < self._due:
             return
@@ -111,11 +111,11 @@ class UsageMeter:
 
     @property
     def members(self) -> frozenset[int]:
-        """Return the programs and what of theirs was seen, also in a session of its own."""
+        """Return the programs and all of their processes that were seen, even in other sessions."""
         return frozenset(self._mine)
 
     def usage(self) -> Usage:
-        """Return what was drawn from the last restart to the last stop, or to now."""
+        """Return the usage from the last restart to the last stop, or to now."""
         joules, until = self._stopped or (self._joules(), self._clock())
         seconds = until - self._started
         energy = None if joules is None or self._energy is None else max(0.0, joules - self._energy)
@@ -129,9 +129,9 @@ class UsageMeter:
         )
 
     def _look_outside(self, processes: Collection[GpuProcess]) -> None:
-        """CUDA runs outside MPS without a word when no daemon answers: then what is measured is not MPS.
+        """CUDA silently runs outside MPS when no daemon answers: what is measured is then not MPS.
 
-        Two looks must agree, and the daemon must not know it: NVML lists a client a moment before it is one.
+        Two looks must agree, and the daemon must not know the process: NVML lists a client a moment before the daemon.
         """
         if self._clients is None:
             return
@@ -143,7 +143,7 @@ class UsageMeter:
             self._outside |= again - known
 
     def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
-        """Tell who is of the run; who descends from whom is asked for only when a new PID is seen."""
+        """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""
         listed = {process.pid for process in processes if self._in_device(process)}
         for gone in set(self._seen) - listed:
             del self._seen[gone]
@@ -157,7 +157,7 @@ class UsageMeter:
             if at - self._seen.setdefault(pid, at) < _STAYS_SECONDS:
                 continue
             info = self._host.processes.describe(pid)
-            # It may have ended since; and the MPS server only serves.
+            # It may have ended since, and an MPS server only serves the run.
             if info is not None and info.name is not None and not is_server(info.name):
                 self._others[pid] = info.name
 

@@ -1,4 +1,4 @@
-"""The ways of sharing that `gpushare bench` compares: their names, and which of them this host and user can run."""
+"""The ways of sharing that `gpushare bench` compares, which of them can run here, and their set-up."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ TIMESLICE: Final = "timeslice"
 MPS: Final = "mps"
 MIG: Final = "mig"
 STREAMS: Final = "streams"
-# One copy that has the device for itself.
+# One copy that has the device to itself.
 ALONE: Final = "alone"
 DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
-# The simplest first: where nothing differs, the first one is enough. For streams the program must be rewritten.
+# The simplest first, which is chosen where there is no difference. For streams, the program must be rewritten.
 _SIMPLEST: Final = (QUEUE, TIMESLICE, MPS, MIG, STREAMS)
 _WAY: Final = re.compile(r"(queue|timeslice|mig|streams|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
 _MOST_COPIES: Final = 512
@@ -66,7 +66,7 @@ class Way:
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Return what sorts ways by how much must be set up for them."""
+        """Return the sort key: the simplest set-up first."""
         return _SIMPLEST.index(self.kind), self.percent is not None
 
 
@@ -80,7 +80,7 @@ class LeftOut:
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
-    """Return the ways that a list names, in its order, each once."""
+    """Return the ways in a list, in its order, each once."""
     found: dict[str, Way] = {}
     for word in (word.strip().lower() for word in text.split(",")):
         match = _WAY.fullmatch(word)
@@ -98,12 +98,12 @@ def parse_ways(text: str) -> tuple[Way, ...]:
 
 
 def parse_copies(text: str) -> tuple[int, ...]:
-    """Return the numbers of copies that a list names, smallest first, each once."""
+    """Return the numbers of copies in a list, smallest first, each once."""
     numbers = set()
     for word in (word.strip() for word in text.split(",")):
         if not (word.isascii() and word.isdigit() and len(word) < 5 and 1 <= int(word) <= _MOST_COPIES):
             raise BadUsage(
-                f"{quoted(word)} is not a number of copies from 1 to {_MOST_COPIES}",
+                f"{quoted(word)} is not a number of copies between 1 and {_MOST_COPIES}",
                 "give --copies 1,2,4",
                 code="bad_copies",
             )
@@ -113,7 +113,7 @@ def parse_copies(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """Why a kind of way cannot run here; None: it can. ``clients`` is how many an MPS server takes, if known."""
+    """Why each kind of way cannot run here; None: it can. ``clients`` is the most clients of an MPS server, if known."""
 
     outside: str | None
     timeslice: str | None
@@ -134,7 +134,7 @@ class Reasons:
 
 
 def reasons(host: Host, device: Device, program: str) -> Reasons:
-    """Find out what this host and user can run on a device; nothing is changed."""
+    """Find out what this host and user can run on a device, without changing anything."""
     served = _is_served(host, device)
     outside = _outside(device, served=served)
     capability = host.nvml.compute_capability(device.gpu.index)
@@ -180,14 +180,16 @@ def _outside(device: Device, *, served: bool) -> str | None:
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         return f"{device.title} is in compute mode {_mode(device)}; {_default_mode(device)}"
     if served:
-        return f"{device.title} is in compute mode {_mode(device)}, and its MPS daemon has it"
+        return f"{device.title} is in compute mode {_mode(device)}, and its MPS daemon uses it"
     return None
 
 
 def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
     exclusive = device.mig is None and device.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
     if exclusive and not served:
-        return f"in compute mode {_mode(device)} an MPS server would keep the runs without MPS out; {_default_mode(device)}"
+        return (
+            f"in compute mode {_mode(device)}, an MPS server would block the runs without MPS; {_default_mode(device)}"
+        )
     try:
         share = MpsShare(host, device, Limits())
         share.check(program)
@@ -198,7 +200,7 @@ def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | Non
 
 
 def _another_user(host: Host, device: Device) -> str | None:
-    """Return whose clients hold the MPS server: one user at a time."""
+    """Return why another user's clients block the MPS server, which serves one user at a time."""
     for found in find_daemons(host, [device.gpu]):
         for server in found.daemon.servers:
             info = host.processes.describe(server.pid)
@@ -211,14 +213,16 @@ def _another_user(host: Host, device: Device) -> str | None:
 def _mig(device: Device) -> str | None:
     gpu = device.gpu
     if device.mig is not None:
-        return "one instance was named; name the GPU to use several of its instances"
+        return "-g names one instance; name the GPU to use several of its instances"
     if not gpu.mig_capable:
         return f"no MIG on {device.title}"
-    make = f"gpushare mig apply -g {gpu.index} WISH (which: gpushare mig profiles -g {gpu.index})"
+    make = f"gpushare mig apply -g {gpu.index} WISH (for profiles: gpushare mig profiles -g {gpu.index})"
     if not gpu.mig_enabled:
-        return f"MIG is off on {device.title}, and bench changes no MIG; make instances and measure again: {make}"
+        return (
+            f"MIG is off on {device.title}, and bench does not change MIG; create instances and measure again: {make}"
+        )
     if not gpu.mig_instances:
-        return f"there is no MIG instance on {device.title}, and bench makes none: {make}"
+        return f"there is no MIG instance on {device.title}, and bench creates none: {make}"
     return None
 
 
@@ -234,9 +238,9 @@ def _version(host: Host) -> int | None:
 def sort_out(
     ways: Sequence[Way], copies: Sequence[int], why: Reasons, *, streams: bool, more: Callable[[Way, int], str | None]
 ) -> tuple[list[tuple[Way, int]], list[LeftOut]]:
-    """Return which ways are measured with how many copies, and which are not, and why.
+    """Return which ways are measured with how many copies, and which are left out and why.
 
-    ``streams``: the command can run as streams of one process. ``more`` says why a number of copies cannot be.
+    ``streams``: the command can run as streams of one process. ``more`` returns why a number of copies is impossible.
     """
     cells: list[tuple[Way, int]] = []
     left: list[LeftOut] = []
@@ -260,7 +264,7 @@ def sort_out(
 
 @dataclass(frozen=True)
 class _Guarded:
-    """The copies as the guard sees them: outside MPS their end breaks nobody. It holds their MIG instances on."""
+    """The copies as the guard sees them: outside MPS their end breaks no others. It keeps their MIG instances."""
 
     device: Device
     share: MpsShare | None
@@ -274,7 +278,7 @@ class _Guarded:
 
 
 class Grounds:
-    """The places of one device. Use it as a context manager: what was set up is given back at the end."""
+    """The set-up for all ways on one device: a context manager, which undoes it at the end."""
 
     def __init__(self, host: Host, device: Device, program: str) -> None:
         self._host, self._device, self._program = host, device, program
@@ -288,11 +292,11 @@ class Grounds:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Stop the daemon if nobody else uses it, and give the instances back."""
+        """Stop the daemon if it is unused, and release the instances."""
         self._stack.close()
 
     def open(self, *, mps: bool, instances: int) -> None:
-        """Set up what is needed: an MPS daemon, so many MIG instances (fewer, if fewer are free).
+        """Set up what is needed: an MPS daemon, and up to N MIG instances (fewer if fewer are free).
 
         Raises:
             GpushareError: the daemon could not be started.
@@ -320,7 +324,7 @@ class Grounds:
         return self._instances[0][0].mig.profile if self._instances else None
 
     def launches(self, way: Way, copies: int, argv: Sequence[str], extra: Mapping[str, str]) -> list[Launch]:
-        """Return the copies as they are started under a way; ``extra`` are variables of the command itself."""
+        """Return how to start the copies under a way; ``extra`` are variables of the command itself."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")} | dict(extra)
         if way.kind == MPS and self._share is not None:
             limits = Limits(threads_percent=way.cap(copies))
@@ -332,7 +336,7 @@ class Grounds:
                 Launch(argv=argv, environment=plain_environment(base, self._host, self._device_of(place)))
                 for place in places
             ]
-        # A daemon of ours that runs on the device does not listen there.
+        # No daemon of ours listens there.
         environment = plain_environment(base, self._host, self._device)
         return [Launch(argv=argv, environment=environment)] * copies
 
@@ -341,11 +345,11 @@ class Grounds:
         return place.device
 
     def gpu_instances(self, way: Way) -> set[int] | None:
-        """Return the GPU instances that copies under a way run in; None: the device itself."""
+        """Return the GPU instances of the copies under a way; None: the device itself."""
         return {place.instance.id for place, _ in self._instances} if way.kind == MIG else None
 
     def lost(self, way: Way) -> str | None:
-        """Return why what a way needs is not there any more, or None."""
+        """Return what a way needs and has lost, or None."""
         if way.kind != MPS or self._share is None:
             return None
         try:
@@ -355,18 +359,18 @@ class Grounds:
         return None
 
     def clients(self, way: Way) -> set[int] | None:
-        """Return the processes whose sudden end breaks others under a way; None when it cannot be told."""
+        """Return the processes whose sudden end breaks others under a way; None: unknown."""
         if way.kind != MPS or self._share is None:
             return set()
         return client_pids(MpsControl(self._host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS))
 
     def meter(self, way: Way) -> Meter | None:
-        """Return what measures a drained queue under a way; None where a sudden end breaks nobody."""
+        """Return what measures a drained queue under a way; None where a sudden end breaks no others."""
         return self._share.meter if way.kind == MPS and self._share is not None else None
 
 
 def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
-    """Take free instances that nobody has named, all of the profile of which the most are free."""
+    """Take free instances without a name, all of the profile with the most free ones."""
     try:
         places = [place for place in places_on(host, device.gpu) if place.name is None]
     except GpushareError:

@@ -1,8 +1,8 @@
 """The built-in workload as a program: ``python -m gpushare.measure.workload --backend torch --size 256``.
 
 Multiplies square matrices until it is ended, and prints ``rate=NUMBER`` (multiplications per second since the line
-before) several times a second. It runs on PyTorch or CuPy, whichever is installed. With ``--cpu`` each multiplication on the GPU is followed by one of the same size on the CPU.
-``--probe`` only prints which of the two works here.
+before) several times a second. It runs on PyTorch or CuPy, whichever is installed. With ``--cpu``, each multiplication on
+the GPU is followed by one of the same size on the CPU. ``--probe`` only prints which of the two works here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Multiplier(Protocol):
         """Wait until all streams are done."""
 
     def element(self) -> float:
-        """Return one element of the last product: the size of the matrices, if all is well."""
+        """Return one element of the last product: the size of the matrices, if it is correct."""
 
 
 class TorchMultiplier:
@@ -77,7 +77,7 @@ class CupyMultiplier:
             self._held = cupy.empty(_rest(size, streams, footprint), dtype="uint8")
             self.synchronize()
         except (RuntimeError, MemoryError) as error:
-            # CuPy finds out only now that there is no GPU, or too little memory.
+            # CuPy notices only now that there is no GPU, or too little memory.
             raise Unusable(str(error)) from None
 
     def launch(self, stream: int) -> None:
@@ -103,11 +103,11 @@ def _library(name: str) -> Any:
 
 
 def _rest(size: int, streams: int, footprint: int) -> int:
-    """Return how many bytes are still to be held for a footprint per stream, next to its three matrices."""
+    """Return the bytes to hold in addition to three matrices per stream, for a footprint per stream."""
     return max(0, (footprint - 3 * size * size * _FLOAT_BYTES) * streams)
 
 
-# By name, in the order in which they are tried.
+# In the order in which they are tried.
 BACKENDS: Final[dict[str, Callable[[int, int, int], Multiplier]]] = {
     "torch": TorchMultiplier,
     "cupy": CupyMultiplier,
@@ -136,15 +136,15 @@ def first_usable(names: list[str]) -> str:
     raise Unusable("; ".join(reasons))
 
 
-# Between two waits for the GPU so much work is queued: long enough to keep it fed, short enough to end soon.
+# Work queued between two waits for the GPU: enough to keep it busy, little enough to end soon.
 _BATCH_SECONDS: Final = 0.005
 _MOST_BATCH: Final = 1000
-# Without NumPy and PyTorch the CPU multiplies smaller matrices, in Python itself.
+# Without NumPy and PyTorch, the CPU multiplies smaller matrices, in plain Python.
 _PLAIN_SIZE: Final = 48
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the workload; return 0 when it was ended, 1 when it cannot run, with the reason on stderr."""
+    """Run the workload; return 0 when it was ended, or 1 if it cannot run, with the reason on stderr."""
     options = _parser().parse_args(arguments)
     ended: list[int] = []
 
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ended.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        # From before the libraries are loaded, which takes seconds.
+        # Before the libraries are loaded, which takes seconds.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     try:
@@ -222,7 +222,7 @@ def _batch(multiplier: Multiplier, streams: int) -> int:
 
 
 def cpu_multiplication(size: int) -> Callable[[], Any]:
-    """Return what multiplies two matrices on the CPU once: NumPy, else PyTorch, else plain Python on smaller ones."""
+    """Return a function that multiplies two matrices on the CPU: by NumPy, PyTorch, or plain Python (smaller ones)."""
     for name in ("numpy", "torch"):
         try:
             module: Any = importlib.import_module(name)

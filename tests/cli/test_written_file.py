@@ -61,7 +61,7 @@ def test_an_export_writes_new_files_only(
     plant(directory / names[-1], target)
     answer = cli("export", "slurm", "--node", "n1", "--to", str(directory))
     assert (answer.code, len(answer.lines("error")), len(answer.lines("hint"))) == (19, 1, 1)
-    assert "is there already" in answer.err
+    assert "exists already" in answer.err
     assert not target.exists() or target.read_text() == "precious"
     assert sorted(os.listdir(directory)) == [names[-1]]
 
@@ -95,7 +95,7 @@ def test_a_recording_and_a_result_are_new_files(cli: Cli, tmp_path: Path, verb: 
     more = ("--for", "1s") if verb == "observe" else ("--", "true")
     answer = cli(verb, "--to", str(link), *more)
     assert answer.code == 2
-    assert "is there already" in answer.err
+    assert "already exists" in answer.err
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -64,7 +64,7 @@ def test_a_progress_bar_can_be_measured_for_a_while(together: Together) -> None:
 @pytest.mark.parametrize("text", ["-5", "nan", "1.2.3", "many"])
 def test_what_is_no_rate_is_named(together: Together, text: str) -> None:
     (copy,) = together(f"echo rate={text}", metric=RATE).copies
-    assert copy.failure == f"printed '{text}' where --metric matches, which is no rate or time"
+    assert copy.failure == f"printed '{text}' where --metric matches, which is not a rate or time"
     assert copy.last_line == f"rate={text}"
 
 

@@ -157,7 +157,7 @@ def test_one_that_prints_again_and_again_what_is_no_number_is_not_waited_for(tog
         script, metric=RATE, window=0.2, limit=1e9, python=True, over=lambda told: told.copies[0].printed.refusals > 2
     )
     assert found.hung
-    assert found.copies[0].failure == "printed '-5' where --metric matches, which is no rate or time"
+    assert found.copies[0].failure == "printed '-5' where --metric matches, which is not a rate or time"
 
 
 def test_a_window_and_one_that_prints_nothing_in_time(together: Together) -> None:
@@ -169,7 +169,7 @@ def test_a_window_and_one_that_prints_nothing_in_time(together: Together) -> Non
 def test_a_window_and_one_that_stops_printing(together: Together) -> None:
     script = "echo rate=1; exec sleep 600"
     found = together(script, ENDLESS, metric=RATE, window=500.0, over=lambda told: told.printed(1) > 2)
-    assert found.copies[0].failure == "printed no number that --metric matches in the 500 s that were measured"
+    assert found.copies[0].failure == "printed no number that --metric matches in the measured 500 s"
     assert found.copies[1].value == 10.0
 
 

@@ -311,7 +311,7 @@ def test_a_command_that_fails_already_alone(
 ) -> None:
     answer = cli("bench", "--copies", "2", *words, "--", "sh", "-c", script)
     assert answer.code == 1
-    assert "one copy alone already failed: copy 0 (process " in answer.err
+    assert "one copy alone failed: copy 0 (process " in answer.err
     assert says in answer.err
     assert len(answer.lines("hint")) == 1
     assert (world.state.daemons, world.pids()) == ([], [])

@@ -36,8 +36,8 @@ def test_another_gpu_and_command_are_told_of(cli: Cli, earlier: Path) -> None:
     assert "the earlier one" not in same.err
     words = ("bench", *WAYS, "--compare", str(earlier), "--", "echo", "rate=3")
     other = cli(*words, host="sim:a30").ok()
-    assert "measured on another device: NVIDIA H200" in other.err
-    assert "measured of another command: echo rate=2" in other.err
+    assert "ran on another device: NVIDIA H200" in other.err
+    assert "ran with another command: echo rate=2" in other.err
     assert "faster" in other.out
 
 
@@ -45,7 +45,7 @@ def test_another_gpu_and_command_are_told_of(cli: Cli, earlier: Path) -> None:
 def test_a_damaged_header_is_told_of(cli: Cli, earlier: Path, change: dict[str, Any]) -> None:
     earlier.write_text(json.dumps({**json.loads(earlier.read_text()), **change}))
     answer = cli("bench", *WAYS, "--compare", str(earlier), "--", "echo", "rate=2").ok()
-    assert "the earlier one was measured" in answer.err
+    assert "the earlier benchmark ran" in answer.err
 
 
 def test_a_file_that_cannot_be_written_after_all_costs_no_figures(

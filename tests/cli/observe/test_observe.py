@@ -122,7 +122,7 @@ def test_what_is_wrong_is_refused(
 def test_an_existing_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text("mine")
-    assert "is there already" in refused(*QUICK, "--to", str(path), code="file_exists", exit_code=2)
+    assert "already exists" in refused(*QUICK, "--to", str(path), code="file_exists", exit_code=2)
     assert path.read_text() == "mine"
 
 
