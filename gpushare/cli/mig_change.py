@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gpushare.mig.parted import Config, Demand
     from gpushare.mig.plan import MigPlan, NoPlan
     from gpushare.mig.planner import Target
-    from gpushare.mig.profile import GpuInstance, Layout
+    from gpushare.mig.profile import Layout
     from gpushare.mig.wish import Wish
     from gpushare.model import Gpu
     from gpushare.plan import Plan, Step
@@ -182,30 +182,29 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
 
 
 def _made(host: Host, change: MigChange) -> list[dict[str, Any]]:
-    from gpushare.mig.change import created_in
+    """Return the GPU instances that were created, or in which something was, each with the new UUIDs."""
     from gpushare.mig.driver import MigReader
 
-    gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus if one.plan.created]
-    layouts = {gpu.index: MigReader(host.nvml).layout(gpu) for gpu in gpus if gpu.error is None}
-    stayed = _stayed(change)
-    return [_row(index, instance, stayed) for index, instance in created_in(change, layouts)]
-
-
-def _stayed(change: MigChange) -> set[str | None]:
-    """Return the UUIDs of compute instances that stay in a GPU instance in which others are created."""
-    plans = [one.plan for one in change.gpus]
-    inside = {c.uuid for plan in plans for new in plan.created if not new.whole for c in new.instance.compute}
-    return inside - {c.uuid for plan in plans for gone in plan.destroyed for c in gone.compute}
-
-
-def _row(index: int, instance: GpuInstance, stayed: set[str | None]) -> dict[str, Any]:
-    return {
-        "gpu": index,
-        "gpu_instance_id": instance.id,
-        "profile": instance.profile.name,
-        "start": instance.start,
-        "uuids": [one.uuid for one in instance.compute if one.uuid and one.uuid not in stayed],
-    }
+    rows = []
+    for one in change.gpus:
+        places = {new.instance.place for new in one.plan.created}
+        gpu = host.nvml.gpu(one.gpu.index) if places else None
+        if gpu is None or gpu.error is not None:
+            continue
+        stayed = {part.uuid for there in one.plan.kept for part in there.compute}
+        stayed -= {part.uuid for gone in one.plan.destroyed for part in gone.compute}
+        rows += [
+            {
+                "gpu": gpu.index,
+                "gpu_instance_id": there.id,
+                "profile": there.profile.name,
+                "start": there.start,
+                "uuids": [part.uuid for part in there.compute if part.uuid and part.uuid not in stayed],
+            }
+            for there in MigReader(host.nvml).layout(gpu).instances
+            if there.place in places
+        ]
+    return rows
 
 
 def _after(host: Host, change: MigChange) -> list[str]:

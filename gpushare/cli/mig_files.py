@@ -237,13 +237,7 @@ _HINT: Final = "start with the current layout: gpushare mig export > mig.yaml"
 
 
 def config_of(path: str, name: str | None) -> Config:
-    """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name.
-
-    Raises:
-        BadUsage: no such file format, or several configurations and none is named.
-        NotFound: no such file or configuration.
-        NoPermission: the file cannot be read.
-    """
+    """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name."""
     found = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
     if len(found) > 2:
         raise BadUsage(f"{path}: {len(found)} YAML documents", "give one mig-parted file", code="bad_file")
@@ -254,11 +248,6 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, Dem
     """Return what these GPUs should have, by index, for a change: GPUs without MIG are skipped.
 
     GPUs that no entry is for are left out.
-
-    Raises:
-        BadUsage: a count too large, or placements that are not those of the same devices.
-        NotFound: no entry is for any of these GPUs.
-        NotSupported: MIG is turned on by index on a GPU that has none.
     """
     ids = pci_ids(config, gpus, host)
     demands = for_change(wishes_for(config, gpus, ids), gpus)

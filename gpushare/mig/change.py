@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +26,7 @@ from gpushare.selection import Device, no_mig
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.journal import Journal
-    from gpushare.mig.profile import GpuInstance, Layout
+    from gpushare.mig.profile import Layout
     from gpushare.model import Gpu
 
 
@@ -492,24 +492,8 @@ class _Instances:
             self.left_alone = restore(self._host, self._change.before, self._change.after, self._journal.proof)
 
 
-def created_in(change: MigChange, layouts: Mapping[int, Layout]) -> list[tuple[int, GpuInstance]]:
-    """Return the GPU instances that a change has created, as they are now, each with its GPU's index."""
-    places = {(one.gpu.index, new.instance.place) for one in change.gpus for new in one.plan.created}
-    return [
-        (index, instance)
-        for index, layout in layouts.items()
-        for instance in layout.instances
-        if (index, instance.place) in places
-    ]
-
-
 def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
-    """Carry a change out under the journal. The caller holds its lock.
-
-    Raises:
-        InUse: a `gpushare run` has claimed an instance to be destroyed since the plan was made.
-        GpushareError: of the failed step; all is as before, or the error names what is not.
-    """
+    """Carry a change out under the journal. The caller holds its lock."""
     if not change.plan.steps:
         return
     with contextlib.ExitStack() as claims:

@@ -83,12 +83,7 @@ def _is_mine(own: OwnDaemon) -> bool:
 
 
 def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
-    """Raise unless a daemon of ours may be stopped; with ``force`` even if it is in use.
-
-    Raises:
-        NoPermission: it is another user's.
-        InUse: it has clients, a `gpushare run` uses it, or it does not answer.
-    """
+    """Raise unless a daemon of ours may be stopped; with ``force`` even if it is in use."""
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _is_mine(own):
@@ -308,11 +303,7 @@ def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:
 
 
 def _forget(home: DaemonHome) -> None:
-    """Drop the record set aside for a daemon.
-
-    Raises:
-        OperationFailed: it is still there, and the daemon would be started again later.
-    """
+    """Drop the record set aside for a daemon."""
     mps_aside.forget_aside(home)
     if mps_aside.aside(home) is not None:
         path = shlex.quote(str(home.directory))

@@ -282,13 +282,7 @@ class MigChanges:
         return None if mode is None else (bool(mode[0]), bool(mode[1]))
 
     def set_mode(self, index: int, *, enabled: bool) -> None:
-        """Switch MIG mode (nvmlDeviceSetMigMode; ``nvidia-smi -i N -mig 1``), current and pending.
-
-        Raises:
-            InUse: somebody is on the GPU; the mode is only pending.
-            OperationFailed: the GPU must be reset, or the host rebooted, first (code ``reset_required``).
-            TimedOut, NoPermission, NotSupported: as NVML says.
-        """
+        """Switch MIG mode (nvmlDeviceSetMigMode; ``nvidia-smi -i N -mig 1``), current and pending."""
         handle, gpu = self._nvml.handle(index), str(index)
         status = self._nvml.demand(lambda nvml: nvml.nvmlDeviceSetMigMode(handle, int(enabled)), gpu)
         # "May unbind or reset the device": older handles must not be used.
@@ -306,12 +300,7 @@ class MigChanges:
             )
 
     def create_gpu_instance(self, index: int, profile_id: int, placement: Placement) -> int:
-        """Create a GPU instance at an explicit placement and return its id, read back (``-cgi ID:START``).
-
-        Raises:
-            InUse: it would be the first, and the GPU is in use.
-            OperationFailed: the place is taken, or the driver chose another.
-        """
+        """Create a GPU instance at an explicit placement and return its id, read back (``-cgi ID:START``)."""
         handle, gpu = self._nvml.handle(index), str(index)
 
         def create(nvml: Any) -> Any:
@@ -338,10 +327,6 @@ class MigChanges:
         """Create a compute instance of a size and return its id, read back (``-cci ID[:START] -gi N``).
 
         A driver without placements for compute instances chooses the place.
-
-        Raises:
-            NotSupported: the GPU instance has no profile of this size.
-            OperationFailed: there is no room.
         """
         handle, gpu = self._nvml.handle(index), str(index)
 
@@ -417,11 +402,7 @@ class MigChanges:
         return self._nvml.ask(ask, str(index))
 
     def destroy_compute_instance(self, index: int, gpu_instance: int, compute_instance: int) -> None:
-        """Destroy a compute instance and check that it is gone (``-dci``).
-
-        Raises:
-            InUse: a process or an NVML handle is in it.
-        """
+        """Destroy a compute instance and check that it is gone (``-dci``)."""
         handle = self._nvml.handle(index)
 
         def find(nvml: Any) -> Any:
@@ -432,11 +413,7 @@ class MigChanges:
         self._gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
 
     def destroy_gpu_instance(self, index: int, gpu_instance: int) -> None:
-        """Destroy a GPU instance without compute instances and check that it is gone (``-dgi``).
-
-        Raises:
-            InUse: a compute instance, a process or an NVML handle is in it.
-        """
+        """Destroy a GPU instance without compute instances and check that it is gone (``-dgi``)."""
         handle = self._nvml.handle(index)
 
         def find(nvml: Any) -> Any:

@@ -233,11 +233,7 @@ class Journal:
     def begin(
         self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
     ) -> None:
-        """Write the layout before and after, before the first step.
-
-        Raises:
-            OperationFailed: it cannot be written.
-        """
+        """Write the layout before and after, before the first step."""
         from gpushare.mig.shape import Proof
 
         self._outdate(before)
@@ -269,21 +265,13 @@ class Journal:
         return None if self._entry is None else self._entry.proof
 
     def note(self, step: str, begun: Creation | None = None) -> None:
-        """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create.
-
-        Raises:
-            OperationFailed: it cannot be written.
-        """
+        """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create."""
         if self._entry is not None and self._entry.proof is not None:
             self._entry = replace(self._entry, step=step, proof=self._entry.proof.with_begun(begun))
             self._write(self._entry)
 
     def made(self, one: Creation) -> None:
-        """Write what the driver has created, before anything else is done.
-
-        Raises:
-            OperationFailed: it cannot be written.
-        """
+        """Write what the driver has created, before anything else is done."""
         if self._entry is not None and self._entry.proof is not None:
             # Kept in memory even if it cannot be written: a rollback asks for it.
             self._entry = replace(self._entry, proof=self._entry.proof.with_made(one))
@@ -317,19 +305,11 @@ class Journal:
             self._write(replace(entry, tried=True))
 
     def set_aside(self) -> Path:
-        """Rename a journal that cannot be read, and return its new path. The caller holds the lock.
-
-        Raises:
-            NoPermission, OperationFailed: it cannot be moved.
-        """
+        """Rename a journal that cannot be read, and return its new path. The caller holds the lock."""
         return self._rename("set-aside")
 
     def drop(self, path: Path) -> None:
-        """Remove a finished entry. The caller holds the lock.
-
-        Raises:
-            NoPermission, OperationFailed: it cannot be removed.
-        """
+        """Remove a finished entry. The caller holds the lock."""
         if os.path.lexists(path):
             with writing(path, _WHAT, code=_UNWRITABLE):
                 path.unlink(missing_ok=True)

@@ -35,10 +35,6 @@ def layouts_of(
     Our own MPS daemons without clients do not count as holders: a change stops them first.
 
     ``hidden`` gets the GPUs whose instances the driver hides, with the error; their layouts are empty.
-
-    Raises:
-        NoPermission: the driver hides the instances of a GPU, and there is no ``hidden``.
-        GpushareError: NVML does not answer.
     """
     reader, names = MigReader(host.nvml), names_of(host) if names is None else names
     # A change holds leases on instances that go; during a rollback its own leases are not in the way.

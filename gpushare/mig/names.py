@@ -72,20 +72,9 @@ def names_of(host: Host) -> dict[str, NamedInstance]:
     return found
 
 
-def find_name(host: Host, gpu_uuid: str | None, profile: str, start: int) -> NamedInstance | None:
-    """Return the name of a GPU instance, or None."""
-    place = (gpu_uuid, profile, start)
-    return next((one for one in names_of(host).values() if (one.gpu_uuid, *one.place) == place), None)
-
-
 @contextlib.contextmanager
 def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
-    """Yield this user's names under a lock, and write them back.
-
-    Raises:
-        NoPermission: the directory or its files are not this user's.
-        OperationFailed: they cannot be written; nothing is changed.
-    """
+    """Yield this user's names under a lock, and write them back."""
     make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     path = host.state_directory / "mig-names.json"
     descriptor = open_lock(host.state_directory / "mig-names.lock", "the lock of the names")

@@ -228,12 +228,7 @@ def parse_parted(raw: object, placements: object = None) -> Mapping[str, Config]
 
 
 def choose(configs: Mapping[str, Config], name: str | None) -> Config:
-    """Return the configuration with this name; a file with only one needs no name.
-
-    Raises:
-        BadUsage: there are several and none is named.
-        NotFound: there is none of this name.
-    """
+    """Return the configuration with this name; a file with only one needs no name."""
     listing = f"the file has: {', '.join(configs)}"
     if name is None:
         if len(configs) == 1:

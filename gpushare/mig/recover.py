@@ -37,11 +37,7 @@ class Left:
 
 
 def left_behind(host: Host, journal: Journal) -> list[Left]:
-    """Return what changes left; while one is running, nothing counts as left.
-
-    Raises:
-        GpushareError: NVML does not answer.
-    """
+    """Return what changes left; while one is running, nothing counts as left."""
     found = [one for one in [interrupted(journal)] if one is not None]
     lost = [] if journal.running() else not_restored(host, journal)
     return [*found, *lost]
@@ -60,11 +56,7 @@ def interrupted(journal: Journal) -> Left | None:
 
 
 def not_restored(host: Host, journal: Journal) -> list[Left]:
-    """Return what each change could not restore and is still missing.
-
-    Raises:
-        GpushareError: NVML does not answer.
-    """
+    """Return what each change could not restore and is still missing."""
     found = []
     for path, entry in journal.not_restored():
         if entry is None:
@@ -86,11 +78,7 @@ def _way_back(host: Host, entry: JournalEntry) -> str:
 
 
 def missing(host: Host, entry: JournalEntry) -> tuple[str, ...]:
-    """Return in words what differs both from before and from after the change; instances of others do not count.
-
-    Raises:
-        GpushareError: NVML does not answer.
-    """
+    """Return in words what differs both from before and from after the change; instances of others do not count."""
     wrong = _differences(host, entry, entry.before)
     return wrong if wrong and _differences(host, entry, entry.after) else ()
 

@@ -26,10 +26,6 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     """Return the instances that a word means: a name, a MIG UUID or its prefix, ``GPU/GI[/CI]``, ``GI``, ``3g.40gb:4``, ``all``.
 
     The UUID of the only compute instance means the GPU instance; ``MIG-GPU-<uuid>/GI/CI`` is the old form of a UUID.
-
-    Raises:
-        NotFound: no such instance.
-        BadUsage: it matches several.
     """
     word = text.strip()
     if word.lower() == "all":

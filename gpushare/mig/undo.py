@@ -24,11 +24,7 @@ class CallFailed(OperationFailed):
 
 
 def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None:
-    """Do one call and return the id of what it created; ``made`` has the ids of new GPU instances by first slice.
-
-    Raises:
-        GpushareError: as the call of `MigChanges`.
-    """
+    """Do one call and return the id of what it created; ``made`` has the ids of new GPU instances by first slice."""
     gpu, one, part = call.gpu, call.instance, call.compute
     if call.action is Action.CREATE_GPU_INSTANCE:
         # Only a profile of the catalogue, without a host, has no id.
@@ -76,11 +72,7 @@ def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
 
 
 def look(host: Host, index: int) -> GpuShape:
-    """Return the shape of a GPU now.
-
-    Raises:
-        GpushareError: NVML does not answer.
-    """
+    """Return the shape of a GPU now."""
     host.nvml.restart()
     gpu = host.nvml.gpu(index)
     if gpu.error is not None:

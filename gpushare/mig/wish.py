@@ -88,11 +88,7 @@ def merged(wish: Wish) -> Wish:
 
 
 def parse_wish(text: str) -> Wish:
-    """Return the requests of a wish, equal ones merged, in the order of their first mention.
-
-    Raises:
-        BadUsage: it is no wish.
-    """
+    """Return the requests of a wish, equal ones merged, in the order of their first mention."""
     whole: Counter[tuple[str, int | None]] = Counter()
     parts: dict[tuple[str, int | None], list[int]] = {}
     for word, count in _words(text):
@@ -242,9 +238,6 @@ def by_need(need: Need, profiles: Sequence[Profile]) -> Profile:
     """Return the smallest plain profile that meets a need: fewest memory slices, then compute slices, then memory.
 
     A profile whose memory or SM count is unknown does not count.
-
-    Raises:
-        NotSupported: none does; the hint has the figures of the largest.
     """
     ordinary = [profile for profile in profiles if not profile.attributes and profile.placements]
     serving = [
