@@ -1,4 +1,4 @@
-"""Plans: steps with the plain command that each equals, its undo, and a way back when a later one fails."""
+"""Plans: steps that act, read back and know their undo, each with the plain command that does the same."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gpushare.errors import GpushareError, Interrupted, NotHeld, OperationFailed
 from gpushare.values import dataclass
 
 T = TypeVar("T")
-# The code of an error that names all that could not come back, and the command for it.
+# The code of an error that names all that could not be restored, and the command for it.
 NOT_RESTORED: Final = "not_restored"
 
 
 class NotUndone(OperationFailed):
-    """A step failed, and of the steps before it some could not be undone; the message names them."""
+    """A step failed, and some of the steps before it could not be undone; the message names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step of a plan.
 
-    ``command`` is the plain vendor command that it equals and ``undo`` the one that takes it back.
-    ``do`` acts and reads back: it raises unless the host says that it is so. ``revert`` undoes it.
+    ``command`` is the plain vendor command that does the same, ``undo`` the one that reverts it. ``do`` acts and reads
+    back: it raises unless the host has the new state. ``revert`` undoes it, even if ``do`` failed half way.
     """
 
     what: str
@@ -33,13 +33,13 @@ class Step:
     undo: str | None = None
     do: Callable[[], None] = field(repr=False)
     revert: Callable[[], None] | None = field(default=None, repr=False)
-    # False: it only looks.
+    # False: it only checks.
     changes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Steps in order; ``undo`` is the gpushare command that takes all of it back."""
+    """Steps in order; ``undo`` is the gpushare command that reverts all of them."""
 
     title: str
     steps: tuple[Step, ...]
@@ -102,7 +102,7 @@ def setting_step(
 def deferred(
     what: str, command: str, makes: Sequence[Callable[[], Sequence[Step]]], *, undo: str | None = None
 ) -> Step:
-    """Return one step made of several that are planned only when it acts, each list after the one before was done."""
+    """Return one step made of several, which are planned when it acts, one list after the other."""
     done: list[Step] = []
 
     def act() -> None:
@@ -122,18 +122,18 @@ def deferred(
 
 
 def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None:
-    """Do the steps in order; when one fails, undo those before it, last first, and raise its error.
+    """Do the steps in order. If one fails, undo it and those before it, last first, and raise its error.
 
     Raises:
         GpushareError: the error of the failed step.
-        NotUndone: the same, with its code and exit code, where some could not be undone.
+        NotUndone: the same code and exit code, but some steps could not be undone.
     """
     done: list[Step] = []
     try:
         for step in plan.steps:
             if on_step is not None:
                 on_step(step)
-            # Noted before it acts: a step that fails half way is undone too.
+            # Noted before it acts: a step that fails half way is undone, too.
             done.append(step)
             step.do()
     except (GpushareError, OSError) as error:
@@ -142,7 +142,7 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
             raise _not_undone(said, left) from error
         raise
     except KeyboardInterrupt:
-        # Ctrl-C in the middle leaves nothing half done either.
+        # Ctrl-C leaves nothing half done.
         left = roll_back(done)
         if left:
             raise _not_undone(Interrupted("interrupted", "see: gpushare status"), left) from None
@@ -153,14 +153,14 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
 
 
 def _said(error: GpushareError | OSError) -> GpushareError | None:
-    """Return the error as it is told: a full disk is one, too. None: what the system says is a fault of ours."""
+    """Return the error to report, a full disk for example. None: the system error is our own fault."""
     return error if isinstance(error, GpushareError) else system_error(error)
 
 
 def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
-    """Undo steps, last first; return those that could not be, with the reason.
+    """Undo steps, last first; return those that could not be undone, with the reason.
 
-    Ctrl-C waits until all is undone: a second one would leave the host half changed.
+    Ctrl-C is ignored meanwhile: it would leave the host half changed.
     """
     left: list[tuple[Step, GpushareError]] = []
     with _undisturbed():
@@ -171,16 +171,16 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
                 step.revert()
             except GpushareError as error:
                 left.append((step, error))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the steps before it are undone too
+            except Exception as error:  # noqa: BLE001 - after any error the steps before are undone, too
                 left.append((step, OperationFailed(f"{type(error).__name__}: {error}", "see: gpushare doctor")))
     return left
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let Ctrl-C and what ends like it do nothing. Only the main thread has a say in signals, and is interrupted by them.
+    """Ignore Ctrl-C, SIGTERM and SIGHUP. Only the main thread can, and only it is interrupted by them.
 
-    By a handler, which no program inherits: a daemon that is started here would ignore SIGTERM for ever.
+    With a handler, not SIG_IGN, which a daemon started here would inherit.
     """
     before = {}
     with contextlib.suppress(ValueError):
@@ -191,12 +191,12 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None: not Python's handler, and not to be had back.
+            # None: not a handler of Python, which cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
-    # Where one step undoes several, its error says what is missing, and with which command it comes back.
+    # The error of a step that undoes several says itself what is missing, and which command restores it.
     whole = [reason.code == NOT_RESTORED for _, reason in left]
     names = "; ".join(
         reason.message if is_whole else f"{step.what} ({reason.message})"

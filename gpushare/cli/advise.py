@@ -590,7 +590,7 @@ def _mig_change(host: Host, journal: Journal, mig: Change, then: Sequence[Change
 
     gpus, layouts = current(host, str(mig.gpu))
     adds = mig.verb is Verb.MIG_CREATE
-    found = plan_add(layouts, mig.wish, beside=True) if adds else plan_exact(layouts, {mig.gpu: mig.wish})
+    found = plan_add(layouts, mig.wish, with_others=True) if adds else plan_exact(layouts, {mig.gpu: mig.wish})
     modes = {} if adds else {mig.gpu: mig.verb is Verb.MIG_APPLY}
     title = " ".join(mig.words[1:])
     after = [_later(host, gpus[0], one) for one in then]

@@ -360,7 +360,7 @@ def create(
         off = ",".join(str(one.index) for one in gpus if not one.mig_enabled)
         on = [n for n, one in enumerate(gpus) if one.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
-        found = plan_add(layouts, asked, beside=name is None)
+        found = plan_add(layouts, asked, with_others=name is None)
         if off and isinstance(found, NoPlan):
             found = replace(found, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(found)

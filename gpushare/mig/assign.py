@@ -22,14 +22,14 @@ class Codes:
     fields: tuple[tuple[int, int], ...]
 
     def field_wise_max(self, codes: Sequence[int]) -> int:
-        """Return the code that has in each field the largest of these codes."""
+        """Return the code with the largest value of each field."""
         found = 0
         for shift, bits in self.fields:
             found |= max((code >> shift & ((1 << bits) - 1) for code in codes), default=0) << shift
         return found
 
     def capped_sum(self, first: int, second: int) -> int:
-        """Return the sum field by field, each at most what the whole wish has."""
+        """Return the sum field by field, each at most that of the whole wish."""
         found = 0
         for shift, bits in self.fields:
             mask = (1 << bits) - 1
@@ -39,7 +39,7 @@ class Codes:
 
 
 def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
-    """Return the codes of a wish with so many of each kind; any sizes do, true ones make the search short."""
+    """Return the codes of a wish with these counts of each kind; ``sizes`` only make the search short."""
     total = sum(count * size for count, size in zip(counts, sizes, strict=True))
     fields: list[tuple[int, int]] = []
     shift = guard = whole = 0

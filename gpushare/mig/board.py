@@ -211,7 +211,7 @@ class ComputeChange(NamedTuple):
 
 
 def new_compute(
-    profile: Profile, wanted: Sequence[int], beside: Sequence[ComputeInstance] = ()
+    profile: Profile, wanted: Sequence[int], others: Sequence[ComputeInstance] = ()
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to create next to the others, largest first; None: they do not fit.
 
@@ -222,15 +222,15 @@ def new_compute(
     if any(part is None for part in parts):
         return None
     found = [part for part in parts if part is not None]
-    if sum(one.profile.slices for one in beside) + sum(part.slices for part in found) > profile.slices:
+    if sum(one.profile.slices for one in others) + sum(part.slices for part in found) > profile.slices:
         return None
-    totals = Counter(part.slices for part in found) + Counter(one.profile.slices for one in beside)
+    totals = Counter(part.slices for part in found) + Counter(one.profile.slices for one in others)
     for part in found:
         if part.instances is not None and totals[part.slices] > part.instances:
             return None
-    if any(part.placements is None for part in found) or any(one.placement is None for one in beside):
+    if any(part.placements is None for part in found) or any(one.placement is None for one in others):
         return tuple(ComputeInstance(profile=part) for part in found)
-    return _placed(found, mask_of(one.placement for one in beside))
+    return _placed(found, mask_of(one.placement for one in others))
 
 
 def _whole(profile: Profile, slices: int) -> ComputeProfile | None:
@@ -254,23 +254,27 @@ def make_room(
     *,
     may_destroy: bool,
     may_evict: bool,
-    beside: bool = True,
-    beside_busy: bool = False,
+    with_others: bool = True,
+    with_busy: bool = False,
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to destroy so that these (slices of each) fit; None: there is no way.
 
-    The fewest busy ones, then the fewest. Others stay only if ``beside``, and busy ones only if ``beside_busy``. A GPU
+    The fewest busy ones, then the fewest. Others stay only if ``with_others``, and busy ones only if ``with_busy``. A GPU
     instance that is held as a whole is not changed.
     """
     held = instance.held
-    if held and not beside_busy:
+    if held and not with_busy:
         return None
     best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
     for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
         for gone in combinations(instance.compute, size):
             kept = [one for one in instance.compute if one not in gone]
             busy = sum(one.busy for one in gone)
-            if (kept and not beside) or (busy and not may_evict) or (any(one.busy for one in kept) and not beside_busy):
+            if (
+                (kept and not with_others)
+                or (busy and not may_evict)
+                or (any(one.busy for one in kept) and not with_busy)
+            ):
                 continue
             if (best is None or (busy, size) < best[0]) and new_compute(instance.profile, wanted, kept) is not None:
                 best = ((busy, size), gone)

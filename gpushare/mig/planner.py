@@ -346,21 +346,21 @@ def plan_add(
     *,
     may_destroy: bool = False,
     evict: Iterable[Target] = (),
-    beside: bool = True,
+    with_others: bool = True,
 ) -> MigPlan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
     Without ``may_destroy`` it only adds: GPU instances on free places, and compute instances in GPU instances that have
     room, are idle and have no name. Compute instances are put next to busy ones only if the wish names the place
-    (``1c.3g.40gb:4``), and next to no others if ``beside`` is False: a name belongs to a whole GPU instance.
+    (``1c.3g.40gb:4``), and next to no others if ``with_others`` is False: a name belongs to a whole GPU instance.
     With ``may_destroy`` idle instances may be destroyed, and the busy ones that ``evict`` names.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
-    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(evict), beside=beside)
+    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(evict), with_others=with_others)
     if plan is not None:
         return plan
-    instead = _add(layouts, wish, offers, may_destroy=True, evict=_everybody(layouts), beside=beside)
+    instead = _add(layouts, wish, offers, may_destroy=True, evict=_everybody(layouts), with_others=with_others)
     return never(layouts, wish) if instead is None else blocked(wish, instead, only_adds=not may_destroy)
 
 
@@ -465,14 +465,16 @@ def _add(
     *,
     may_destroy: bool,
     evict: frozenset[Target],
-    beside: bool,
+    with_others: bool,
 ) -> MigPlan | None:
     codes = _codes(wish, offers)
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
         asked = [wish[request] for request in offers[board_of(layout)].requests]
         requests = [(one.compute, one.start is not None) for one in asked]
-        site = Site(layout, may_destroy=may_destroy, evict=_on(layout, evict), requests=requests, beside=beside)
+        site = Site(
+            layout, may_destroy=may_destroy, evict=_on(layout, evict), requests=requests, with_others=with_others
+        )
         alike.setdefault(site.key, []).append((number, site))
     sites = list(alike.values())
     choices = {board: _ways(board, wish, offer, codes) for board, offer in offers.items()}

@@ -115,7 +115,7 @@ def ways(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Seque
 
 
 def _gone_to_fill(
-    one: GpuInstance, compute: tuple[int, ...], *, placed: bool, beside: bool, may_destroy: bool, may_evict: bool
+    one: GpuInstance, compute: tuple[int, ...], *, placed: bool, with_others: bool, may_destroy: bool, may_evict: bool
 ) -> tuple[ComputeInstance, ...] | None:
     """Return what is destroyed in a GPU instance to add these compute instances; None: they cannot be added.
 
@@ -129,8 +129,8 @@ def _gone_to_fill(
         compute or (one.profile.slices,),
         may_destroy=may_destroy and bool(compute),
         may_evict=may_evict,
-        beside=beside,
-        beside_busy=placed and bool(compute),
+        with_others=with_others,
+        with_busy=placed and bool(compute),
     )
 
 
@@ -144,7 +144,7 @@ class Site:
         may_destroy: bool,
         evict: frozenset[int],
         requests: Sequence[tuple[tuple[int, ...], bool]] = (),
-        beside: bool = True,
+        with_others: bool = True,
     ) -> None:
         self.layout = layout
         self.board: Board = board_of(layout)
@@ -158,7 +158,12 @@ class Site:
         for number, one in enumerate(self.instances):
             for kind, (compute, placed) in enumerate(requests):
                 gone = _gone_to_fill(
-                    one, compute, placed=placed, beside=beside, may_destroy=may_destroy, may_evict=one.id in evict
+                    one,
+                    compute,
+                    placed=placed,
+                    with_others=with_others,
+                    may_destroy=may_destroy,
+                    may_evict=one.id in evict,
                 )
                 if gone is not None:
                     self.fills[number, kind] = gone

@@ -13,14 +13,14 @@ from gpushare.model import Gpu
 from gpushare.show.result import Column, Table
 from gpushare.units import format_bytes
 
-# A slice of a GPU with up to eight; the picture of a GPU with more is as wide, so that it fits 80 columns.
+# The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
 _CELL: Final = 9
 _WIDTH: Final = 8 * _CELL
 _COLUMNS: Final = 80
 
 
 def placements_text(placements: Sequence[Placement] | None) -> str:
-    """Return placements as ``-lgipp`` prints them: ``{0,4}:4``; ``-`` when unknown."""
+    """Return placements as ``-lgipp`` prints them: ``{0,4}:4``; ``-`` if unknown."""
     if not placements:
         return "-"
     return "{" + ",".join(str(one.start) for one in placements) + f"}}:{placements[0].size}"
@@ -29,7 +29,7 @@ def placements_text(placements: Sequence[Placement] | None) -> str:
 def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
     """Return the memory slices of a GPU as one line of boxes; a free slice is a dot.
 
-    A label too long for its box goes without its memory: ``1g+me`` for ``1g.10gb+me``.
+    A label that is too long loses its memory size: ``1g+me`` for ``1g.10gb+me``.
     """
     cell = _cell(layout)
     cells = ["|" + "·".center(cell - 1)] * _slices(layout)
@@ -53,7 +53,7 @@ def _cell(layout: Layout) -> int:
 
 
 def _slices(layout: Layout) -> int:
-    """Return how many memory slices are drawn: where the driver tells no placements, as far as instances reach."""
+    """Return how many memory slices are drawn: without placements of the driver, as far as instances reach."""
     return max(layout.axis, *(one.placement.start + one.placement.size for one in layout.instances), 0)
 
 
@@ -141,7 +141,9 @@ def layout_text(layout: Layout, title: str) -> str:
         if one.holders is None or one.holders:
             lines.append(f"    held by {who(one.holders)}")
     if not layout.placed:
-        return "\n".join([*lines, "  what still fits is unknown: the driver does not tell where profiles may lie"])
+        return "\n".join(
+            [*lines, "  what still fits is unknown: the driver does not list the placements of the profiles"]
+        )
     lost = lost_slices(layout)
     if lost.compute or lost.memory:
         lines.append(f"  lost: {lost.compute} compute and {lost.memory} memory slices that nothing can use")
@@ -154,7 +156,7 @@ def layout_text(layout: Layout, title: str) -> str:
 
 
 def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> dict[str, Any]:
-    """Return one GPU for machines; without a layout its instances are unknown, and ``unknown`` tells why."""
+    """Return one GPU as data; without a layout its instances are unknown, and ``unknown`` says why."""
     placed = layout if layout is not None and layout.placed else None
     lost = None if placed is None else lost_slices(placed)
     return {
@@ -198,7 +200,7 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
                 f"before {now(layout)}",
                 f"after  {after(layout, gpu)}",
             ]
-    return "\n".join(lines) or "nothing to do: it is there already"
+    return "\n".join(lines) or "nothing to do: it exists already"
 
 
 def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -142,27 +142,27 @@ def test_only_as_many_go_as_have_to() -> None:
 
 def test_nobody_busy_goes_unless_he_may_be_evicted() -> None:
     one = instance(FOUR, 0, compute=(2, 2), busy_parts=(0, 1))
-    assert gone(one, 2, beside_busy=True) is None
-    assert gone(one, 2, beside_busy=True, evict=True) == [0]
+    assert gone(one, 2, with_busy=True) is None
+    assert gone(one, 2, with_busy=True, evict=True) == [0]
     assert gone(one, 4, evict=True) == [0, 1]
     assert gone(one, 4) is None
     # Two idle ones rather than one busy one.
     one = instance(FOUR, 0, compute=(2, 1, 1), busy_parts=(0,))
-    assert gone(one, 2, beside_busy=True, evict=True) == [1, 2]
+    assert gone(one, 2, with_busy=True, evict=True) == [1, 2]
 
 
 def test_nothing_comes_beside_somebody_unless_it_may() -> None:
     one = instance(FOUR, 0, compute=(1, 1), busy_parts=(0,))
     assert gone(one, 1) is None
-    assert gone(one, 1, beside_busy=True) == []
+    assert gone(one, 1, with_busy=True) == []
     assert gone(one, 1, evict=True) == [0]
 
 
 def test_nothing_stays_where_it_is_to_be_alone() -> None:
     one = instance(FOUR, 0, compute=(1, 1))
-    assert gone(one, 1, beside=False) == [0, 1]
-    assert gone(one, 1, beside=False, destroy=False) is None
-    assert gone(instance(FOUR, 0, compute=()), 1, beside=False) == []
+    assert gone(one, 1, with_others=False) == [0, 1]
+    assert gone(one, 1, with_others=False, destroy=False) is None
+    assert gone(instance(FOUR, 0, compute=()), 1, with_others=False) == []
 
 
 @pytest.mark.parametrize("holders", [None, SOMEBODY])
@@ -170,8 +170,8 @@ def test_inside_an_instance_that_is_held_as_a_whole_nothing_goes(holders: tuple[
     one = replace(instance(FOUR, 0, compute=(1, 1)), holders=holders)
     assert gone(one, 1) is None
     assert gone(one, 1, evict=True) is None
-    assert gone(one, 1, beside_busy=True) == []
-    assert gone(one, 4, beside_busy=True, evict=True) is None
+    assert gone(one, 1, with_busy=True) == []
+    assert gone(one, 4, with_busy=True, evict=True) is None
 
 
 def test_the_whole_is_the_profile_without_a_size_of_its_own() -> None:

@@ -274,7 +274,7 @@ def test_another_process_holds_the_lock(held: subprocess.Popen[str], journal: Jo
 
 
 def test_two_changes_at_once_come_one_after_the_other() -> None:
-    """Both want the whole GPU: the second is planned anew when the first is done, and finds no room."""
+    """Both want the whole GPU: the second is planned again when the first is done, and finds no room."""
     host = World.new(H200)
     assert host.run("mig", "enable").code == 0
     started = [start_real("mig", "create", "-o", "json", *words) for words in (["4g.71gb"], ["7g.141gb"], ["4g.71gb"])]

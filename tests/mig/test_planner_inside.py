@@ -53,7 +53,7 @@ def test_a_busy_part_goes_only_when_it_may() -> None:
     assert isinstance(plan_add([held], parse_wish("1c.3g.40gb:0*2"), may_destroy=True), NoPlan)
 
 
-def least(there: list[GpuInstance], wish: str, *, beside: bool) -> tuple[int, int, int, int] | None:
+def least(there: list[GpuInstance], wish: str, *, with_others: bool) -> tuple[int, int, int, int] | None:
     """Return the least (busy, named, idle, created) on a GPU that two 3g fill, by trying every way."""
     (request,) = parse_wish(wish)
     asked = request.compute
@@ -68,7 +68,7 @@ def least(there: list[GpuInstance], wish: str, *, beside: bool) -> tuple[int, in
             for gone in combinations(one.compute, size):
                 kept = [part for part in one.compute if part not in gone]
                 sizes = [*asked, *(part.profile.slices for part in kept)]
-                if one.name is not None or sum(sizes) > 3 or sizes.count(2) > 1 or (kept and not beside):
+                if one.name is not None or sum(sizes) > 3 or sizes.count(2) > 1 or (kept and not with_others):
                     continue
                 stays = any(part.busy for part in kept)
                 if not any(part.busy for part in gone) and (not stays or request.start is not None):
@@ -78,15 +78,15 @@ def least(there: list[GpuInstance], wish: str, *, beside: bool) -> tuple[int, in
 
 @pytest.mark.parametrize("wish", ["1c.3g.40gb", "2c.3g.40gb", "1c.3g.40gb*2", "1c.3g.40gb:4", "2c.3g.40gb:4"])
 @pytest.mark.parametrize("beside", [True, False])
-def test_the_least_goes_inside_and_outside(wish: str, *, beside: bool) -> None:
+def test_the_least_goes_inside_and_outside(wish: str, *, with_others: bool) -> None:
     """Against every way there is, over what two 3g can hold."""
     for first, second, mark in product(PARTS, PARTS, ["", "busy", "named"]):
         busy = (0,) if mark == "busy" and second else ()
         other = instance(THREE, 4, compute=second, busy_parts=busy, name="train" if mark == "named" else None)
         there = [instance(THREE, 0, compute=first), other]
         gpu = Layout(gpu=0, profiles=layout("h100").profiles, instances=tuple(there))
-        plan = plan_add([gpu], parse_wish(wish), may_destroy=True, beside=beside)
-        expected = least(there, wish, beside=beside)
+        plan = plan_add([gpu], parse_wish(wish), may_destroy=True, with_others=with_others)
+        expected = least(there, wish, with_others=with_others)
         assert (None if isinstance(plan, NoPlan) else tuple(plan.cost[:4])) == expected, (first, second, mark)
 
 

@@ -111,7 +111,7 @@ PARTS = [(), (1,), (1, 1), (2,), (2, 1), (3,)]
 
 @pytest.mark.parametrize("wish", ["1c.3g.40gb", "2c.3g.40gb", "1c.3g.40gb*2", "3g.40gb", "1c.3g.40gb:4"])
 @pytest.mark.parametrize("beside", [True, False])
-def test_compute_instances_come_into_what_has_room(wish: str, *, beside: bool) -> None:
+def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bool) -> None:
     """Against the rules written down once more, over all that two 3g and a 1g can hold."""
     (request,) = parse_wish(wish)
     asked = request.compute or (3,)
@@ -122,11 +122,16 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, beside: bool) -
             for start, parts in there.items()
             if parts is not None
         ]
-        plan = plan_add([layout("h100", *texts)], parse_wish(wish), beside=beside)
+        plan = plan_add([layout("h100", *texts)], parse_wish(wish), with_others=with_others)
 
         def takes(start: int, parts: tuple[int, ...] | None, mark: str = mark) -> bool:
             strangers = mark if start else ""
-            if parts is None or sum(parts) + sum(asked) > 3 or (2 in asked and 2 in parts) or (parts and not beside):
+            if (
+                parts is None
+                or sum(parts) + sum(asked) > 3
+                or (2 in asked and 2 in parts)
+                or (parts and not with_others)
+            ):
                 return False
             return strangers != "=train" and (strangers != "!" or (request.start == 4 and bool(request.compute)))
 
@@ -147,7 +152,7 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, beside: bool) -
 def test_the_gpu_with_room_inside_is_taken_before_an_empty_one() -> None:
     gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:0/1", "3g.40gb:4!", gpu=1)]
     assert made(plan_add(gpus, parse_wish("2c.3g.40gb"))) == ["1/3g.40gb:0"]
-    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"), beside=False)) == ["0/3g.40gb:4"]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"), with_others=False)) == ["0/3g.40gb:4"]
 
 
 def test_the_hint_names_what_would_go() -> None:

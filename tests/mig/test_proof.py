@@ -44,7 +44,7 @@ def before_creation(
     work: Callable[[Any], None],
     action: Action = Action.CREATE_GPU_INSTANCE,
 ) -> None:
-    """Do something right before the so-manieth creation of a change."""
+    """Do something right before the Nth creation of a change."""
     real, calls = change.perform, []
 
     def perform(changes: Any, step: Any, made: Any) -> Any:

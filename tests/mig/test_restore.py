@@ -14,7 +14,7 @@ A100, H100 = "sim:a100-80gb", "sim:h100-80gb"
 
 
 def refusing_from(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> None:
-    """Let a change of the simulated driver be refused, from its so-manieth call on."""
+    """Let a change of the simulated driver be refused, from its Nth call on."""
     real, calls = getattr(library_mig, name), []
 
     def refusing(*arguments: Any) -> Any:

@@ -179,7 +179,7 @@ def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
     answer = cli("mig", "grant", "train", "nobody", host=A100).ok()
     assert "'destroy train', which was interrupted" in answer.err
     assert host.look() == before
-    # Its instance was made anew, under another id.
+    # Its instance was created again, with another id.
     (found,) = {one.gpu_instance_id for one in host.state.gpus[0].mig if one.profile == "3g.40gb"}
     assert nodes(found) == [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
     assert not host.journal.exists()
@@ -300,7 +300,7 @@ def test_every_compute_instance_is_granted(cli: Cli) -> None:
 
 
 class Failing:
-    """Capabilities whose so-manieth change fails, or is accepted and not done."""
+    """Capabilities whose Nth change fails, or is accepted and not done."""
 
     def __init__(self, real: SimulatedCapabilities, at: int, *, silently: bool) -> None:
         self._real, self._left, self._silently = real, at, silently
