@@ -504,11 +504,11 @@ def change_of(
     after: Sequence[Step] = (),
 ) -> MigChange:
     """Return the transaction for a plan; ``modes`` are MIG modes to set, ``after`` steps that follow all others."""
-    from gpushare.mig.change import plan_change
+    from gpushare.mig.change import gpu_change, plan_change
     from gpushare.mig.grant import bind_step, name_steps, named
 
     changes = [
-        _gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
+        gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
         for gpu, layout, one in zip(gpus, layouts, plan.gpus, strict=True)
     ]
     names = [] if name is None else named(host, name, plan.gpus)
@@ -518,14 +518,6 @@ def change_of(
     may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(host, changes, journal, title=title, evict=may_go, first=first, after=after)
     return replace(change, names=tuple(one.name for one in names))
-
-
-def _gpu_change(gpu: Gpu, layout: Layout, plan: Any, mode: bool | None) -> GpuChange:
-    from gpushare.mig.change import GpuChange
-
-    # A pending mode is set again and read back.
-    settled = gpu.mig_enabled == mode and gpu.mig_pending in {None, mode}
-    return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if mode is None or settled else mode)
 
 
 def _demanded(

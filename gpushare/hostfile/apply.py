@@ -31,7 +31,7 @@ from gpushare.hostfile.steps import (
     names_steps,
     revoke_steps,
 )
-from gpushare.mig.change import GpuChange, MigChange, plan_change
+from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import name_taken
 from gpushare.mig.holders import no_plan_error
@@ -118,8 +118,7 @@ def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
         if isinstance(found, NoPlan):
             raise no_plan_error(found, gpu.index)
         plan = found.gpus[0]
-    settled = gpu.mig_enabled == wanted and gpu.mig_pending in {None, wanted}
-    return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if settled else wanted)
+    return gpu_change(gpu, layout, plan, wanted)
 
 
 @dataclass

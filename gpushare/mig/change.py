@@ -327,6 +327,12 @@ class GpuChange:
         return shape_of(self.layout, mig_enabled=enabled, instances=self.plan.after)
 
 
+def gpu_change(gpu: Gpu, layout: Layout, plan: GpuPlan, mode: bool | None = None) -> GpuChange:  # noqa: FBT001
+    """Return the change of a GPU to a MIG mode (None: as it is); a pending mode is set again and read back."""
+    settled = mode is None or (gpu.mig_enabled == mode and gpu.mig_pending in {None, mode})
+    return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if settled else mode)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MigChange:
     """A change of several GPUs, with the plan that carries it out."""
