@@ -77,7 +77,7 @@ def least(there: list[GpuInstance], wish: str, *, with_others: bool) -> tuple[in
 
 
 @pytest.mark.parametrize("wish", ["1c.3g.40gb", "2c.3g.40gb", "1c.3g.40gb*2", "1c.3g.40gb:4", "2c.3g.40gb:4"])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("with_others", [True, False])
 def test_the_least_goes_inside_and_outside(wish: str, *, with_others: bool) -> None:
     """Against every way there is, over what two 3g can hold."""
     for first, second, mark in product(PARTS, PARTS, ["", "busy", "named"]):

@@ -110,7 +110,7 @@ PARTS = [(), (1,), (1, 1), (2,), (2, 1), (3,)]
 
 
 @pytest.mark.parametrize("wish", ["1c.3g.40gb", "2c.3g.40gb", "1c.3g.40gb*2", "3g.40gb", "1c.3g.40gb:4"])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("with_others", [True, False])
 def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bool) -> None:
     """Against the rules written down once more, over all that two 3g and a 1g can hold."""
     (request,) = parse_wish(wish)
