@@ -38,9 +38,9 @@ def observe(
 ) -> Any:
     """Record the use of GPUs and of the processes on them, and say which GPUs are underused.
 
-    SM activity (GPM, Hopper and later) is the share of the SMs that worked. Utilisation is only the time in
+    SM activity (GPM, Hopper and later) is the share of the SMs that worked. Utilization is only the time in
     which some kernel ran, and is used where there is no GPM. The SM activity of a process is known while it
-    is alone on its GPU or MIG instance; next to others, utilisation is the share of the time that it got.
+    is alone on its GPU or MIG instance; next to others, utilization is the share of the time that it got.
     Ctrl-C ends the recording early and keeps it, with exit code 0. The file is JSON Lines, contains no
     command lines, and can be read even if it is cut off. An existing file is never overwritten.
     """
@@ -225,7 +225,7 @@ def _notes(recording: Recording, path: Path) -> list[str]:
         if use.unanswered
     ]
     if any(use.source == "utilization" for use in recording.gpus):
-        notes.append("utilisation says only that a kernel ran: a GPU at 100 % may still have room")
+        notes.append("utilization says only that a kernel ran: a GPU at 100 % may still have room")
 
     file = shlex.quote(str(path))
     notes.append(f"which way of sharing fits: gpushare advise --from {file}")

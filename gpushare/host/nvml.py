@@ -253,7 +253,7 @@ class NvmlReader:
         return tuple(self._guarded(index, self._identity) for index in range(self.count()))
 
     def sweep(self) -> tuple[Gpu, ...]:
-        """Return every GPU with memory, utilisation, modes and processes.
+        """Return every GPU with memory, utilization, modes and processes.
 
         A GPU that does not answer has its error; the others are complete.
         """

@@ -164,7 +164,7 @@ def _number(value: Any) -> float | None:
     return number
 
 
-# A sample counts as busy from here on: a kernel ran (utilisation is in whole percent; GPM is finer).
+# A sample counts as busy from here on: a kernel ran (utilization is in whole percent; GPM is finer).
 BUSY_UTILIZATION_PERCENT: Final = 1.0
 BUSY_SM_PERCENT: Final = 0.1
 # Next to processes that used this much of a GPU, no visible work of another one does not prove that it had none: the
@@ -197,7 +197,7 @@ class Use:
 
     @property
     def activity(self) -> Distribution | None:
-        """Return SM activity (GPM; of a process, while it was alone on its device), else utilisation."""
+        """Return SM activity (GPM; of a process, while it was alone on its device), else utilization."""
         return self.sm or self.utilization
 
     @property
@@ -220,7 +220,7 @@ class GpuUse(Use):
 class ProcessUse(Use):
     """How one process used one GPU; ``seen_from`` and ``seen_to`` are seconds after the start.
 
-    ``contended_share`` is the share of the samples in which another process worked on the same GPU. Utilisation is then
+    ``contended_share`` is the share of the samples in which another process worked on the same GPU. Utilization is then
     what the process got, and it may want more.
     """
 
@@ -585,7 +585,7 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
     if activity.mean >= LOW_MEAN_PERCENT:
         return None
     pids = tuple(one.process.pid for one in processes if _is_program(one))
-    what = "SM activity" if use.sm else "utilisation"
+    what = "SM activity" if use.sm else "utilization"
     figures = f"{what} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
     if activity.p95 >= LOW_P95_PERCENT:
         return Underuse(
@@ -596,7 +596,7 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse]) -> Underuse | None:
         )
     hidden = ""
     if use.sm and use.utilization and use.utilization.mean >= LOW_MEAN_PERCENT:
-        hidden = f"; utilisation ({use.utilization.mean:g} %) hides this: it shows only that a kernel ran"
+        hidden = f"; utilization ({use.utilization.mean:g} %) hides this: it shows only that a kernel ran"
     return Underuse(
         gpu=index, kind="low", why=f"low all the time: {figures}; a candidate for sharing{hidden}", pids=pids
     )

@@ -12,7 +12,7 @@ from gpushare.units import MIB
 
 MPS_SERVER_NAME: Final = "nvidia-cuda-mps-server"
 _RESERVED_MIB: Final = 512
-# DRAM bandwidth per SM utilisation of our large matmul on an H200.
+# DRAM bandwidth per SM utilization of our large matmul on an H200.
 _DRAWN_BY_SMS: Final = 20 / 96
 # Of an idle H200: 96 W of 700 W; 31 degrees.
 IDLE_POWER: Final = 0.137
@@ -66,7 +66,7 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
 
 
 def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
-    """Return SM utilisation in percent by PID, as nvmlDeviceGetProcessUtilization attributes it.
+    """Return SM utilization in percent by PID, as nvmlDeviceGetProcessUtilization attributes it.
 
     Idle ones are missing. Work of MPS clients counts for their server (H200, driver 580), and
     together nobody has more than the GPU.
@@ -82,7 +82,7 @@ def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
 
 
 def utilization(state: SimulatedHostState, target: Target) -> float:
-    """Return the utilisation of a GPU or MIG device in percent: the sum of its busy processes, at most 100.
+    """Return the utilization of a GPU or MIG device in percent: the sum of its busy processes, at most 100.
 
     A process in a MIG device loads the GPU by that device's share of the SMs.
     """
@@ -131,7 +131,7 @@ def drawing(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
 
 
 def memory_bandwidth(busy: float) -> int:
-    """Return memory utilisation in percent for an SM utilisation: 20 at 96, as our large matmul on an H200."""
+    """Return memory utilization in percent for an SM utilization: 20 at 96, as our large matmul on an H200."""
     return round(busy * _DRAWN_BY_SMS)
 
 

@@ -443,7 +443,7 @@ class SimulatedLibrary:
     def __init__(self, file: StateFile) -> None:
         self.file: Final = file
         self.calls: Final[Counter[str]] = Counter()
-        # Samples of nvmlGpmSampleAlloc by pointer value: utilisation and bandwidth in percent that they saw.
+        # Samples of nvmlGpmSampleAlloc by pointer value: utilization and bandwidth in percent that they saw.
         self.samples: Final[dict[int, tuple[float, float] | None]] = {}
         self.references = 0
         self._state: SimulatedHostState | None = None

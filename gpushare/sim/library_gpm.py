@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SUPPORTED_ARCHITECTURES: Final = frozenset({"hopper", "blackwell"})
 _METRICS_GET_VERSION: Final = 1
-# Metric by id as a share of the utilisation, from a large matmul on our H200: SM 96, occupancy 17.
+# Metric by id as a share of the utilization, from a large matmul on our H200: SM 96, occupancy 17.
 # 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY; and 10 DRAM_BW_UTIL.
 _METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96}
 _BANDWIDTH: Final = 10

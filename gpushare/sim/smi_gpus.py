@@ -65,7 +65,7 @@ def memory_mib(
 
 
 def utilization(state: SimulatedHostState, one: Chosen) -> int | None:
-    """Return the GPU's utilisation in percent; None with MIG on, or where NVML does not tell."""
+    """Return the GPU's utilization in percent; None with MIG on, or where NVML does not tell."""
     if one.mig_enabled or not supports(one, "nvmlDeviceGetUtilizationRates"):
         return None
     return round(activity.utilization(state, one.target()))

@@ -1,4 +1,4 @@
-"""How busy a GPU is: GPM where there is one, else the utilisation; unknown is None."""
+"""How busy a GPU is: GPM where there is one, else the utilization; unknown is None."""
 
 from __future__ import annotations
 

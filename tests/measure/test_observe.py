@@ -99,7 +99,7 @@ def test_a_changing_load_is_summed_up(tmp_path: Path) -> None:
     assert (workload.pattern, workload.activity.p95) == ("bursty", 80.0)
 
 
-def test_without_gpm_utilisation_stands_in(tmp_path: Path) -> None:
+def test_without_gpm_utilization_stands_in(tmp_path: Path) -> None:
     pid = admin.add_process("sim:t4", sm_percent=30)
     recording = recorded("sim:t4", tmp_path)
     assert recording.gpus[0].source == use_of(recording, pid).source == "utilization"

@@ -350,8 +350,8 @@ def test_memory_held_with_no_work_says_how_much() -> None:
     assert "1.0 GiB" in underused(summed([0.0] * 20))[0].why
 
 
-def test_utilisation_that_hides_low_activity_is_told(tmp_path: Path) -> None:
-    """As of a job of tiny kernels on an H200: 68 % utilisation, 5 % SM activity."""
+def test_utilization_that_hides_low_activity_is_told(tmp_path: Path) -> None:
+    """As of a job of tiny kernels on an H200: 68 % utilization, 5 % SM activity."""
     tally = Tally(HEADER)
     for second in range(20):
         tally.add(Sample(at=float(second), gpus=(GpuSample(index=0, utilization_percent=68, sm_percent=5.0),)))
