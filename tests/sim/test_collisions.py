@@ -26,7 +26,7 @@ def test_a_dropped_conversation_is_held_again(dropped: int) -> None:
     control.set_threads(30.0)
     admin.set_fault(SPEC, "collide", value=str(dropped))
     assert control.threads() == 30.0
-    assert control.overview().threads_percent == 30.0
+    assert control.overview().limits.threads_percent == 30.0
 
 
 def test_a_daemon_that_is_gone_is_not_taken_for_a_collision() -> None:
