@@ -25,20 +25,20 @@ from gpushare.mig.wish import Request, Wish, merged, parse_wish, wish_of
 from gpushare.model import Gpu
 from gpushare.selection import no_mig
 
-REQUIRED: Final = ("devices", "mig-enabled")
-KEYS: Final = (*REQUIRED, "mig-devices", "device-filter")
+_REQUIRED: Final = ("devices", "mig-enabled")
+_KEYS: Final = (*_REQUIRED, "mig-devices", "device-filter")
 _ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*(?:,[a-z][a-z0-9]*(?:\.[a-z0-9]+)*)*"
 # The memory size is part of the name there: 3g alone is refused.
 _PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-](?P<attributes>{_ATTRIBUTES}))?", re.ASCII)
 
 
-def refused(message: str, hint: str, near: object = None, *, code: str = "bad_file") -> BadUsage:
+def _refused(message: str, hint: str, near: object = None, *, code: str = "bad_file") -> BadUsage:
     """Return the error of a file, with the line of ``near`` if the parser has noted it."""
     line = getattr(near, "line", None)
     return BadUsage(message if line is None else f"{message} (line {line})", hint, code=code)
 
 
-def kind_of(value: object) -> str:
+def _kind_of(value: object) -> str:
     """Return the type of a YAML value in words; its content may be very long."""
     if value is None:
         return "nothing"
@@ -53,55 +53,53 @@ def kind_of(value: object) -> str:
     return "a list" if isinstance(value, list) else "of another kind"
 
 
-def text_key(key: object, what: str, near: object) -> str:
-    """Return a key as text; it may be a number."""
+def _text_key(key: object, what: str, near: object) -> str:
     if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
-        shown = kind_of(key) if key != "" else "empty"
-        raise refused(f"{what} is {shown}", "put it in quotes", near)
+        shown = _kind_of(key) if key != "" else "empty"
+        raise _refused(f"{what} is {shown}", "put it in quotes", near)
     return str(key)
 
 
-def entry_keys(raw: object, where: str) -> Mapping[object, object]:
+def _entry_keys(raw: object, where: str) -> Mapping[object, object]:
     """Return an entry, a mapping with all required keys and no unknown ones."""
     if not isinstance(raw, Mapping):
-        raise refused(f"{where} is {kind_of(raw)}", "write: - devices: all, mig-enabled: false", raw)
-    unknown = [key for key in raw if key not in KEYS]
+        raise _refused(f"{where} is {_kind_of(raw)}", "write: - devices: all, mig-enabled: false", raw)
+    unknown = [key for key in raw if key not in _KEYS]
     if unknown:
-        raise refused(f"{where}: unknown key '{str(unknown[0])[:40]}'", f"the keys are: {', '.join(KEYS)}", raw)
-    missing = [key for key in REQUIRED if key not in raw]
+        raise _refused(f"{where}: unknown key '{str(unknown[0])[:40]}'", f"the keys are: {', '.join(_KEYS)}", raw)
+    missing = [key for key in _REQUIRED if key not in raw]
     if missing:
-        raise refused(f"{where}: '{missing[0]}' is missing", f"every entry has {' and '.join(REQUIRED)}", raw)
+        raise _refused(f"{where}: '{missing[0]}' is missing", f"every entry has {' and '.join(_REQUIRED)}", raw)
     return raw
 
 
-def switch_of(raw: object, where: str, near: object) -> bool:
-    """Return ``mig-enabled``."""
+def _switch_of(raw: object, where: str, near: object) -> bool:
     if not isinstance(raw, bool):
-        raise refused(f"{where}: 'mig-enabled' is {kind_of(raw)}", "write true or false, without quotes", near)
+        raise _refused(f"{where}: 'mig-enabled' is {_kind_of(raw)}", "write true or false, without quotes", near)
     return raw
 
 
-def indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
+def _indexes_of(raw: object, where: str, near: object) -> tuple[int, ...] | None:
     """Return ``devices``: None for ``all``, else the indexes."""
     if raw == "all":
         return None
     if isinstance(raw, int) and not isinstance(raw, bool):
-        raise refused(
+        raise _refused(
             f"{where}: 'devices' is one number", f"mig-parted takes only a list: devices: [{str(raw)[:9]}]", near
         )
     if isinstance(raw, str):
-        raise refused(f"{where}: 'devices' is '{raw[:40]}'", "write all, or a list of indexes: [0, 1]", near)
+        raise _refused(f"{where}: 'devices' is '{raw[:40]}'", "write all, or a list of indexes: [0, 1]", near)
     if not isinstance(raw, list):
-        raise refused(f"{where}: 'devices' is {kind_of(raw)}", "write all, or a list of indexes: [0, 1]", near)
+        raise _refused(f"{where}: 'devices' is {_kind_of(raw)}", "write all, or a list of indexes: [0, 1]", near)
     for one in raw:
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            shown = f"'{one[:40]}'" if isinstance(one, str) else kind_of(one)
+            shown = f"'{one[:40]}'" if isinstance(one, str) else _kind_of(one)
             shown = "below 0" if isinstance(one, int) and not isinstance(one, bool) else shown
-            raise refused(f"{where}: an index in 'devices' is {shown}", "give numbers from 0: [0, 1]", near)
+            raise _refused(f"{where}: an index in 'devices' is {shown}", "give numbers from 0: [0, 1]", near)
     return tuple(raw)
 
 
-def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
+def _filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
     """Return ``device-filter`` as written; empty for any GPU."""
     if raw is None or raw == "":
         return ()
@@ -109,27 +107,27 @@ def filters_of(raw: object, where: str, near: object) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str):
             hint = 'put it in quotes: "0x20B510DE" (bare, YAML reads a number)'
-            raise refused(f"{where}: 'device-filter' is {kind_of(word)}, not a text", hint, near)
+            raise _refused(f"{where}: 'device-filter' is {_kind_of(word)}, not a text", hint, near)
     return tuple(words)
 
 
-def counts_of(raw: object, where: str, near: object) -> tuple[tuple[str, int], ...] | None:
+def _counts_of(raw: object, where: str, near: object) -> tuple[tuple[str, int], ...] | None:
     """Return ``mig-devices`` in its order, or None if it is absent."""
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise refused(f"{where}: 'mig-devices' is {kind_of(raw)}", 'write: {"1g.10gb": 7}', near)
+        raise _refused(f"{where}: 'mig-devices' is {_kind_of(raw)}", 'write: {"1g.10gb": 7}', near)
     for profile, count in raw.items():
         match = _PROFILE.fullmatch(profile) if isinstance(profile, str) else None
         attributes = (match["attributes"] or "").split(",") if match else []
         if match is None or len(set(attributes)) != len(attributes):
             hint = "write it as the driver does: 1g.10gb, 1g.10gb+me, 1c.3g.40gb"
-            raise refused(f"{where}: '{str(profile)[:40]}' is not a MIG profile", hint, raw)
+            raise _refused(f"{where}: '{str(profile)[:40]}' is not a MIG profile", hint, raw)
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            shown = str(count)[:20] if isinstance(count, int) and not isinstance(count, bool) else kind_of(count)
-            raise refused(f"{where}: the count of '{profile}' is {shown}", "give a number from 0", raw)
+            shown = str(count)[:20] if isinstance(count, int) and not isinstance(count, bool) else _kind_of(count)
+            raise _refused(f"{where}: the count of '{profile}' is {shown}", "give a number from 0", raw)
     if raw and not any(raw.values()):
-        raise refused(f"{where}: all counts of 'mig-devices' are 0", "for none write: mig-devices: {}", raw)
+        raise _refused(f"{where}: all counts of 'mig-devices' are 0", "for none write: mig-devices: {}", raw)
     return tuple((str(profile), int(count)) for profile, count in raw.items())
 
 
@@ -203,14 +201,14 @@ def parse_parted(raw: object, placements: object = None) -> Mapping[str, Config]
     if not isinstance(configs, Mapping) or not configs:
         what = "has no 'mig-configs'" if "mig-configs" not in top else "has no entry in 'mig-configs'"
         if configs is not None and not isinstance(configs, Mapping):
-            what = f"'mig-configs' is {kind_of(configs)}"
-        raise refused(f"the file {what}", "it maps names to lists of entries")
+            what = f"'mig-configs' is {_kind_of(configs)}"
+        raise _refused(f"the file {what}", "it maps names to lists of entries")
     places = _placements(top.get(PLACEMENTS) if placements is None else _second(placements))
     found = {}
     for key, entries in configs.items():
-        name = text_key(key, "the name of a configuration", configs)
+        name = _text_key(key, "the name of a configuration", configs)
         if not isinstance(entries, list) or not entries:
-            raise refused(
+            raise _refused(
                 f"config '{name}' has no list of entries",
                 "give at least one: - devices: all, mig-enabled: false",
                 entries if isinstance(entries, Mapping) else configs,
@@ -221,7 +219,7 @@ def parse_parted(raw: object, placements: object = None) -> Mapping[str, Config]
         )
     unknown = sorted(set(places) - set(found))
     if unknown:
-        raise refused(
+        raise _refused(
             f"'{PLACEMENTS}' names config '{unknown[0]}'", f"the file has: {', '.join(found)}", code="unknown_config"
         )
     return found
@@ -306,42 +304,42 @@ def idle_entries(
 
 def _top(raw: object) -> Mapping[object, object]:
     if raw is None:
-        raise refused("the file is empty", "it begins with: version: v1")
+        raise _refused("the file is empty", "it begins with: version: v1")
     if not isinstance(raw, Mapping):
-        raise refused(f"the file is {kind_of(raw)}", "it is a mapping with version and mig-configs")
+        raise _refused(f"the file is {_kind_of(raw)}", "it is a mapping with version and mig-configs")
     if raw.get("kind") == "ConfigMap":
-        raise refused("this is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
+        raise _refused("this is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
     if "version" not in raw:
-        raise refused("the file has no 'version'", "it begins with: version: v1")
+        raise _refused("the file has no 'version'", "it begins with: version: v1")
     if raw["version"] != VERSION:
-        shown = raw["version"] if isinstance(raw["version"], (str, int)) else kind_of(raw["version"])
-        raise refused(f"unknown version: {str(shown)[:40]}", "version v1 is read here")
+        shown = raw["version"] if isinstance(raw["version"], (str, int)) else _kind_of(raw["version"])
+        raise _refused(f"unknown version: {str(shown)[:40]}", "version v1 is read here")
     unknown = [key for key in raw if key not in {"version", "mig-configs", PLACEMENTS}]
     if unknown:
-        raise refused(f"unknown key '{str(unknown[0])[:40]}'", "the file has only version and mig-configs")
+        raise _refused(f"unknown key '{str(unknown[0])[:40]}'", "the file has only version and mig-configs")
     return raw
 
 
 def _entry(raw: object, where: str) -> Entry:
-    fields = entry_keys(raw, where)
-    devices = indexes_of(fields["devices"], where, raw)
-    enabled = switch_of(fields["mig-enabled"], where, raw)
-    counts = counts_of(fields.get("mig-devices"), where, raw)
+    fields = _entry_keys(raw, where)
+    devices = _indexes_of(fields["devices"], where, raw)
+    enabled = _switch_of(fields["mig-enabled"], where, raw)
+    counts = _counts_of(fields.get("mig-devices"), where, raw)
     if enabled and counts is None:
-        raise refused(f"{where}: no 'mig-devices' although MIG is on", "for none write: mig-devices: {}", raw)
+        raise _refused(f"{where}: no 'mig-devices' although MIG is on", "for none write: mig-devices: {}", raw)
     if counts and not enabled:
-        raise refused(f"{where}: 'mig-devices' although MIG is off", "take them out, or write mig-enabled: true", raw)
+        raise _refused(f"{where}: 'mig-devices' although MIG is off", "take them out, or write mig-enabled: true", raw)
     return Entry(
         devices=devices,
         mig_enabled=enabled,
         counts=counts or (),
-        filters=filters_of(fields.get("device-filter"), where, raw),
+        filters=_filters_of(fields.get("device-filter"), where, raw),
     )
 
 
 def _second(raw: object) -> object:
     if not isinstance(raw, Mapping) or list(raw) != [PLACEMENTS]:
-        raise refused(f"the second document of the file is not '{PLACEMENTS}'", "give one mig-parted file", raw)
+        raise _refused(f"the second document of the file is not '{PLACEMENTS}'", "give one mig-parted file", raw)
     return raw[PLACEMENTS]
 
 
@@ -350,13 +348,13 @@ def _placements(raw: object) -> dict[str, dict[str, Wish]]:
         return {}
     shape = f"'{PLACEMENTS}' maps a config to GPUs, and a GPU to a list like [3g.40gb:4]"
     if not isinstance(raw, Mapping):
-        raise refused(f"'{PLACEMENTS}' is {kind_of(raw)}", shape)
+        raise _refused(f"'{PLACEMENTS}' is {_kind_of(raw)}", shape)
     found: dict[str, dict[str, Wish]] = {}
     for name, gpus in raw.items():
         if not isinstance(gpus, Mapping):
-            raise refused(f"'{PLACEMENTS}' of config '{str(name)[:60]}' is {kind_of(gpus)}", shape, raw)
-        found[text_key(name, "the name of a configuration", raw)] = {
-            text_key(gpu, "a GPU", gpus): _places(words, str(name)[:60], gpus) for gpu, words in gpus.items()
+            raise _refused(f"'{PLACEMENTS}' of config '{str(name)[:60]}' is {_kind_of(gpus)}", shape, raw)
+        found[_text_key(name, "the name of a configuration", raw)] = {
+            _text_key(gpu, "a GPU", gpus): _places(words, str(name)[:60], gpus) for gpu, words in gpus.items()
         }
     return found
 
@@ -365,8 +363,8 @@ def _places(raw: object, name: str, near: object) -> Wish:
     words = []
     for word in raw if isinstance(raw, list) else [raw]:
         if not isinstance(word, str) or _PROFILE_START.fullmatch(word) is None:
-            shown = f"'{word[:40]}'" if isinstance(word, str) else kind_of(word)
-            raise refused(f"'{PLACEMENTS}' of config '{name}': {shown} is no placement", "write: [3g.40gb:4]", near)
+            shown = f"'{word[:40]}'" if isinstance(word, str) else _kind_of(word)
+            raise _refused(f"'{PLACEMENTS}' of config '{name}': {shown} is no placement", "write: [3g.40gb:4]", near)
         words.append(word)
     return parse_wish(" ".join(words)) if words else ()
 
@@ -374,7 +372,7 @@ def _places(raw: object, name: str, near: object) -> Wish:
 def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand:
     """Return a demand with its places, which must be of the same MIG devices."""
     if demand is None or not demand.mig_enabled or _devices(demand.wish) != _devices(exact):
-        raise refused(
+        raise _refused(
             f"config '{name}': the placements of GPU {index} are not those of its mig-devices",
             f"change both, or take '{PLACEMENTS}' out",
             code="bad_placement",
