@@ -82,7 +82,9 @@ class Board:
     def _room(self, profile: int, members: tuple[int, ...]) -> int:
         if not self.exclusive[profile].isdisjoint(members):
             return 0
-        limit = 1 if profile in self.exclusive[profile] else self.limits[profile] - members.count(profile)
+        limit = self.limits[profile] - members.count(profile)
+        if profile in self.exclusive[profile]:
+            limit = min(limit, 1)
         spare = self.compute_slices - sum(self.slices[other] for other in members)
         return max(0, min(limit, spare // self.slices[profile]))
 
