@@ -66,7 +66,6 @@ class Advice:
     notes: tuple[str, ...]
 
     def of(self, way: Way) -> Verdict:
-        """Return the verdict of a way."""
         return next(one for one in self.verdicts if one.way is way)
 
 
@@ -104,7 +103,6 @@ _FIRST: Final = frozenset({"same_user", "saturating"})
 
 
 def advise(situation: Situation) -> Advice:
-    """Return the advice for a case on a GPU."""
     found = verdicts(situation)
     best = winner(found)
     changes = tuple(_changes(situation, None if best is None else best.way))
@@ -125,7 +123,6 @@ def advise(situation: Situation) -> Advice:
 
 
 def with_answer(situation: Situation, field: str, value: Any) -> Situation:
-    """Return the situation with another answer to one question."""
     case = situation.case
     if field == "root":
         return situation.variant(case=replace(case, root=value))
@@ -140,7 +137,6 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
 
 
 def answer_of(situation: Situation, field: str) -> Any:
-    """Return the answer to a question; None if unanswered."""
     case = situation.case
     if field == "root":
         return situation.may_be_root
@@ -220,7 +216,6 @@ QUESTION_TITLES: Final = {
 
 
 def open_text(fields: list[str]) -> str:
-    """Return the sentence on unanswered questions that could change the answer."""
     return f"unanswered questions could change it: {', '.join(QUESTION_TITLES.get(field, field) for field in fields)}"
 
 
@@ -323,7 +318,6 @@ def _is_open(situation: Situation, question: Question) -> bool:
 
 
 def ways_of(situation: Situation, question: Question) -> set[Way | None]:
-    """Return the winners for all answers to a question."""
     found = (winner(verdicts(with_answer(situation, question.field, value))) for _, value in question.answers)
     return {None if one is None else one.way for one in found}
 
@@ -426,7 +420,6 @@ def _memory_data(found: Budget, limits: int | None) -> dict[str, Any]:
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
-    """Return one verdict with all reasons."""
     return {
         "way": verdict.way.value,
         "title": verdict.way.label,

@@ -16,7 +16,6 @@ T = TypeVar("T")
 
 
 def any_of(values: Iterable[bool | None]) -> bool | None:
-    """Return True if one is True, False if all are False, else None."""
     found = list(values)
     if any(value is True for value in found):
         return True
@@ -24,12 +23,10 @@ def any_of(values: Iterable[bool | None]) -> bool | None:
 
 
 def all_of(values: Iterable[bool | None]) -> bool | None:
-    """Return False if one is False, True if all are True, else None."""
     return negated(any_of(negated(value) for value in values))
 
 
 def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the value itself
-    """Return the opposite; None stays None."""
     return None if value is None else not value
 
 
@@ -122,13 +119,11 @@ class Case:
 
     @property
     def processes(self) -> int | None:
-        """Return the number of processes; None if unknown."""
         known = [count for count in self.counts if count is not None]
         return sum(known) if known else None
 
     @property
     def wanted_isolation(self) -> frozenset[Isolation] | None:
-        """Return the requested isolation between the parties; None if unknown."""
         said = [one.isolation for one in self.workloads if one.isolation is not None]
         return frozenset().union(*said) if said else None
 
@@ -152,7 +147,6 @@ class Case:
 
     @property
     def roles(self) -> frozenset[Role]:
-        """Return the roles of the workloads."""
         return frozenset(one.role for one in self.workloads if one.role is not None)
 
     @property

@@ -42,7 +42,6 @@ class _Place:
 
 
 def availability(mechanism: Mechanism, host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether a mechanism is available on this GPU, and why not."""
     if gpu.error is not None:
         return Availability(usable=None, why=f"unknown: {gpu.error}")
     return _AVAILABLE[mechanism](host, gpu)
@@ -280,7 +279,6 @@ def record(
 
 
 def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
-    """Return the GPUs that answer."""
     return tuple(gpu for gpu in host.gpus if gpu.error is None)
 
 
@@ -292,7 +290,6 @@ def text_here(
 
 
 def availability_text(mechanism: Mechanism, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
-    """Return whether a mechanism is available on these GPUs, and why not."""
     return _joined([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
 
 
@@ -306,7 +303,6 @@ def _joined(texts: Iterable[tuple[int, str | None]]) -> str | None:
 
 
 def today_text(cell: Cell, driver: str | None) -> str:
-    """Return today's text; without a named driver, with the driver branch that it needs."""
     return cell.today if cell.since is None or driver is not None else f"{cell.today} [driver {cell.since} on]"
 
 

@@ -60,7 +60,6 @@ class Match:
 
 @lru_cache(maxsize=1)
 def explanations() -> tuple[Explanation, ...]:
-    """Return all explanations."""
     from importlib.resources import files
 
     import yaml

@@ -115,7 +115,6 @@ def _title_of(way: Way) -> str:
 
 
 def times(one: Cell, other: Cell) -> str:
-    """Return how many times faster one is: ``1.30 x``."""
     return f"{one.speed / other.speed:.2f} x"
 
 
@@ -168,7 +167,6 @@ class MeasuredAdvice:
 
     @property
     def ratio(self) -> float | None:
-        """Return how many times faster ``chosen`` is than ``against``, or None."""
         return None if self.chosen is None or self.against is None else self.chosen.speed / self.against.speed
 
 

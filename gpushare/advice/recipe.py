@@ -50,7 +50,6 @@ class Change:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the arguments of gpushare."""
         return (
             *self.verb.value.split(),
             *(() if self.level is None else (self.level.title,)),
@@ -74,12 +73,10 @@ class Line:
 
 
 def command(what: str, *words: str, root: str = "") -> Line:
-    """Return a line of gpushare that changes the host; ``root`` is `sudo`."""
     return Line(what, f"{root}gpushare {shlex.join(words)}")
 
 
 def change(what: str, made: Change, root: str = "") -> Line:
-    """Return the line of a change; ``root`` is `sudo`."""
     return replace(command(what, *made.words, root=root), change=made)
 
 
@@ -297,7 +294,6 @@ def _threads_for(situation: Situation, processes: int) -> float:
 
 
 def threads_together(situation: Situation) -> int:
-    """Return the sum of the caps of all clients in percent: 100 or 200."""
     case = situation.case
     apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in situation.isolation
     return 100 if apart else 200
@@ -546,7 +542,6 @@ def _one_each(situation: Situation) -> Recipe:
 
 
 def recipe(situation: Situation, way: Way) -> Recipe:
-    """Return the recipe for a way."""
     found = _RECIPES[way](situation)
     found = _without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
     if any(line in found.lines for line in _off_first(situation)):

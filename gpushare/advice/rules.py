@@ -23,12 +23,10 @@ When = Callable[[Situation], "bool | None"]
 
 
 def said(*properties: str) -> When:
-    """Return a condition: a workload has one of these properties."""
     return lambda situation: any_of(situation.case.any(one) for one in properties)
 
 
 def denied(name: str) -> When:
-    """Return a condition: no workload has this property."""
     return lambda situation: negated(situation.case.any(name))
 
 
@@ -60,7 +58,6 @@ class Rule:
     kind: Kind = field(kw_only=True)
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
-        """Yield the reasons, each with its way."""
         common = None if self.when is None else self.when(situation)
         for way in self.ways:
             applies = common if self.when_way is None else self.when_way(situation, way)
@@ -111,7 +108,6 @@ class Requirement:
     inside: bool = True
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
-        """Yield the reasons, each with its way."""
         applies = self.when(situation)
         if applies is False or (applies is None and self.unknown is None):
             return
@@ -635,12 +631,10 @@ class Verdict:
     score: int
 
     def of(self, *kinds: Kind) -> tuple[Reason, ...]:
-        """Return the reasons of these kinds."""
         return tuple(one for one in self.reasons if one.kind in kinds)
 
     @property
     def refused(self) -> bool:
-        """Return whether it is refused."""
         return self.outcome is Outcome.REFUSED
 
 

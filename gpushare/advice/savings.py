@@ -59,7 +59,6 @@ class Price:
     source: str
 
     def cost(self, gpus: int) -> Decimal:
-        """Return the cost of a number of GPUs, to the cent."""
         return (gpus * self.per_hour * self.hours).quantize(_CENT, ROUND_HALF_UP)
 
 
@@ -150,7 +149,6 @@ def savings(
 
 
 def known_price(instance: str) -> KnownPrice | None:
-    """Return the published price of an instance, or None."""
     return next((one for one in KNOWN_PRICES if one.instance == instance.strip().lower()), None)
 
 
@@ -254,7 +252,6 @@ def _on(gpus: int) -> str:
 
 
 def plain(number: Decimal) -> str:
-    """Return a number without trailing zeros: ``25``, ``0.752``."""
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 

@@ -56,14 +56,12 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the memory available to processes and their contexts."""
         if self.total_bytes is None or self.headroom_bytes is None:
             return None
         return self.total_bytes - self.headroom_bytes - self.server_bytes
 
     @property
     def needed_bytes(self) -> int | None:
-        """Return the memory that processes and their contexts need."""
         if self.wanted_bytes is None or self.processes is None:
             return None
         return self.wanted_bytes + self.processes * self.context_bytes
@@ -76,7 +74,6 @@ class Budget:
 
     @property
     def fits(self) -> bool | None:
-        """Return whether all fit at the same time."""
         left = self.left_bytes
         return None if left is None else left >= 0
 
@@ -90,7 +87,6 @@ class Budget:
 
     @property
     def one_fits(self) -> bool | None:
-        """Return whether the largest process fits alone."""
         usable = self.usable_bytes
         return None if usable is None or self.largest_bytes is None else self.largest_bytes <= usable
 
@@ -118,7 +114,6 @@ class Budget:
 
 
 def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
-    """Return the budget of a case on a GPU."""
     context = MPS_CONTEXT_BYTES if mps else CONTEXT_BYTES
     total = gpu.memory_total_bytes
     counts = case.counts
@@ -176,13 +171,11 @@ class Slices:
 
     @property
     def wish(self) -> Wish:
-        """Return the profiles as a wish."""
         counts = Counter(sorted((one.name for one in self.profiles), reverse=True))
         return tuple(Request(profile=name, count=count) for name, count in counts.items())
 
     @property
     def words(self) -> list[str]:
-        """Return the wish as arguments of ``gpushare mig``."""
         return [str(request) for request in self.wish]
 
 
@@ -298,7 +291,6 @@ def _free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None
 
 
 def addable(layout: Layout, wish: Wish) -> bool:
-    """Return whether a wish fits next to the existing instances."""
     return isinstance(plan_add([layout], wish), MigPlan)
 
 
@@ -345,12 +337,10 @@ class Situation:
 
     @cached_property
     def pair(self) -> bool:
-        """Return whether there are a production job and an opportunistic one."""
         return self.case.roles == {Role.PRODUCTION, Role.OPPORTUNISTIC}
 
     @cached_property
     def idle_often(self) -> bool:
-        """Return whether the load is bursty or interactive."""
         return self.case.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY}
 
     @cached_property
@@ -364,7 +354,6 @@ class Situation:
 
     @cached_property
     def isolation(self) -> frozenset[Isolation]:
-        """Return the requested isolation."""
         return self.case.wanted_isolation or frozenset()
 
     @cached_property
@@ -381,7 +370,6 @@ class Situation:
 
     @cached_property
     def together(self) -> bool:
-        """Return whether several processes depend on each other, so that they cannot run in turn."""
         needs = ("cooperating", "nccl", "ipc", "one_application")
         return self.several and not self.pair and any(self.case.any(need) for need in needs)
 
@@ -393,7 +381,6 @@ class Situation:
 
     @cached_property
     def trusted(self) -> bool:
-        """Return False if one of the parties is not trusted."""
         return not any(one.trusted is False for one in self.case.workloads)
 
     @cached_property
@@ -406,16 +393,13 @@ class Situation:
 
     @cached_property
     def plain(self) -> Budget:
-        """Return the memory budget without MPS."""
         return budget(self.case, self.gpu, mps=False)
 
     @cached_property
     def under_mps(self) -> Budget:
-        """Return the memory budget under MPS."""
         return budget(self.case, self.gpu, mps=True)
 
     def budget_of(self, way: Way) -> Budget:
-        """Return the memory budget of a way."""
         return self.under_mps if Mechanism.MPS in {way.outer, way.inner} else self.plain
 
     # -- MPS and MIG -------------------------------------------------------------------------------
@@ -453,7 +437,6 @@ class Situation:
 
     @cached_property
     def may_be_root(self) -> bool | None:
-        """Return whether commands can run as root: as the user said, else True for root; None if unknown."""
         return self.case.root if self.case.root is not None else self.host.root or None
 
     def shares(self, way: Way) -> tuple[Share, ...]:

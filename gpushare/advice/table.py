@@ -202,7 +202,6 @@ def load_table() -> Table:
 
 
 def table_of(text: str) -> Table:
-    """Return the table of a YAML text like data/mechanisms.yaml."""
     import yaml
 
     raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one

@@ -29,7 +29,6 @@ class Way(str, Enum):
 
     @property
     def label(self) -> str:
-        """Return the name for people."""
         return _TITLES[self]
 
     @property

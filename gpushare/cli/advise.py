@@ -132,7 +132,6 @@ class _AdviseCommand(ChangingCommand):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(
         "advise",
         cls=_AdviseCommand,
@@ -390,7 +389,6 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
-    """Return the case of a file; ``-`` is stdin."""
     from gpushare.advice.case import read_case
 
     try:
@@ -410,7 +408,6 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
 
 
 def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
-    """Return a case with the options applied to all of its workloads."""
     from gpushare.advice.case import workload_of
 
     said = workload_of({key: value for key, value in words.items() if value is not None})
@@ -683,7 +680,6 @@ class Wanted:
 
 
 def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
-    """Return the options of ``--measure``."""
     from gpushare.cli.options import positive
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
@@ -716,7 +712,6 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
 
 
 def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: bool, apply: bool) -> Any:
-    """Apply the rules, measure the ways that they leave, and return the final answer."""
     from gpushare.advice.advise import advise
     from gpushare.advice.measured import measured, unmeasured
 

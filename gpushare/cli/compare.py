@@ -28,7 +28,6 @@ class View(str, Enum):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("compare", cls=Command, short_help="Compare the ways of sharing; every cell has its source.")(compare)
 
 

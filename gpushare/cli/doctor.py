@@ -11,7 +11,6 @@ from gpushare.cli.options import Command, settings
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("doctor", cls=Command, short_help="Check the host; each finding has a remedy.")(doctor)
 
 

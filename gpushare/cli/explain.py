@@ -10,7 +10,6 @@ from gpushare.cli.options import Command
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("explain", cls=Command, short_help="Explain an error code or a log line.")(explain)
 
 

@@ -20,7 +20,6 @@ _MOST_PRICE: Final = Decimal(1_000_000)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("savings", cls=Command, short_help="Estimate what sharing fewer GPUs would save.")(savings)
 
 

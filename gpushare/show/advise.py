@@ -47,7 +47,6 @@ def verdicts_table(data: Mapping[str, Any]) -> Table:
 
 
 def reasons_table(verdicts: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return all reasons of some ways, with rule and source."""
     rows = tuple(
         {"way": one["way"], **{key: reason[key] for key in ("kind", "rule", "text", "source")}}
         for one in verdicts

@@ -41,7 +41,6 @@ class ComparedRow:
 
 
 def grid(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
-    """Return the lines of the comparison for a width in columns."""
     first = max((len(word) for row in rows for word in row.title.split()), default=0)
     first = max(first, min(16, max((len(row.title) for row in rows), default=0)))
     each = min(WIDEST, (width - first) // max(len(titles), 1) - GAP)

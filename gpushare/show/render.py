@@ -59,7 +59,6 @@ def write(
 
 
 def resolve(output: OutputFormat, *, terminal: bool) -> OutputFormat:
-    """Return the format, with ``auto`` resolved."""
     if output is not OutputFormat.AUTO:
         return output
     return OutputFormat.TABLE if terminal else OutputFormat.PLAIN
@@ -84,7 +83,6 @@ def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header
 
 
 def speaks_unicode(stream: IO[str]) -> bool:
-    """Return whether a stream can encode any character."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
@@ -102,7 +100,6 @@ def width_of(stream: IO[str], *, terminal: bool) -> int:
 
 
 def write_notes(notes: list[str] | tuple[str, ...], stream: IO[str]) -> None:
-    """Write ``note:`` lines, one each."""
     for note in notes:
         put(stream, f"{_paint('note:', 'dim', stream)} {one_line(note)}\n")
 
@@ -164,7 +161,6 @@ def document(result: Result) -> dict[str, Any]:
 
 
 def json_text(result: Result, *, compact: bool = False, ascii_only: bool = False) -> str:
-    """Return the result as one JSON document, on one line if ``compact`` (JSON Lines)."""
     if compact:
         text = json.dumps(document(result), ensure_ascii=ascii_only, separators=(",", ":"))
     else:
@@ -181,7 +177,6 @@ def yaml_text(result: Result, *, ascii_only: bool = False) -> str:
 
 
 def csv_table(result: Result) -> Table | None:
-    """Return the rectangular table of a result, or None if it has none."""
     return result.csv or (result.tables[0] if result.tables else None)
 
 
@@ -243,7 +238,6 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """Return the width of a line."""
         return sum(self.widths) + GAP * max(len(self.widths) - 1, 0)
 
 
