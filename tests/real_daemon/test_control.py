@@ -27,9 +27,9 @@ def test_without_a_daemon_it_is_not_found(sim_dir: Path) -> None:
 
 def test_a_fresh_daemon_has_no_limits(control: MpsControl) -> None:
     overview = control.overview()
-    assert overview.threads_percent == 100.0
-    assert overview.memory_limit_bytes is None
-    assert overview.priority is Priority.NORMAL
+    assert overview.limits.threads_percent == 100.0
+    assert overview.limits.memory_limit_bytes is None
+    assert overview.limits.priority is Priority.NORMAL
     assert overview.servers == ()
     assert overview.clients == ()
     assert control.clients() == []
@@ -39,7 +39,7 @@ def test_a_fresh_daemon_has_no_limits(control: MpsControl) -> None:
 def test_thread_percentages_are_read_back(control: MpsControl, percent: float) -> None:
     control.set_threads(percent)
     assert control.threads() == percent
-    assert control.overview().threads_percent == percent
+    assert control.overview().limits.threads_percent == percent
 
 
 @pytest.mark.parametrize("percent", [400.0, 100.1, 0.0])
@@ -76,7 +76,7 @@ def test_a_memory_limit_can_be_cleared(control: MpsControl) -> None:
     control.set_memory(2048 * MIB)
     control.set_memory(None)
     assert control.memory() is None
-    assert control.overview().memory_limit_bytes is None
+    assert control.overview().limits.memory_limit_bytes is None
 
 
 @pytest.mark.parametrize(("sent", "stored"), [("1.5G", "1M"), ("1024K", "1G"), ("0G", "")])
@@ -97,7 +97,7 @@ def test_all_defaults_stand_in_one_overview(control: MpsControl) -> None:
     control.set_memory(1500 * MIB)
     control.set_priority(Priority.LOW)
     overview = control.overview()
-    assert (overview.threads_percent, overview.priority, overview.memory_limit_bytes) == (
+    assert (overview.limits.threads_percent, overview.limits.priority, overview.limits.memory_limit_bytes) == (
         25.0,
         Priority.LOW,
         1024 * MIB,
