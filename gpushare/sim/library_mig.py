@@ -393,21 +393,12 @@ def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_s
         put(activation_status, set_mode(gpu, target.model, number(mode), residents))
 
 
-@entry_point("nvmlDeviceCreateGpuInstance", on=On.GPU)
-def _create(library: SimulatedLibrary, target: Target, profile_id: Any, instance: Any) -> None:
-    _create_gpu_instance(library, target, number(profile_id), None, instance)
-
-
-@entry_point("nvmlDeviceCreateGpuInstanceWithPlacement", on=On.GPU)
-def _create_at(library: SimulatedLibrary, target: Target, profile_id: Any, placement: Any, instance: Any) -> None:
-    _create_gpu_instance(library, target, number(profile_id), _placement(placement), instance)
-
-
-def _create_gpu_instance(
-    library: SimulatedLibrary, target: Target, profile_id: int, placement: tuple[int, int] | None, instance: Any
-) -> None:
+@entry_point("nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", on=On.GPU)
+def _create(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
+    *given, instance = rest
+    placement = _placement(given[0]) if given else None
     with _changed(library, target) as (gpu, residents):
-        identity = create_gpu_instance(gpu, target.model, profile_id, placement, residents)
+        identity = create_gpu_instance(gpu, target.model, number(profile_id), placement, residents)
         put_handle(instance, Handle(Kind.GPU_INSTANCE, target.handle.index, identity))
 
 
@@ -417,24 +408,15 @@ def _destroy(library: SimulatedLibrary, target: Target) -> None:
         destroy_gpu_instance(gpu, target.handle.gpu_instance, residents)
 
 
-@entry_point("nvmlGpuInstanceCreateComputeInstance", on=On.GPU_INSTANCE)
-def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, instance: Any) -> None:
-    _create_compute_instance(library, target, number(profile_id), None, instance)
-
-
-@entry_point("nvmlGpuInstanceCreateComputeInstanceWithPlacement", on=On.GPU_INSTANCE)
-def _create_compute_at(
-    library: SimulatedLibrary, target: Target, profile_id: Any, placement: Any, instance: Any
-) -> None:
-    _create_compute_instance(library, target, number(profile_id), _placement(placement), instance)
-
-
-def _create_compute_instance(
-    library: SimulatedLibrary, target: Target, profile: int, placement: tuple[int, int] | None, instance: Any
-) -> None:
+@entry_point(
+    "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceCreateComputeInstanceWithPlacement", on=On.GPU_INSTANCE
+)
+def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
+    *given, instance = rest
+    placement = _placement(given[0]) if given else None
     index, owner = target.handle.index, target.handle.gpu_instance
     with _changed(library, target) as (gpu, _):
-        identity = create_compute_instance(gpu, target.model, owner, profile, placement)
+        identity = create_compute_instance(gpu, target.model, owner, number(profile_id), placement)
         put_handle(instance, Handle(Kind.COMPUTE_INSTANCE, index, owner, identity))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from gpushare.gpu_models import GiProfile
 from gpushare.sim import activity, library_mig, mig
+from gpushare.sim.activity import Resident
 from gpushare.sim.mps_servers import driver_major
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code, Refused
 from gpushare.sim.smi_gpus import Chosen, changed, choose_present, lost_text, require_root
@@ -256,6 +258,9 @@ _OPTIONS: Final = {
 }
 
 
+_Item = TypeVar("_Item")
+
+
 class _Failed(Exception):
     """A command failed: its lines, and the code that NVML gave."""
 
@@ -301,21 +306,22 @@ def _carry_out(
     state: SimulatedHostState, enabled: list[Chosen], command: str, options: dict[str, str | None]
 ) -> tuple[int, str]:
     if command == "-cgi":
-        return 0, _create_gpu_instances(state, enabled, options["-cgi"] or "", whole="-C" in options)
+        wishes = [(one, wish) for one in enabled for wish in (options["-cgi"] or "").split(",") if wish]
+        whole = "-C" in options
+        return 0, _each(wishes, lambda it: _create_gpu_instance(state, *it, whole=whole), "create GPU instances")
     places = _places(enabled, None if command == "-lgi" else _ids(options.get("-gi")))
     if not places:
         return 6, "No GPU instances found: Not Found\n"
     if command in {"-lci", "-dci", "-C", "-gi", "-ci"}:
         return _compute_instances(state, places, _ids(options.get("-ci")), command)
     if command == "-dgi":
-        return 0, _each(state, places, _destroy_gpu_instance, "destroy GPU instances")
+        return 0, _each(places, lambda place: _destroy_gpu_instance(state, place), "destroy GPU instances")
     if command == "-cci":
         text = options["-cci"]
         wanted = [None] if text is None else [part for part in text.split(",") if part]
         return 0, _each(
-            state,
             places,
-            lambda state, place: "".join(_create_compute_instance(state, place, one) for one in wanted),
+            lambda place: ["".join(_create_compute_instance(state, place, one) for one in wanted)],
             "create compute instances",
         )
     if command == "-lgi":
@@ -335,7 +341,7 @@ def _compute_instances(
     if not found:
         return 6, "No compute instances found: Not Found\n"
     if command == "-dci":
-        return 0, _destroy_compute_instances(state, found)
+        return 0, _each(found, lambda it: _destroy_compute_instance(state, *it), "destroy compute instances")
     # Without a command the instances are looked for, and that is all.
     return 0, compute_instances(found) if command == "-lci" else ""
 
@@ -358,115 +364,88 @@ def _places(chosen: list[Chosen], ids: set[int] | None) -> list[Place]:
     return found
 
 
-def _each(
-    state: SimulatedHostState, places: list[Place], act: Callable[[SimulatedHostState, Place], str], what: str
-) -> str:
-    """Do one thing to each GPU instance; what was done before a failure stays."""
-    text = ""
-    for place in places:
-        try:
-            text += act(state, place)
-        except _Failed as failed:
-            said = f"{text}{failed.text}Failed to {what}: {ERROR_TEXTS[failed.code]}\n"
-            raise _Failed(failed.code, said) from None
-    return text
+@contextmanager
+def _attempt(state: SimulatedHostState, one: Chosen, what: str) -> Iterator[list[Resident]]:
+    """Yield the processes on a GPU for a change that only root may make; report a refusal as the program does."""
+    try:
+        require_root(state)
+        with changed(state, one) as residents:
+            yield residents
+    except Refused as refused:
+        raise _unable(what, refused.code) from None
 
 
-def _create_gpu_instances(state: SimulatedHostState, enabled: list[Chosen], wishes: str, *, whole: bool) -> str:
+def _unable(what: str, code: Code) -> _Failed:
+    return _Failed(code, f"Unable to {what}: {ERROR_TEXTS[code]}\n")
+
+
+def _each(items: Iterable[_Item], act: Callable[[_Item], Iterable[str]], what: str) -> str:
+    """Do one thing to each item and return what is said; what was done before a failure stays."""
     text = ""
-    for one in enabled:
-        for wish in [part for part in wishes.split(",") if part]:
-            try:
-                place, said = _create_gpu_instance(state, one, wish)
+    try:
+        for item in items:
+            for said in act(item):
                 text += said
-                if whole:
-                    text += _create_compute_instance(state, place, None)
-            except _Failed as failed:
-                said = f"{text}{failed.text}Failed to create GPU instances: {ERROR_TEXTS[failed.code]}\n"
-                raise _Failed(failed.code, said) from None
+    except _Failed as failed:
+        raise _Failed(failed.code, f"{text}{failed.text}Failed to {what}: {ERROR_TEXTS[failed.code]}\n") from None
     return text
 
 
-def _create_gpu_instance(state: SimulatedHostState, one: Chosen, wish: str) -> tuple[Place, str]:
+def _create_gpu_instance(state: SimulatedHostState, one: Chosen, wish: str, *, whole: bool) -> Iterator[str]:
     name, colon, start = wish.strip().partition(":")
     if not name:
         # The spelling is the program's own.
         said = f"Unable to create a GPU instace on GPU {one.index:>2} using profile {wish}: invalid placement syntax\n"
         raise _Failed(Code.INVALID_ARGUMENT, said)
-    try:
-        profile = next(
-            (each for each in one.model.profiles if name in {str(each.id), each.name, f"MIG {each.name}"}), None
-        )
-        if profile is None or profile.id is None:
-            raise Refused(Code.INVALID_ARGUMENT)
-        require_root(state)
-        digits = re.match("[0-9]{1,9}", start) if colon else None
-        placement = None if digits is None else (int(digits.group()), profile.size or 0)
-        with changed(state, one) as residents:
-            identity = library_mig.create_gpu_instance(one.gpu, one.model, profile.id, placement, residents)
-    except Refused as refused:
-        error = ERROR_TEXTS[refused.code]
-        said = f"Unable to create a GPU instance on GPU {one.index:>2} using profile {wish}: {error}\n"
-        raise _Failed(refused.code, said) from None
-    made = next(each for each in mig.gpu_instances(one.gpu) if each.gpu_instance_id == identity)
-    return Place(one, profile, made), (
+    what = f"create a GPU instance on GPU {one.index:>2} using profile {wish}"
+    profile = next((each for each in one.model.profiles if name in {str(each.id), each.name, f"MIG {each.name}"}), None)
+    if profile is None or profile.id is None:
+        raise _unable(what, Code.INVALID_ARGUMENT)
+    digits = re.match("[0-9]{1,9}", start) if colon else None
+    placement = None if digits is None else (int(digits.group()), profile.size or 0)
+    with _attempt(state, one, what) as residents:
+        identity = library_mig.create_gpu_instance(one.gpu, one.model, profile.id, placement, residents)
+    yield (
         f"Successfully created GPU instance ID {identity:>2} on GPU {one.index:>2} "
         f"using profile MIG {profile.name} (ID {profile.id:>2})\n"
     )
+    if whole:
+        made = next(each for each in mig.gpu_instances(one.gpu) if each.gpu_instance_id == identity)
+        yield _create_compute_instance(state, Place(one, profile, made), None)
 
 
 def _create_compute_instance(state: SimulatedHostState, place: Place, wish: str | None) -> str:
     one, owner = place.one, place.profile
-    try:
-        number = mig.whole(owner)
-        placement = None
-        if wish is not None:
-            name, _, start = wish.partition(":")
-            names = {compute_name(owner, each): each for each in mig.offered(owner)}
-            names |= {str(each): each for each in mig.offered(owner)}
-            if name.removeprefix("MIG ") not in names:
-                raise Refused(Code.INVALID_ARGUMENT)
-            number = names[name.removeprefix("MIG ")]
-            digits = re.match("[0-9]{1,9}", start)
-            placement = None if digits is None else (int(digits.group()), mig.slices_of(number))
-        require_root(state)
-        with changed(state, one):
-            identity = library_mig.create_compute_instance(
-                one.gpu, one.model, place.instance.gpu_instance_id, number, placement
-            )
-    except Refused as refused:
-        wanted = "default" if wish is None else wish
-        said = f"Unable to create a compute instance on {place.title} using profile {wanted}: {ERROR_TEXTS[refused.code]}\n"
-        raise _Failed(refused.code, said) from None
+    what = f"create a compute instance on {place.title} using profile {'default' if wish is None else wish}"
+    number, placement = mig.whole(owner), None
+    if wish is not None:
+        name, _, start = wish.partition(":")
+        names = {compute_name(owner, each): each for each in mig.offered(owner)}
+        names |= {str(each): each for each in mig.offered(owner)}
+        if name.removeprefix("MIG ") not in names:
+            raise _unable(what, Code.INVALID_ARGUMENT)
+        number = names[name.removeprefix("MIG ")]
+        digits = re.match("[0-9]{1,9}", start)
+        placement = None if digits is None else (int(digits.group()), mig.slices_of(number))
+    with _attempt(state, one, what):
+        owner_id = place.instance.gpu_instance_id
+        identity = library_mig.create_compute_instance(one.gpu, one.model, owner_id, number, placement)
     return (
         f"Successfully created compute instance ID {identity:>2} on {place.title} "
         f"using profile MIG {compute_name(owner, number)} (ID {number:>2})\n"
     )
 
 
-def _destroy_gpu_instance(state: SimulatedHostState, place: Place) -> str:
+def _destroy_gpu_instance(state: SimulatedHostState, place: Place) -> Iterator[str]:
     where = f"GPU instance ID {place.instance.gpu_instance_id:>2} from GPU {place.one.index:>2}"
-    try:
-        require_root(state)
-        with changed(state, place.one) as residents:
-            library_mig.destroy_gpu_instance(place.one.gpu, place.instance.gpu_instance_id, residents)
-    except Refused as refused:
-        raise _Failed(refused.code, f"Unable to destroy {where}: {ERROR_TEXTS[refused.code]}\n") from None
-    return f"Successfully destroyed {where}\n"
+    with _attempt(state, place.one, f"destroy {where}") as residents:
+        library_mig.destroy_gpu_instance(place.one.gpu, place.instance.gpu_instance_id, residents)
+    yield f"Successfully destroyed {where}\n"
 
 
-def _destroy_compute_instances(state: SimulatedHostState, found: list[tuple[Place, SimulatedMigInstance]]) -> str:
-    text = ""
-    for place, instance in found:
-        where = f"compute instance ID {instance.compute_instance_id:>2} from {place.title}"
-        try:
-            require_root(state)
-            with changed(state, place.one) as residents:
-                identity = place.instance.gpu_instance_id
-                library_mig.destroy_compute_instance(place.one.gpu, identity, instance.compute_instance_id, residents)
-        except Refused as refused:
-            error = ERROR_TEXTS[refused.code]
-            said = f"{text}Unable to destroy {where}: {error}\nFailed to destroy compute instances: {error}\n"
-            raise _Failed(refused.code, said) from None
-        text += f"Successfully destroyed {where}\n"
-    return text
+def _destroy_compute_instance(state: SimulatedHostState, place: Place, instance: SimulatedMigInstance) -> Iterator[str]:
+    where = f"compute instance ID {instance.compute_instance_id:>2} from {place.title}"
+    with _attempt(state, place.one, f"destroy {where}") as residents:
+        identity = place.instance.gpu_instance_id
+        library_mig.destroy_compute_instance(place.one.gpu, identity, instance.compute_instance_id, residents)
+    yield f"Successfully destroyed {where}\n"
