@@ -1,4 +1,4 @@
-"""Fixtures for every test: nothing of the machine's own GPUs or simulated hosts is ever touched."""
+"""Fixtures for every test. No test touches the GPUs or the simulated hosts of the machine it runs on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No test waits for the clock: a busy machine must not fail one.
+# No test depends on the clock: a busy machine must not fail one.
 settings.register_profile("gpushare", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gpushare")
 
 
 def short_directory() -> str:
-    """Return where a test's simulated hosts lie: a short path, in memory if there is a tmpfs that may run programs."""
+    """Return the directory for simulated hosts: a short path, in memory if there is a tmpfs without noexec."""
     memory = "/dev/shm"
     usable = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
     return memory if usable else "/tmp"
@@ -28,7 +28,7 @@ ROOM = short_directory()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let what is looked at while tests are collected not be the simulated hosts of whoever runs them."""
+    """Give the collection of tests a directory of simulated hosts of its own."""
     directory = tempfile.mkdtemp(prefix="gc", dir=ROOM)
     os.environ["GPUSHARE_SIM_DIR"] = directory
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
@@ -36,10 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give each test its own directory of simulated hosts: short, because MPS pipe paths lie in it."""
+    """Give each test a directory of simulated hosts; its path is short, because MPS pipe paths are limited."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir=ROOM))
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(directory))
-    # A simulated program that hangs is given up ten times as soon.
+    # A time-out on a simulated program that hangs passes ten times as fast.
     monkeypatch.setenv("GPUSHARE_SIM_PATIENCE", "0.1")
     for name in (
         "GPUSHARE_HOST",
@@ -56,7 +56,7 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 GOLDENS = Path(__file__).parent / "goldens"
-# What starts real processes, waits for them, or tries everything: not for the daily loop (pytest -m "not slow").
+# Tests that start real processes, wait for them, or try everything: not in the daily loop (pytest -m "not slow").
 SLOW = (
     "advice/test_measured.py",
     "advice/test_properties.py",
@@ -98,7 +98,7 @@ SLOW = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow by where it stands."""
+    """Mark slow tests by their path."""
     here = str(Path(__file__).parent)
     for item in items:
         if str(item.path).removeprefix(f"{here}/").startswith(SLOW):
@@ -112,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--update-goldens``: rewrite tests/goldens/*.txt with what the tests draw now."""
+    """Add ``--update-goldens``: rewrite tests/goldens/*.txt with the present output."""
     parser.addoption("--update-goldens", action="store_true", help="rewrite the golden texts")
 
 
@@ -125,7 +125,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         if request.config.getoption("--update-goldens"):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(text.encode())
-        assert path.exists(), f"no golden {path.name}: pytest --update-goldens writes it; look at it then"
+        assert path.exists(), f"no golden {path.name}: run pytest --update-goldens, then read it"
         assert text == path.read_bytes().decode()
 
     return check

@@ -19,7 +19,7 @@ Cli = Callable[..., Answer]
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what changes how things are shown, and what a CUDA program would read."""
+    """Remove variables that change the output, or that a CUDA program would read."""
     for name in ("COLUMNS", "NO_COLOR", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"):
         monkeypatch.delenv(name, raising=False)
     # A simulated GPU answers as well after a short window.
@@ -28,13 +28,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def printed_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every copy that is measured for a time print some numbers in it, however slow the machine is."""
+    """Extend each window until every copy has printed in it, however slow the machine is."""
     wait_for_numbers(monkeypatch)
 
 
 @pytest.fixture
 def even_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let only sleeping take time while `gpushare observe` records in this process: a slow machine misses no sample."""
+    """Count only sleeps as time while `gpushare observe` records here: a slow machine misses no sample."""
     slept = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -47,7 +47,7 @@ def even_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def patience_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a simulated program that hangs run into its time-out without the wait, where nothing would wake it."""
+    """Let a simulated program that hangs time out at once."""
     waited = [0.0]
 
     def sleep(_seconds: float) -> None:
@@ -78,7 +78,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def refused(cli: Cli) -> Callable[..., str]:
-    """Return a check that a command is refused as it must be.
+    """Return a check that a command is refused properly.
 
     One ``error:`` line, one ``hint:`` line, the exit code, the same in the JSON document, no traceback,
     and nothing of the host changed. Returns both lines.
@@ -109,7 +109,7 @@ def refused(cli: Cli) -> Callable[..., str]:
 
 @pytest.fixture
 def real(world: World) -> Iterator[Callable[..., Started]]:
-    """Return a function that starts a real gpushare; what is left of it is ended after the test."""
+    """Return a function that starts gpushare as a process; leftovers are ended after the test."""
     processes: list[Any] = []
 
     def start(*words: str, **named: Any) -> Started:

@@ -34,7 +34,7 @@ Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one command said."""
+    """How a command ended, and its output."""
 
     code: int
     out: str
@@ -64,14 +64,14 @@ class Answer:
         return [line for line in self.err.splitlines() if line.startswith(f"{word}:")]
 
     def ok(self) -> Answer:
-        """Return itself, if it succeeded without an error."""
+        """Assert success without an error, and return itself."""
         assert self.code == 0, self
         assert not self.lines("error"), self
         return self
 
 
 def same(host: str) -> tuple[Any, dict[str, str]]:
-    """Return all of a simulated host that a refused command must leave as it was."""
+    """Return the parts of a simulated host that a refused command must not change."""
     file = StateFile(parse_spec(host).text)
     state = file.read()
     run = file.directory / "run"
@@ -80,7 +80,7 @@ def same(host: str) -> tuple[Any, dict[str, str]]:
         for path in sorted(run.rglob("*"))
         if not path.is_dir() and path.name != "lock" and path.suffix != ".log"
     }
-    # PIDs that were given out, and how busy an MPS log is, are nobody's state.
+    # Not state: PIDs that were given out, and the length of MPS logs.
     return {key: value for key, value in asdict(state).items() if key != "next_pid"} if state else None, files
 
 
@@ -133,7 +133,7 @@ class World:
 
     @property
     def begun(self) -> bool:
-        """Return whether the host has a state: a program that was started has asked it."""
+        """Return whether the host has a state: some command has used it."""
         return self.file.exists()
 
     @property
@@ -181,7 +181,7 @@ class World:
         admin.set_fault(self.spec, kind, None if gpu is None else str(gpu), None if value is None else str(value))
 
     def clear(self) -> None:
-        """Take every fault back."""
+        """Clear all faults."""
         admin.clear_faults(self.spec)
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class World:
         return next(process for process in self.state.processes if process.pid == pid)
 
     def attached(self) -> list[SimulatedProcess]:
-        """Return the clients of all daemons; none of a host that was never used."""
+        """Return the clients of all daemons; none before the first use of the host."""
         state = self.file.read()
         return [one for one in state.processes if one.mps_server] if state else []
 
@@ -231,7 +231,7 @@ class World:
         return found
 
     def names(self) -> dict[str, tuple[str, str, int]]:
-        """Return what each name means."""
+        """Return GPU, profile and start of each named instance."""
         return {name: (one.gpu_uuid, one.profile, one.start) for name, one in names_of(self.host).items()}
 
     def devices(self) -> list[tuple[int, str]]:
@@ -244,11 +244,11 @@ class World:
         return admin.add_process(self.spec, str(gpu), mig=uuid)
 
     def send(self, pid: int, number: int) -> None:
-        """Send a signal past gpushare."""
+        """Send a signal, not by gpushare."""
         self.host.processes.send(pid, number)
 
     def foreign_daemon(self, directory: Path, *, uuid: str | None = None) -> int:
-        """Start a daemon by hand, as somebody else would, and return its PID."""
+        """Start a daemon by hand, as another user would, and return its PID."""
         environment = {
             "CUDA_MPS_PIPE_DIRECTORY": str(directory / "p"),
             "CUDA_MPS_LOG_DIRECTORY": str(directory / "l"),
@@ -281,7 +281,7 @@ def until(holds: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any
 
 
 def until_one_run_is_over(world: World, copies: int = 2) -> None:
-    """Wait until a benchmark has a run behind it: more have been clients than one run has."""
+    """Wait until a benchmark has finished a run: it had more clients than one run has."""
     seen: set[int] = set()
 
     def more_than_one() -> bool:
@@ -292,7 +292,7 @@ def until_one_run_is_over(world: World, copies: int = 2) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process of this machine lives; a zombie does not."""
+    """Return whether a real process lives; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except OSError:
@@ -306,7 +306,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @dataclass
 class Started:
-    """A real gpushare that runs."""
+    """A running gpushare process."""
 
     process: subprocess.Popen[str]
     said: list[str] = field(default_factory=list)
@@ -320,7 +320,7 @@ class Started:
         self.process.send_signal(number)
 
     def says(self, text: str) -> str:
-        """Read what it says on stderr up to the line with a text, and return that line."""
+        """Read stderr up to the line with a text, and return that line."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.said.append(line)
@@ -335,7 +335,7 @@ class Started:
 
 
 def start_real(*words: str, host: str | None = H200, env: Mapping[str, str] | None = None, **named: Any) -> Started:
-    """Start a real gpushare, or a ``program`` that runs it."""
+    """Start gpushare as a process, or a ``program`` that runs it."""
     first = [] if host is None else ["--host", host]
     process = subprocess.Popen(
         [sys.executable, *named.pop("program", ("-m", "gpushare")), *first, *words],
@@ -350,7 +350,7 @@ def start_real(*words: str, host: str | None = H200, env: Mapping[str, str] | No
 
 
 def clear_up(processes: list[subprocess.Popen[str]], host: World) -> None:
-    """End what a failed test left: the programs of runs, and gpushare itself."""
+    """End what a failed test left running: gpushare and its programs."""
     with contextlib.suppress(AssertionError):
         for process in host.state.processes:
             if process.real:
