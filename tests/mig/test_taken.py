@@ -253,7 +253,7 @@ def test_a_claim_that_outlives_all_who_were_inside_keeps_the_instance(
     with runs(uuid, os.getpid()) as run:
         said = host.run("mig", "destroy", name, "--evict", name)
         assert (said.code, said.error["code"]) == (19, "claimed")
-        assert "although all who were in it have ended" in said.error["message"]
+        assert "although the processes in it have ended" in said.error["message"]
         assert (run.poll(), host.look(), pid in host.pids()) == (None, before, False)
         run.kill()
 
@@ -344,7 +344,7 @@ def test_an_open_node_without_the_drivers_library_proves_nothing(monkeypatch: py
     """A descriptor can be sent to any service, as to a message bus."""
     monkeypatch.setattr(SimulatedProcesses, "uses_driver", lambda *_: False)
     holder = Holder(pid=4194999, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="dbus-daemon")
-    with pytest.raises(InUse, match="only its device node open") as caught:
+    with pytest.raises(InUse, match="only has its device node open") as caught:
         change.Eviction(connect(A100), Gpu(index=0), going((holder,))).step()
     assert caught.value.code == "not_evictable"
     listed = GpuProcess(pid=4194999, compute=True)
