@@ -17,7 +17,7 @@ _gpushare_node() {
   commands= options= valued= positional=
   case "$1" in
     '')
-      commands='status run doctor timeslice mps mig advise compare bench tune observe savings apply diff capture export metrics explain sim'
+      commands='status doctor explain observe metrics run mps mig timeslice advise compare bench tune savings apply diff capture export sim'
       options='--version --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
@@ -25,32 +25,26 @@ _gpushare_node() {
       options='-g --gpu -w --watch --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -w --watch --host -o --output'
       ;;
-    'run')
-      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --copies --logs --restart --stall --bench -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output'
-      positional='@program'
-      ;;
     'doctor')
       options='--fail-on --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--fail-on --host -o --output'
       ;;
-    'timeslice')
-      commands='show set reset'
+    'explain')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
-    'timeslice show')
-      options='-g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --host -o --output'
+    'observe')
+      options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--for --interval -g --gpu --to --from --host -o --output'
       ;;
-    'timeslice set')
-      options='-g --gpu --beside-mps -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --host -o --output'
-      positional='default short medium long'
+    'metrics')
+      options='--listen --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--listen --host -o --output'
       ;;
-    'timeslice reset')
-      options='-g --gpu -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --host -o --output'
+    'run')
+      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --copies --logs --restart --stall --bench -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output'
+      positional='@program'
       ;;
     'mps')
       commands='start stop status set kill logs env'
@@ -154,6 +148,24 @@ _gpushare_node() {
       options='-g --gpu --forget -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --forget --host -o --output'
       ;;
+    'timeslice')
+      commands='show set reset'
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
+      ;;
+    'timeslice show')
+      options='-g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
+      ;;
+    'timeslice set')
+      options='-g --gpu --beside-mps -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
+      positional='default short medium long'
+      ;;
+    'timeslice reset')
+      options='-g --gpu -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
+      ;;
     'advise')
       options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
@@ -169,10 +181,6 @@ _gpushare_node() {
     'tune')
       options='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--production --opportunistic --keep --p99 --metric --opportunistic-metric --latency --production-caps --caps --window --rounds --timeout -g --gpu --name --host -o --output'
-      ;;
-    'observe')
-      options='--for --interval -g --gpu --to --from --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--for --interval -g --gpu --to --from --host -o --output'
       ;;
     'savings')
       options='--gpus --load --price --hours --target-load --memory --gpu-memory --instance --from -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -234,14 +242,6 @@ _gpushare_node() {
     'export prometheus')
       options='--textfile --rules --dashboard --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--textfile --host -o --output'
-      ;;
-    'metrics')
-      options='--listen --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--listen --host -o --output'
-      ;;
-    'explain')
-      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--host -o --output'
       ;;
     'sim')
       commands='list show reset add end mig fault cdi'

@@ -37,7 +37,7 @@ function __gpushare_gpus
     gpushare $host status -o csv 2>/dev/null </dev/null | string match -r '^[0-9]+(?=,)' | sort -u
 end
 
-set -g __gpushare_groups 'timeslice' 'mps' 'mig' 'export' 'sim'
+set -g __gpushare_groups 'mps' 'mig' 'timeslice' 'export' 'sim'
 
 function __gpushare_valued
     switch $argv[1]
@@ -48,6 +48,18 @@ function __gpushare_valued
         case -g --gpu
             return 0
         case -w --watch
+            return 0
+        case --fail-on
+            return 0
+        case --for
+            return 0
+        case --interval
+            return 0
+        case --to
+            return 0
+        case --from
+            return 0
+        case --listen
             return 0
         case --mig
             return 0
@@ -61,8 +73,6 @@ function __gpushare_valued
             return 0
         case --production
             return 0
-        case --for
-            return 0
         case --duty-cycle
             return 0
         case --copies
@@ -74,8 +84,6 @@ function __gpushare_valued
         case --stall
             return 0
         case --bench
-            return 0
-        case --fail-on
             return 0
         case --pipe-directory
             return 0
@@ -119,8 +127,6 @@ function __gpushare_valued
             return 0
         case --command
             return 0
-        case --from
-            return 0
         case --mechanism
             return 0
         case --metric
@@ -141,8 +147,6 @@ function __gpushare_valued
             return 0
         case --footprint
             return 0
-        case --to
-            return 0
         case --compare
             return 0
         case --plot
@@ -160,8 +164,6 @@ function __gpushare_valued
         case --window
             return 0
         case --rounds
-            return 0
-        case --interval
             return 0
         case --gpus
             return 0
@@ -211,8 +213,6 @@ function __gpushare_valued
             return 0
         case --textfile
             return 0
-        case --listen
-            return 0
         case --user
             return 0
         case --queue
@@ -225,23 +225,23 @@ end
 
 complete -c gpushare -f
 complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them'
-complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
-complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU switches to the next one'
+complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid in the kernel log, or lines of MPS logs'
+complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
+complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
+complete -c gpushare -n '__gpushare_at ' -a run -d 'Run a program inside a share of a GPU, and prove that it is attached'
 complete -c gpushare -n '__gpushare_at ' -a mps -d 'MPS: programs of one user run on the GPU at the same time, with thread and memory limits'
 complete -c gpushare -n '__gpushare_at ' -a mig -d 'MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions'
+complete -c gpushare -n '__gpushare_at ' -a timeslice -d 'Time-slice level: how long a program runs before the GPU switches to the next one'
 complete -c gpushare -n '__gpushare_at ' -a advise -d 'Recommend a way of sharing a GPU, say why, and print the commands for this host'
 complete -c gpushare -n '__gpushare_at ' -a compare -d 'Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU'
 complete -c gpushare -n '__gpushare_at ' -a bench -d 'Measure a command as several copies under each way of sharing, and say which way is best'
 complete -c gpushare -n '__gpushare_at ' -a tune -d 'Find the largest thread cap of an opportunistic job with which a production job keeps its speed'
-complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
 complete -c gpushare -n '__gpushare_at ' -a savings -d 'Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise'
 complete -c gpushare -n '__gpushare_at ' -a apply -d 'Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone'
 complete -c gpushare -n '__gpushare_at ' -a diff -d 'Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out'
 complete -c gpushare -n '__gpushare_at ' -a capture -d 'Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml'
 complete -c gpushare -n '__gpushare_at ' -a export -d 'Write the sharing of this host for another engine'
-complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C; needs gpushare[metrics]'
-complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid in the kernel log, or lines of MPS logs'
 complete -c gpushare -n '__gpushare_at ' -a sim -d 'Simulated hosts: try everything, rehearse errors and run tests without a GPU'
 complete -c gpushare -n '__gpushare_at ' -l version -d 'Show the version and exit.'
 complete -c gpushare -n '__gpushare_at ' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
@@ -258,6 +258,37 @@ complete -c gpushare -n '__gpushare_at status' -s q -l quiet -d 'Do not print no
 complete -c gpushare -n '__gpushare_at status' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at status' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at status' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at doctor' -l fail-on -x -d 'Exit with 1 on: a failed check (failure), or also on a warning.'
+complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at doctor' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at doctor' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at doctor' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at doctor' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at explain' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at explain' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at explain' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at explain' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at explain' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at explain' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at observe' -l for -x -d 'How long to record: 90s, 10m, 8h.'
+complete -c gpushare -n '__gpushare_at observe' -l interval -x -d 'Time between two samples.'
+complete -c gpushare -n '__gpushare_at observe' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
+complete -c gpushare -n '__gpushare_at observe' -l to -x -d 'A new file. [default: gpushare-DATE-TIME.jsonl in this directory]'
+complete -c gpushare -n '__gpushare_at observe' -l from -x -d 'Show an earlier recording instead.'
+complete -c gpushare -n '__gpushare_at observe' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at observe' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at observe' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at observe' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at observe' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at observe' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at metrics' -l listen -x -d 'Where to listen; :PORT listens on every address.'
+complete -c gpushare -n '__gpushare_at metrics' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at metrics' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at metrics' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at metrics' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at metrics' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at metrics' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
 complete -c gpushare -n '__gpushare_at run' -l mig -x -d 'Run in a free MIG instance of this profile (1g.10gb, 1g, an id), or in the one with this name.'
 complete -c gpushare -n '__gpushare_at run' -l threads -x -d 'Active thread percentage of the program, above 0 up to 100.'
@@ -284,49 +315,6 @@ complete -c gpushare -n '__gpushare_at run' -s v -l verbose -d 'Print more about
 complete -c gpushare -n '__gpushare_at run' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at run' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at run' -a '(__fish_complete_subcommand --fcs-skip=2 -g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output)'
-complete -c gpushare -n '__gpushare_at doctor' -l fail-on -x -d 'Exit with 1 on: a failed check (failure), or also on a warning.'
-complete -c gpushare -n '__gpushare_at doctor' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at doctor' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at doctor' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at doctor' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at doctor' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at timeslice' -a show -d 'Show the time-slice level and the compute mode of each GPU'
-complete -c gpushare -n '__gpushare_at timeslice' -a set -d 'Set the time-slice level, and compute mode default if another mode is in the way'
-complete -c gpushare -n '__gpushare_at timeslice' -a reset -d 'Restore level default, and the compute mode from before `timeslice set`'
-complete -c gpushare -n '__gpushare_at timeslice' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at timeslice' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at timeslice' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at timeslice' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at timeslice' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at timeslice' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at timeslice show' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
-complete -c gpushare -n '__gpushare_at timeslice show' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at timeslice show' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at timeslice show' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at timeslice show' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at timeslice show' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at timeslice show' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at timeslice set' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
-complete -c gpushare -n '__gpushare_at timeslice set' -l beside-mps -d 'Set it even if an MPS daemon of gpushare serves the GPU.'
-complete -c gpushare -n '__gpushare_at timeslice set' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
-complete -c gpushare -n '__gpushare_at timeslice set' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at timeslice set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at timeslice set' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at timeslice set' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at timeslice set' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at timeslice set' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at timeslice set' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at timeslice set' -a 'default short medium long'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s y -l yes -d 'Do not ask.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at timeslice reset' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mps' -a start -d 'Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back'
 complete -c gpushare -n '__gpushare_at mps' -a stop -d 'Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone'
 complete -c gpushare -n '__gpushare_at mps' -a status -d 'Show all MPS daemons of the host, those of others included, with limits, servers and clients'
@@ -590,6 +578,42 @@ complete -c gpushare -n '__gpushare_at mig name' -s q -l quiet -d 'Do not print 
 complete -c gpushare -n '__gpushare_at mig name' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at mig name' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mig name' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at timeslice' -a show -d 'Show the time-slice level and the compute mode of each GPU'
+complete -c gpushare -n '__gpushare_at timeslice' -a set -d 'Set the time-slice level, and compute mode default if another mode is in the way'
+complete -c gpushare -n '__gpushare_at timeslice' -a reset -d 'Restore level default, and the compute mode from before `timeslice set`'
+complete -c gpushare -n '__gpushare_at timeslice' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at timeslice' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at timeslice' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at timeslice' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at timeslice' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at timeslice show' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
+complete -c gpushare -n '__gpushare_at timeslice show' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice show' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at timeslice show' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at timeslice show' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at timeslice show' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at timeslice show' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at timeslice set' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
+complete -c gpushare -n '__gpushare_at timeslice set' -l beside-mps -d 'Set it even if an MPS daemon of gpushare serves the GPU.'
+complete -c gpushare -n '__gpushare_at timeslice set' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at timeslice set' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at timeslice set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice set' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at timeslice set' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at timeslice set' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at timeslice set' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at timeslice set' -s h -l help -d 'Show the help and exit.'
+complete -c gpushare -n '__gpushare_at timeslice set' -a 'default short medium long'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s y -l yes -d 'Do not ask.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s q -l quiet -d 'Do not print notes.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s v -l verbose -d 'Print more about what is done.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -l debug -d 'Show the traceback of an error.'
+complete -c gpushare -n '__gpushare_at timeslice reset' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
 complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, like 6G.'
 complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'
@@ -686,17 +710,6 @@ complete -c gpushare -n '__gpushare_at tune' -s q -l quiet -d 'Do not print note
 complete -c gpushare -n '__gpushare_at tune' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at tune' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at tune' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at observe' -l for -x -d 'How long to record: 90s, 10m, 8h.'
-complete -c gpushare -n '__gpushare_at observe' -l interval -x -d 'Time between two samples.'
-complete -c gpushare -n '__gpushare_at observe' -s g -l gpu -x -a '(__gpushare_gpus)' -d 'GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
-complete -c gpushare -n '__gpushare_at observe' -l to -x -d 'A new file. [default: gpushare-DATE-TIME.jsonl in this directory]'
-complete -c gpushare -n '__gpushare_at observe' -l from -x -d 'Show an earlier recording instead.'
-complete -c gpushare -n '__gpushare_at observe' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at observe' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at observe' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at observe' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at observe' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at observe' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at savings' -l gpus -x -d 'Number of GPUs, one per cloud instance.'
 complete -c gpushare -n '__gpushare_at savings' -l load -x -d 'Mean load of each GPU.'
 complete -c gpushare -n '__gpushare_at savings' -l price -x -d 'Price of one GPU per hour, in dollars.'
@@ -872,19 +885,6 @@ complete -c gpushare -n '__gpushare_at export prometheus' -s q -l quiet -d 'Do n
 complete -c gpushare -n '__gpushare_at export prometheus' -s v -l verbose -d 'Print more about what is done.'
 complete -c gpushare -n '__gpushare_at export prometheus' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at export prometheus' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at metrics' -l listen -x -d 'Where to listen; :PORT listens on every address.'
-complete -c gpushare -n '__gpushare_at metrics' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at metrics' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at metrics' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at metrics' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at metrics' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at metrics' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at explain' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
-complete -c gpushare -n '__gpushare_at explain' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
-complete -c gpushare -n '__gpushare_at explain' -s q -l quiet -d 'Do not print notes.'
-complete -c gpushare -n '__gpushare_at explain' -s v -l verbose -d 'Print more about what is done.'
-complete -c gpushare -n '__gpushare_at explain' -l debug -d 'Show the traceback of an error.'
-complete -c gpushare -n '__gpushare_at explain' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at sim' -a list -d 'List the simulated hosts in use, or with --models the GPU models'
 complete -c gpushare -n '__gpushare_at sim' -a show -d 'Show the state of a simulated host: GPUs, processes, daemons, faults'
 complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Delete a simulated host with its processes and state'

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 
 from gpushare import __version__
+from gpushare.cli.help import EXAMPLES, typed
 from gpushare.errors import ExitCode
 from tools.tree import Node, Option
 
@@ -98,8 +100,7 @@ def manual(root: Node) -> str:
     ]
     lines += [".PP", _text("gpushare run exits with the exit code of its program, or 128 + N if signal N ended it.")]
     lines += [".SH ENVIRONMENT", *_pairs(_ENVIRONMENT), ".SH FILES", *_pairs(_FILES), ".SH EXAMPLES"]
-    for what, command in _EXAMPLES:
-        lines += [".TP", _verbatim(what), ".nf", _verbatim(command), ".fi"]
+    lines += _examples(_EXAMPLES)
     lines += [".SH SEE ALSO", ".BR nvidia\\-smi (1),", ".BR nvidia\\-cuda\\-mps\\-control (1)"]
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -115,7 +116,15 @@ def _command(node: Node, shared: set[tuple[str, ...]]) -> list[str]:
     lines += _pairs(
         {re.sub(r"[\[\]]", "", argument.name): argument.help for argument in node.arguments if argument.help}
     )
-    return lines + _options(tuple(own))
+    lines += _options(tuple(own))
+    examples = EXAMPLES.get(node.title, ())
+    return lines + (
+        [".PP", "Examples:", *_examples((f"{what}:", typed(command)) for what, command in examples)] if examples else []
+    )
+
+
+def _examples(examples: Iterable[tuple[str, str]]) -> list[str]:
+    return [line for what, command in examples for line in (".TP", _verbatim(what), ".nf", _verbatim(command), ".fi")]
 
 
 def _argument_word(name: str, *, required: bool) -> str:

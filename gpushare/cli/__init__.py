@@ -22,29 +22,40 @@ from gpushare.cli import options as common  # noqa: E402
 from gpushare.errors import BadUsage, ExitCode, GpushareError, OperationFailed  # noqa: E402
 from gpushare.show.text import NotWritten, put  # noqa: E402
 
-# One file per verb, in the order of the help, with its line there. Only the file of the requested verb is loaded: the
-# whole tree costs more than Typer itself at every start.
-VERBS: Final[Mapping[str, str]] = {
-    "status": "Show GPUs, how they are shared, limits and processes.",
-    "run": "Run a program inside a share of a GPU.",
-    "doctor": "Check the host; each finding has a remedy.",
-    "timeslice": "Show and set the time-slice level.",
-    "mps": "Start, limit, watch and stop MPS daemons.",
-    "mig": "Show, plan and change MIG layouts.",
-    "advise": "Recommend a way of sharing, with its commands.",
-    "compare": "Compare the ways of sharing; every cell has its source.",
-    "bench": "Measure which way of sharing is best for a command.",
-    "tune": "Find the cap of a job next to a production job.",
-    "observe": "Record how GPUs and processes are used.",
-    "savings": "Estimate what sharing fewer GPUs would save.",
-    "apply": "Set up the host as gpushare.yaml says.",
-    "diff": "Show how the host differs from gpushare.yaml; exit 7 if it does.",
-    "capture": "Write the sharing of the host as gpushare.yaml.",
-    "export": "Write this host for Kubernetes, Slurm, Docker, systemd.",
-    "metrics": "Serve metrics for Prometheus.",
-    "explain": "Explain an error code or a log line.",
-    "sim": "Simulated hosts to try everything on.",
+# One file per verb, in the groups and the order of the help, with its line there. Only the file of the requested verb is
+# loaded: the whole tree costs more than Typer itself at every start.
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Look": {
+        "status": "Show GPUs, how they are shared, limits and processes.",
+        "doctor": "Check the host; each finding has a remedy.",
+        "explain": "Explain an error code or a log line.",
+        "observe": "Record how GPUs and processes are used.",
+        "metrics": "Serve metrics for Prometheus.",
+    },
+    "Share": {
+        "run": "Run a program inside a share of a GPU.",
+        "mps": "Start, limit, watch and stop MPS daemons.",
+        "mig": "Show, plan and change MIG layouts.",
+        "timeslice": "Show and set the time-slice level.",
+    },
+    "Decide": {
+        "advise": "Recommend a way of sharing, with its commands.",
+        "compare": "Compare the ways of sharing; every cell has its source.",
+        "bench": "Measure which way of sharing is best for a command.",
+        "tune": "Find the cap of a job next to a production job.",
+        "savings": "Estimate what sharing fewer GPUs would save.",
+    },
+    "Whole host": {
+        "apply": "Set up the host as gpushare.yaml says.",
+        "diff": "Show how the host differs from gpushare.yaml; exit 7 if it does.",
+        "capture": "Write the sharing of the host as gpushare.yaml.",
+        "export": "Write this host for Kubernetes, Slurm, Docker, systemd.",
+    },
+    "Try": {
+        "sim": "Simulated hosts to try everything on.",
+    },
 }
+VERBS: Final[Mapping[str, str]] = {verb: said for verbs in GROUPS.values() for verb, said in verbs.items()}
 
 
 @functools.cache
@@ -53,7 +64,7 @@ def root() -> common.RootGroup:
     return common.RootGroup(
         name="gpushare",
         commands=common.Commands({verb: functools.partial(_verb, verb) for verb in VERBS}),
-        listed=VERBS,
+        listed=GROUPS,
         help="Share the GPUs of one host: see who uses them, set up a way of sharing, prove that it works, and undo it.",
         epilog="On a machine without a GPU, try: gpushare --host sim:h200 status",
         no_args_is_help=True,

@@ -317,7 +317,20 @@ class Commands(dict[str, Any]):
         return [self[name] for name in self]
 
 
-class Interruptible(TyperCommand):
+class Helped:
+    """A command whose help has its options in groups, and examples."""
+
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write the options, and the commands of a group."""
+        from gpushare.cli.help import write_examples, write_options
+
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+        write_options(self.get_params(ctx), ctx, formatter)
+        write_examples(ctx, formatter)
+
+
+class Interruptible(Helped, TyperCommand):
     """A command whose Ctrl-C is an error like any other: Typer would exit with 130 and print nothing."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -362,7 +375,7 @@ class ChangingCommand(Interruptible):
         return super().invoke(ctx)
 
 
-class Group(TyperGroup):
+class Group(Helped, TyperGroup):
     """A group of commands; the root one also knows ``--version``."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -386,9 +399,9 @@ class Group(TyperGroup):
 
 
 class RootGroup(Group):
-    """The program itself. ``listed`` has the help line of each verb, so that none is loaded for it."""
+    """The program itself. ``listed`` has the groups of verbs with their help lines, so that none is loaded for them."""
 
-    def __init__(self, *arguments: Any, listed: Mapping[str, str], **named: Any) -> None:
+    def __init__(self, *arguments: Any, listed: Mapping[str, Mapping[str, str]], **named: Any) -> None:
         self._listed = listed
         version = TyperOption(
             param_decls=["--version", "shared_version"],
@@ -403,9 +416,11 @@ class RootGroup(Group):
         super().__init__(*arguments, **named)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
-        """List the verbs."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(self._listed.items()))
+        """List the verbs in their groups, in columns that are the same in all."""
+        width = max(len(verb) for verbs in self._listed.values() for verb in verbs)
+        for title, verbs in self._listed.items():
+            with formatter.section(title):
+                formatter.write_dl([(verb.ljust(width), said) for verb, said in verbs.items()])
 
 
 # -- options and arguments of several verbs ---------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from gpushare import __version__
 from gpushare.cli import root
+from gpushare.cli.help import COMMON, EXAMPLES, GROUPS
 from gpushare.model import TimeSlice
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, environment
@@ -58,9 +60,38 @@ def test_help_of_every_command(cli: Cli, words: tuple[str, ...]) -> None:
     answer = cli(*words, "-h", host=None).ok()
     assert answer.out.lstrip().startswith(f"Usage: {' '.join(['gpushare', *words])}")
     assert answer.err == ""
-    assert all(option in answer.out for option in ("--host", "-o, --output", "-q, --quiet", "-v, --verbose", "--debug"))
+    common = ("--host SPEC", "-o, --output", "-q, --quiet", "-v, --verbose", "--debug  ")
+    assert [option in answer.out for option in common] == [not words] * len(common)
+    assert ("\nCommon options: --host -o -q -v --debug (gpushare --help)\n" in answer.out) == bool(words)
     changes = "-n, --dry-run" in answer.out
     assert changes == ("-y, --yes" in answer.out) == (words in CHANGING)
+
+
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_a_command_with_more_than_two_options_has_examples_that_parse(words: tuple[str, ...]) -> None:
+    command = root()
+    for word in words:
+        command = command.commands[word]
+    own = [one for one in command.params if one.param_type_name == "option" and COMMON.isdisjoint(one.opts)]
+    examples = EXAMPLES.get(" ".join(words), ())
+    plain = [one for one in own if not {"--dry-run", "--yes"} & set(one.opts) and not one.hidden]
+    assert examples or len(plain) <= 2 or hasattr(command, "commands")
+    for _, example in examples:
+        typed = shlex.split(
+            example.removeprefix('eval "$(gpushare ').removesuffix(')"').split(" > ")[0].split(" | ")[0]
+        )
+        path = typed[typed.index(words[0]) :]
+        assert tuple(path[: len(words)]) == words
+        command.make_context("", path[len(words) :])
+
+
+def test_every_group_of_options_names_options_that_are() -> None:
+    for path, groups in GROUPS.items():
+        command = root()
+        for word in path.split():
+            command = command.commands[word]
+        known = {name for one in command.params for name in one.opts}
+        assert [name for names in groups.values() for name in names.split() if f"--{name}" not in known] == []
 
 
 CHANGING = [("timeslice", "set"), ("timeslice", "reset"), ("run",), ("sim", "reset")]
@@ -297,4 +328,4 @@ def test_the_list_of_verbs_says_what_the_verbs_say_themselves() -> None:
 def test_help_loads_no_verb() -> None:
     code = "import sys; from gpushare.cli import main; main(['--help']); print([m for m in sys.modules if m.startswith('gpushare.cli.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("['gpushare.cli.options']")
+    assert done.stdout.rstrip().endswith("['gpushare.cli.options', 'gpushare.cli.help']")

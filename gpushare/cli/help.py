@@ -1,0 +1,209 @@
+"""``--help``: options in groups, the common ones once, and examples. Loaded only when help is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+COMMON: Final = frozenset(("--host", "--output", "--quiet", "--verbose", "--debug"))
+COMMON_LINE: Final = "Common options: --host -o -q -v --debug (gpushare --help)"
+
+# The groups of a command with many options. Options that no group names are listed last, as "Options".
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "advise": {
+        "Workload": "processes memory sms saturating latency pattern bandwidth-bound io-bound needs command",
+        "Users and protection": "users trusted isolation groups",
+        "Roles": "production opportunistic role",
+        "What is possible": "root one-application cooperating code running",
+        "Instead of options": "file live from",
+        "Measure": "measure copies metric lower-is-better for repeat timeout",
+    },
+    "run": {
+        "Share": "gpu mig threads memory priority strict",
+        "Production and opportunistic jobs": "production opportunistic for pause duty-cycle",
+        "Several copies": "copies logs restart stall bench",
+    },
+    "bench": {
+        "What is measured": "copies ways repeat gpu for timeout",
+        "Numbers that CMD prints": "metric lower-is-better latency",
+        "The built-in workload": "size cpu footprint",
+        "Results": "to compare plot",
+    },
+    "tune": {
+        "The two jobs": "production opportunistic gpu name",
+        "Goal": "keep p99 metric opportunistic-metric latency",
+        "Search": "production-caps caps window rounds timeout",
+    },
+}
+
+# (what it does, the command without "gpushare"), by command.
+EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "status": (
+        ("Look again every two seconds", "status -w 2"),
+        ("GPU utilization for a script", "status -g 0 -o json"),
+    ),
+    "run": (
+        ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
+        ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
+        ("Four copies with equal shares", "run --copies 4 --logs logs -- python train.py --seed {}"),
+        ("Next to the production job `serve`", "run --opportunistic --for serve -- python batch.py"),
+    ),
+    "mps start": (
+        ("Half of the SMs and 8 GiB for each client", "mps start -g 0 --threads 50 --memory 8G"),
+        ("Another limit on each GPU", "mps start -g 0,1 --threads 0=25,1=50"),
+        ("Preview", "mps start -g 0 --exclusive -n"),
+    ),
+    "mps stop": (
+        ("Wait up to a minute for the clients, then end them", "mps stop -g 0 --drain 60"),
+        ("At once, with all clients", "mps stop -g 0 --force"),
+    ),
+    "mps set": (
+        ("Lower limits for clients that start from now on", "mps set -g 0 --threads 25 --memory 4G"),
+        ("One limit for each GPU", "mps set -g all --threads 0=25,1=50"),
+    ),
+    "mps logs": (
+        ("The last 50 lines of the server", "mps logs -g 0 --server --lines 50"),
+        ("What the log means", "mps logs -g 0 | gpushare explain -"),
+    ),
+    "mps env": (("Let programs of this shell join", 'eval "$(gpushare mps env -g 0 --threads 25)"'),),
+    "mig fits": (
+        ("On GPU 0 as it is now", "mig fits 3g.71gb 1g.18gb*2 -g 0"),
+        ("On a GPU that is not here", "mig fits 3g.40gb*2 --model h100-sxm"),
+        ("By need instead of profile", "mig fits --memory 20G --sm 30"),
+    ),
+    "mig plan": (
+        ("What it would take", "mig plan 3g*2 -g 0"),
+        ("On a GPU that is not here", "mig plan 3g*2 --model h100-sxm"),
+        ("If idle instances may go", "mig plan 7g -g 0 --may-destroy"),
+    ),
+    "mig create": (
+        ("Two instances with names", "mig create 1g.18gb*2 -g 0 --name alice"),
+        ("By need instead of profile", "mig create --memory 30G --name carl"),
+        ("Preview", "mig create 3g -g 0 -n"),
+    ),
+    "mig destroy": (
+        ("By name", "mig destroy alice"),
+        ("All idle instances of one GPU", "mig destroy all -g 0"),
+        ("One with running programs", "mig destroy alice --evict alice"),
+    ),
+    "mig apply": (
+        ("Exactly this layout, after a look at the plan", "mig apply -g 0 3g.71gb*2 -n"),
+        ("A layout of a mig-parted file", "mig apply -f parted.yaml -c all-balanced"),
+    ),
+    "mig disable": (
+        ("Preview", "mig disable -g 0 -n"),
+        ("With the idle instances", "mig disable -g 0 --destroy"),
+    ),
+    "mig check": (
+        ("Exit code 7 if the layout differs", "mig check -g 0 3g.71gb*2"),
+        ("Against a mig-parted file", "mig check -f parted.yaml -c all-balanced"),
+    ),
+    "mig export": (("For nvidia-mig-parted", "mig export --name balanced > parted.yaml"),),
+    "advise": (
+        ("Four processes of one user", "advise --processes 4 --memory 6G --no-saturating"),
+        ("Users who do not trust each other", "advise --processes 3 --users different --untrusted"),
+        ("What runs now", "advise -g 0 --live"),
+        ("Measure first", "advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python job.py"),
+    ),
+    "compare": (
+        ("One way", "compare mig"),
+        ("Why a cell says what it says", "compare --why memory_protection mps"),
+    ),
+    "bench": (
+        ("1, 2 and 4 copies in each way", "bench --copies 1,2,4 -- python job.py"),
+        ("By a number that it prints", "bench --metric 'rate=([0-9.]+)' --for 10s -- python job.py"),
+        ("Keep the result", "bench --copies 4 --to bench.json -- python job.py"),
+    ),
+    "tune": (
+        (
+            "Production keeps 95 % of its rate",
+            "tune --production 'python serve.py' --opportunistic 'python batch.py' --keep 95% --metric 'rate=([0-9.]+)'",
+        ),
+        ("For `gpushare run --opportunistic --for serve`", "tune --production CMD --opportunistic CMD --name serve"),
+    ),
+    "observe": (
+        ("For an hour, into a file", "observe --for 1h --to week.jsonl"),
+        ("Look at a recording", "observe --from week.jsonl"),
+    ),
+    "savings": (
+        ("From numbers", "savings --gpus 16 --load 20% --price 2.50"),
+        ("From a recording", "savings --from week.jsonl --price 2.50"),
+    ),
+    "apply": (
+        ("Preview", "apply -f gpushare.yaml -n"),
+        ("At boot, wait for the driver", "apply -f gpushare.yaml --wait 60"),
+    ),
+    "capture": (("Keep what was set up by hand", "capture > gpushare.yaml"),),
+    "export k8s": (
+        ("Four replicas of each GPU, into files", "export k8s --replicas 4 --to k8s"),
+        ("As values for Helm", "export k8s --helm --replicas 4"),
+    ),
+    "export dra": (("For Kubernetes 1.34", "export dra --kubernetes 1.34 --to dra"),),
+    "export karpenter": (("Up to four nodes", "export karpenter --replicas 4 --max-nodes 4"),),
+    "export slurm": (("This node, into files", "export slurm --node gpu01 --to slurm"),),
+    "export mig-parted": (("The layout as it is", "export mig-parted --name balanced"),),
+    "export cdi": (("Into files", "export cdi --to cdi"),),
+    "export docker": (("A share of GPU 0", "export docker -g 0"),),
+    "export compose": (("A service", "export compose -g 0 --image pytorch/pytorch --service train"),),
+    "export systemd": (
+        ("Set up the host at each boot", "export systemd --at-boot /etc/gpushare.yaml --to /etc/systemd/system"),
+    ),
+    "export prometheus": (("Alerts", "export prometheus --rules > gpushare.rules.yaml"),),
+    "sim add": (
+        ("A client of MPS with 2 GiB", "--host sim:h200 sim add --mps --memory 2G"),
+        ("A program in a MIG instance", "--host sim:h200 sim add --mig 0"),
+    ),
+    "sim fault": (
+        ("GPU 1 is lost", "--host sim:2xh200 sim fault lost -g 1"),
+        ("No fault any more", "--host sim:2xh200 sim fault --clear"),
+    ),
+}
+
+
+def typed(command: str) -> str:
+    """Return an example as it is typed."""
+    return command if command.startswith("eval ") else f"gpushare {command}"
+
+
+def path_of(ctx: Any) -> str:
+    """Return the words of the command; empty for the program itself."""
+    return " ".join(str(ctx.command_path).split()[1:])
+
+
+def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
+    """Write arguments and options in groups. The common options are one line, except in the help of the program."""
+    path = path_of(ctx)
+    groups = GROUPS.get(path, {})
+    group_of = {f"--{name}": title for title, names in groups.items() for name in names.split()}
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in groups}, "Options": []}
+    common = sections.setdefault("Common options, before or after the command", [])
+    for param in params:
+        record = param.get_help_record(ctx)
+        if record is None:
+            continue
+        if param.param_type_name == "argument":
+            sections["Arguments"].append(record)
+        elif not COMMON.isdisjoint(param.opts):
+            common.append(record)
+        elif not path or "--help" not in param.opts:
+            sections[next((group_of[name] for name in param.opts if name in group_of), "Options")].append(record)
+    if path:
+        common.clear()
+    for title, records in sections.items():
+        if records:
+            with formatter.section(title):
+                formatter.write_dl(records)
+    if path:
+        formatter.write_paragraph()
+        formatter.write(f"{COMMON_LINE}\n")
+
+
+def write_examples(ctx: Any, formatter: Any) -> None:
+    """Write the examples of a command as they are typed, never wrapped, so that they can be copied."""
+    path = path_of(ctx)
+    if path not in EXAMPLES:
+        return
+    formatter.write_paragraph()
+    formatter.write("Examples:\n")
+    for what, command in EXAMPLES[path]:
+        formatter.write(f"  {what}:\n    {typed(command)}\n")
