@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from gpushare.errors import BadUsage, Interrupted
+from gpushare.errors import BadCombination, BadUsage, Interrupted, cut
 from gpushare.show.text import NotWritten, put
 from gpushare.units import quoted
 from gpushare.values import dataclass
@@ -330,14 +330,108 @@ class Helped:
         write_examples(ctx, formatter)
 
 
-class Interruptible(Helped, TyperCommand):
+# Options that take a comma-separated list: given again, they add to it. So does one with a comma in its metavar.
+_LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--production-caps", "--isolation"})
+
+
+class _StrictOptions:
+    """A command or group where no value of a repeated option is lost: click would keep the last."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return the parser, which collects all values of an option, and then joins or refuses them."""
+        single = [
+            one
+            for one in self.get_params(ctx)  # type: ignore[attr-defined]
+            if isinstance(one, TyperOption) and not one.multiple and (one.secondary_opts or not one.is_flag)
+        ]
+        for one in single:
+            one.multiple = True
+        try:
+            parser = super().make_parser(ctx)  # type: ignore[misc]
+        finally:
+            for one in single:
+                one.multiple = False
+        read = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            found, left, order = read(args=args)
+            for one in single:
+                if one.name in found:
+                    values = found[one.name]
+                    found[one.name] = values[-1] if ctx.resilient_parsing else _one_value(one, values)
+            return found, left, order
+
+        parser.parse_args = parse_args
+        return parser
+
+
+def _one_value(option: TyperOption, values: Sequence[Any]) -> Any:
+    if option.is_flag:
+        if len({*values}) > 1:
+            raise BadCombination(
+                f"{option.opts[0]} cannot be combined with {option.secondary_opts[0]}", "give one of them"
+            )
+        return values[0]
+    if len(values) == 1:
+        return values[0]
+    name = option.opts[-1]
+    if name in _LISTS or "," in (option.metavar or ""):
+        return ",".join(map(str, values))
+    times = "twice" if len(values) == 2 else f"{len(values)} times"
+    first, *_, last = (quoted(str(value)) for value in values)
+    raise BadUsage(
+        f"{name} is given {times}: first {first}, last {last}", "give it once, with one value", code="repeated_option"
+    )
+
+
+class Interruptible(_StrictOptions, Helped, TyperCommand):
     """A command whose Ctrl-C is an error like any other: Typer would exit with 130 and print nothing."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words; an error is shown in the output format that they request."""
         _noted(info_name, parent)
-        with _parsing(args, interspersed=self.context_settings.get("allow_interspersed_args", True)):
-            return super().make_context(info_name, args, parent, **extra)
+        interspersed = self.context_settings.get("allow_interspersed_args", True)
+        words = list(args)
+        with _parsing(args, interspersed=interspersed):
+            ctx = super().make_context(info_name, args, parent, **extra)
+        if not interspersed and not ctx.resilient_parsing:
+            self._note_options_of_the_program(ctx, words)
+        return ctx
+
+    def _note_options_of_the_program(self, ctx: Any, words: list[str]) -> None:
+        """Say which options of this command are given to the program, unless ``--`` says that they are its own."""
+        program = next((ctx.params[one.name] for one in self.params if one.nargs == -1), None) or []
+        before = words[: len(words) - len(program)]
+        if not program or (before and before[-1] == "--"):
+            return
+        known = {name: one for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
+        ours: list[str] = []
+        rest, named = [program[0]], []
+        left = list(program[1:])
+        while left:
+            word = left.pop(0)
+            if word == "--":
+                rest += [word, *left]
+                break
+            option = known.get(word.partition("=")[0] if word.startswith("--") else word)
+            if option is None or not word.startswith("-"):
+                rest.append(word)
+                continue
+            named.append(word.partition("=")[0])
+            ours.append(word)
+            if not getattr(option, "is_flag", True) and "=" not in word and left:
+                ours.append(left.pop(0))
+        if named:
+            import shlex
+
+            verb = settings.command
+            line = cut(shlex.join(["gpushare", *verb.split(), *before, *ours, "--", *rest]), 400)
+            name = quoted(os.path.basename(program[0]))
+            note(
+                f"{', '.join(dict.fromkeys(named))} after {name} {'is' if len(named) == 1 else 'are'} passed to it, not to "
+                f"gpushare; for gpushare: {line}; if the program takes {'it' if len(named) == 1 else 'them'}, put -- before "
+                "the program"
+            )
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -375,7 +469,7 @@ class ChangingCommand(Interruptible):
         return super().invoke(ctx)
 
 
-class Group(Helped, TyperGroup):
+class Group(_StrictOptions, Helped, TyperGroup):
     """A group of commands; the root one also knows ``--version``."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

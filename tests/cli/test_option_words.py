@@ -1,0 +1,71 @@
+"""Words of the command line that would be lost without a word: repeated options, and options after the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.conftest import Cli
+
+TWO = "sim:2xa30"
+
+
+def test_a_repeated_gpu_option_adds_to_the_list(cli: Cli) -> None:
+    answer = cli("status", "-g", "1", "-g", "0", host="sim:3xa30", output="json").ok()
+    assert [gpu["index"] for gpu in answer.data["gpus"]] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mps", "start", "-g", "0", "--threads", "30", "--threads", "40"),
+        ("run", "--memory", "4G", "--memory=4G", "-g", "0", "--", "true"),
+        ("mig", "create", "1g", "-g", "0", "--name", "a", "--name", "b"),
+        ("tune", "--name", "a", "--name", "b", "--production", "x", "--opportunistic", "y"),
+        ("status", "-w", "1", "--watch", "2"),
+        ("bench", "--copies", "2", "--copies", "3", "--copies", "4", "--", "true"),
+        ("apply", "-f", "a.yaml", "-f", "b.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_any_other_repeated_option_is_refused(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+    said = refused(*words, code="repeated_option", exit_code=2, host=TWO)
+    assert "is given " in said
+
+
+def test_a_repeated_common_option_is_refused(cli: Cli) -> None:
+    assert cli("status", "-o", "json", "--output", "plain").code == 2
+    assert cli("--host", "sim:a30", "status").code == 2
+
+
+def test_a_flag_may_be_repeated_but_not_contradicted(cli: Cli, refused: Callable[..., str]) -> None:
+    cli("status", "-v", "-v").ok()
+    said = refused("bench", "--lower-is-better", "--higher-is-better", "true", code="bad_combination", exit_code=2)
+    assert "--lower-is-better cannot be combined with --higher-is-better" in said
+
+
+def test_options_after_the_program_are_named(cli: Cli) -> None:
+    answer = cli("run", "-n", "-g", "0", "python3", "job.py", "--threads", "30", "--memory=4G", "-x").ok()
+    (note,) = answer.lines("note")
+    assert "--threads, --memory after 'python3' are passed to it, not to gpushare" in note
+    assert "gpushare run -n -g 0 --threads 30 --memory=4G -- python3 job.py -x;" in note
+    assert "put -- before the program" in note
+
+
+def test_a_dry_run_after_the_program_is_named(cli: Cli) -> None:
+    answer = cli("advise", "--no-root", "python3", "job.py", "-n")
+    assert "-n after 'python3' is passed to it" in answer.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--", "python3", "--threads", "30"), ("python3", "--", "--threads", "30"), ("python3", "--lr", "30", "-x")],
+    ids=" ".join,
+)
+def test_words_that_are_the_programs_own_are_not_named(cli: Cli, words: tuple[str, ...]) -> None:
+    assert not cli("run", "-n", *words).ok().lines("note")
+
+
+def test_quiet_hides_the_note(cli: Cli) -> None:
+    assert not cli("run", "-q", "-n", "python3", "--threads", "30").ok().lines("note")
