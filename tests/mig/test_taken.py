@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,18 @@ claim.release()
 """
 
 
-def runs(uuid: str, pid: int) -> subprocess.Popen[str]:
-    run = subprocess.Popen(
+@contextlib.contextmanager
+def runs(uuid: str, pid: int) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-c", RUNS, A100, uuid, str(pid)], stdout=subprocess.PIPE, text=True, env=environment()
-    )
-    assert run.stdout is not None
-    assert run.stdout.readline() == "taken\n"
-    return run
+    ) as run:
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "taken\n"
+            yield run
+        finally:
+            # A failed test must not wait for it for ever.
+            run.kill()
 
 
 def test_a_run_whose_program_is_evicted_gives_its_instance_back_and_is_not_signalled(host: World) -> None:
