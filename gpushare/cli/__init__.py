@@ -212,8 +212,12 @@ def _usage(error: Any) -> int:
         put(sys.stdout, error.ctx.get_help() + "\n")
         return int(ExitCode.USAGE)
     path = " ".join(filter(None, ("gpushare", common.settings.command)))
+    from gpushare.cli.suggest import meant
+
     message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))
-    return _failed(BadUsage(message[:1].lower() + message[1:], f"see: {path} --help"))
+    suggested = meant(error)
+    question = f". Did you mean '{suggested}'?" if suggested else ""
+    return _failed(BadUsage(message[:1].lower() + message[1:] + question, f"see: {path} --help"))
 
 
 def _in_our_words(message: str) -> str:
@@ -222,9 +226,6 @@ def _in_our_words(message: str) -> str:
 
     from gpushare.units import quoted
 
-    options = re.fullmatch(r"(.*) \(Possible options: (.*)\)", message)
-    if options is not None:
-        meant = " or ".join(f"'{option}'" for option in options[2].split(", "))
-        message = f"{options[1]}. Did you mean {meant}?"
+    message = re.sub(r" \(Possible options: .*\)$", "", message)
     message = re.sub(r"'([^']{61,})'", lambda long: quoted(long[1]), message)
     return re.sub(r"is not a valid (int|integer)( range)?$", "is not a whole number", message)

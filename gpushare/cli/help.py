@@ -39,7 +39,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
 # (what it does, the command without "gpushare"), by command.
 EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "status": (
-        ("Look again every two seconds", "status -w 2"),
+        ("Look again every two seconds", "status -w"),
         ("GPU utilization for a script", "status -g 0 -o json"),
     ),
     "run": (

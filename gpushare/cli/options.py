@@ -473,6 +473,8 @@ class Group(_StrictOptions, Helped, TyperGroup):
     """A group of commands; the root one also knows ``--version``."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        # We suggest more: `gpushare.cli.suggest`.
+        named["suggest_commands"] = False
         named["params"] = [*(named.get("params") or []), *common_options()]
         super().__init__(*arguments, **named)
 
@@ -487,9 +489,13 @@ class Group(_StrictOptions, Helped, TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the named command; as `Interruptible.make_context`."""
+        """Find the named command; as `Interruptible.make_context`. The error notes the word, for a suggestion."""
         with _parsing(args, interspersed=True):
-            return super().resolve_command(ctx, args)
+            try:
+                return super().resolve_command(ctx, args)
+            except Exception as error:
+                error.unknown_command = args[0]  # type: ignore[attr-defined]
+                raise
 
 
 class RootGroup(Group):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,14 +16,35 @@ if TYPE_CHECKING:
     from gpushare.model import Snapshot
 
 
+# The interval of -w without a number.
+_SECONDS: Final = "2"
+
+
+class _StatusCommand(Command):
+    """Takes ``-w`` without a number, and never the next word for one."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the words, with the interval after each ``-w`` that has none."""
+        words: list[str] = []
+        for place, word in enumerate(args):
+            words.append(word)
+            following = args[place + 1 : place + 2]
+            if re.fullmatch(r"-[qv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", "".join(following)):
+                words.append(_SECONDS)
+        return super().make_context(info_name, words, parent, **extra)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("status", cls=Command, short_help="Show GPUs, how they are shared, limits and processes.")(status)
+    app.command("status", cls=_StatusCommand, short_help="Show GPUs, how they are shared, limits and processes.")(
+        status
+    )
 
 
 def status(
     gpu: GpuOption = None,
     watch: Annotated[
-        str | None, typer.Option("-w", "--watch", metavar="SECS", help="Look again every SECS seconds, until Ctrl-C.")
+        str | None,
+        typer.Option("-w", "--watch", metavar="[SECS]", help="Look again every SECS seconds (alone: 2), until Ctrl-C."),
     ] = None,
 ) -> Any:
     """Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them.

@@ -199,11 +199,55 @@ def test_wrong_usage(refused: Callable[..., str], cli: Cli, words: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"), [(("stats",), "status"), (("mps", "strat"), "start"), (("timeslce", "show"), "timeslice")]
+    ("words", "meant"),
+    [
+        (("stats",), "status"),
+        (("mps", "strat"), "start"),
+        (("timeslce", "show"), "timeslice"),
+        (("list",), "status"),
+        (("ps",), "status"),
+        (("top",), "status -w"),
+        (("delete", "0"), "mig destroy"),
+        (("kubernetes",), "export k8s"),
+        (("export", "kubernetes"), "k8s"),
+        (("mig", "delete"), "destroy"),
+        (("status", "--json"), "-o json"),
+        (("--json", "status"), "-o json"),
+        (("status", "--wach"), "--watch"),
+        (("mps", "start", "--mem", "4G"), "--memory"),
+        (("mps", "start", "--sm", "50"), "--threads"),
+        (("mps", "start", "--percent=50"), "--threads"),
+        (("mps", "start", "--limit", "4G"), "--threads or --memory"),
+        (("advise", "--sm", "50"), "--sms"),
+    ],
 )
-def test_unknown_command_says_what_was_meant(refused: Callable[..., str], words: tuple[str, ...], meant: str) -> None:
+def test_an_unknown_word_says_what_was_meant(refused: Callable[..., str], words: tuple[str, ...], meant: str) -> None:
     said = refused(*words, code="usage", exit_code=2)
-    assert f"did you mean '{meant}'" in said.lower()
+    assert f"did you mean '{meant}'?" in said.lower()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("frobnicate",),
+        ("status", "--yen"),
+        ("mps", "start", "--yes-please"),
+        ("mps", "stop", "--hell"),
+        ("status", "--debut"),
+    ],
+)
+def test_a_word_that_nothing_is_like_gets_no_suggestion(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+    assert "did you mean" not in refused(*words, code="usage", exit_code=2).lower()
+
+
+def test_every_suggested_command_is_one() -> None:
+    from gpushare.cli.suggest import _COMMANDS
+
+    for group, words in _COMMANDS.items():
+        for meant in words.values():
+            command = root()
+            for word in (word for word in f"{group} {meant}".split() if not word.startswith("-")):
+                command = command.commands[word]
 
 
 @pytest.mark.parametrize("words", [(), ("mps",), ("timeslice",), ("sim",)])

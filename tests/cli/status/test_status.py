@@ -154,9 +154,22 @@ def test_daemons_and_clients(cli: Cli, world: World) -> None:
     assert cli("status", "-g", "0", output="json").ok().data["mps_daemons"] == [daemon]
 
 
-@pytest.mark.parametrize(("text", "code"), [("0", "bad_interval"), ("50ms", "bad_interval"), ("x", "bad_duration")])
+@pytest.mark.parametrize(
+    ("text", "code"), [("0", "bad_interval"), ("50ms", "bad_interval"), ("1x", "bad_duration"), ("x", "usage")]
+)
 def test_wrong_interval(refused: Callable[..., str], text: str, code: str) -> None:
     refused("status", "-w", text, code=code, exit_code=2)
+
+
+@pytest.mark.parametrize("words", [("-w",), ("--watch",), ("-qw",), ("-w", "-q"), ("-w", "--host", "sim:h200")])
+def test_watch_without_a_number_is_two_seconds(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr("gpushare.show.live.watch", lambda _look, *, seconds, **_: seen.append(seconds))
+    cli("status", *words).ok()
+    cli("status", *words[:1], "0.5", *words[1:]).ok()
+    assert seen == [2.0, 0.5]
 
 
 def test_watch_of_a_wrong_gpu_ends(refused: Callable[..., str]) -> None:

@@ -1,0 +1,118 @@
+"""What a wrong word of a command line was meant to be. Loaded only for an error of the parser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from gpushare.cli.help import path_of
+
+# The first that the command has is meant.
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "--mem": ("--memory",),
+    "--mem-limit": ("--memory",),
+    "--memory-limit": ("--memory",),
+    "--vram": ("--memory",),
+    "--sm": ("--threads", "--sms"),
+    "--sms": ("--threads", "--sm"),
+    "--limit": ("--threads or --memory",),
+    "--percent": ("--threads",),
+    "--percentage": ("--threads",),
+    "--thread-percentage": ("--threads",),
+    "--active-thread-percentage": ("--threads",),
+    "--gpus": ("--gpu",),
+    "--device": ("--gpu",),
+    "--id": ("--gpu",),
+    "--force": ("--evict", "--destroy"),
+    "--interval": ("--watch",),
+    "--loop": ("--watch",),
+    "--profile": ("--mig",),
+    "--preview": ("--dry-run",),
+    "--replicas": ("--copies",),
+    "--jobs": ("--copies",),
+}
+# Words that mean the same everywhere.
+_ANYWHERE: Final[Mapping[str, str]] = {
+    **{f"--{form}": f"-o {form}" for form in ("json", "yaml", "csv", "table", "plain")},
+    "--format": "--output",
+}
+# By group; "" is the program.
+_COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "": {
+        **dict.fromkeys(("list", "ls", "ps", "show", "info", "gpus", "smi"), "status"),
+        **dict.fromkeys(("top", "watch", "monitor"), "status -w"),
+        **dict.fromkeys(("delete", "destroy", "remove", "rm"), "mig destroy"),
+        "create": "mig create",
+        "start": "mps start",
+        "stop": "mps stop",
+        "kill": "mps kill",
+        "limit": "mps set",
+        **dict.fromkeys(("kubernetes", "k8s"), "export k8s"),
+        **{name: f"export {name}" for name in ("slurm", "docker", "compose", "systemd", "prometheus", "karpenter")},
+        **dict.fromkeys(("recommend", "suggest"), "advise"),
+        "benchmark": "bench",
+        "check": "doctor",
+        "simulate": "sim",
+        "help": "--help",
+    },
+    "mps": {
+        **dict.fromkeys(("list", "ls", "ps", "show", "top"), "status"),
+        **dict.fromkeys(("delete", "quit"), "stop"),
+        "create": "start",
+        "limit": "set",
+        "log": "logs",
+    },
+    "mig": {
+        **dict.fromkeys(("list", "ls", "ps", "show"), "status"),
+        **dict.fromkeys(("delete", "remove", "rm"), "destroy"),
+        "add": "create",
+        "set": "apply",
+        "on": "enable",
+        "off": "disable",
+    },
+    "timeslice": dict.fromkeys(("list", "ls", "status"), "show"),
+    "export": {"kubernetes": "k8s", "parted": "mig-parted", "helm": "k8s --helm"},
+    "sim": {"ls": "list", "ps": "show", "status": "show", **dict.fromkeys(("delete", "clear"), "reset")},
+}
+# Never a guess: it would be a question skipped, or no command at all.
+_NEVER: Final = frozenset(("--yes", "--help", "--version", "--debug"))
+# How alike two words have to be, from 0 to 1.
+_ALIKE: Final = 0.78
+
+
+def meant_option(word: str, options: Iterable[str]) -> str | None:
+    """Return the option that a word was meant to be, of those a command has; None if none is near."""
+    known = [name for name in options if name.startswith("--") and name not in _NEVER]
+    if word in _ANYWHERE:
+        return _ANYWHERE[word]
+    for name in _OPTIONS.get(word, ()):
+        if set(name.split(" or ")) <= set(known):
+            return name
+    begun = [name for name in known if len(word) > 4 and name.startswith(word)]
+    return begun[0] if len(begun) == 1 else _nearest(word, known)
+
+
+def meant_command(word: str, group: str, commands: Sequence[str]) -> str | None:
+    """Return the command of a group ("" is the program) that a word was meant to be."""
+    found = _COMMANDS.get(group, {}).get(word.lower())
+    return found or _nearest(word.lower(), commands)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str | None:
+    from difflib import get_close_matches
+
+    found = get_close_matches(word[:60], known, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
+
+
+def meant(error: Any) -> str | None:
+    """Return what an unknown option or command of a parser's error was meant to be."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return None
+    if type(error).__name__ == "NoSuchOption":
+        return meant_option(error.option_name, (name for one in context.command.params for name in one.opts))
+    word = getattr(error, "unknown_command", None)
+    if word is None:
+        return None
+    return meant_command(word, path_of(context), list(context.command.commands))
