@@ -15,7 +15,7 @@ from gpushare.advice.ways import CONCURRENT, Way
 from gpushare.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from gpushare.advice.situation import Budget
 
@@ -92,6 +92,8 @@ ALTERNATIVES: Final = (
     Alternative(field="vms", value=True, text="they are virtual machines"),
     Alternative(field="io_bound", value=True, text="the GPU waits for input"),
     Alternative(field="bandwidth_bound", value=True, text="the opportunistic job saturates the memory bandwidth"),
+    Alternative(field="occupied", value=False, text="the programs on the GPU can be ended (--needs no-occupied)"),
+    Alternative(field="destroy", value=True, text="idle MIG instances may be destroyed (--destroy)"),
     Alternative(field="root", value=True, text="you can become root"),
     Alternative(field="root", value=False, text="you cannot become root"),
 )
@@ -124,8 +126,8 @@ def advise(situation: Situation) -> Advice:
 
 def with_answer(situation: Situation, field: str, value: Any) -> Situation:
     case = situation.case
-    if field == "root":
-        return situation.variant(case=replace(case, root=value))
+    if field in {"root", "destroy"}:
+        return situation.variant(case=replace(case, **{field: value}))
     if field == "same_user":
         # User names that were given would contradict it.
         ones = tuple(replace(one, same_user=value, user=None) for one in case.workloads)
@@ -140,6 +142,8 @@ def answer_of(situation: Situation, field: str) -> Any:
     case = situation.case
     if field == "root":
         return situation.may_be_root
+    if field == "destroy":
+        return case.destroy
     if field == "same_user":
         return case.same_user
     if field == "isolation":
@@ -155,9 +159,18 @@ def other_answers(situation: Situation) -> Iterator[tuple[Alternative, bool, tup
         now = answer_of(situation, other.field)
         if now == other.value or (now is None and other.value is False and other.field == "running"):
             continue
+        if not _applies(situation, other.field):
+            continue
         if situation.case.processes == 1 and other.field in {"same_user", "trusted"}:
             continue
         yield other, now is None, verdicts(with_answer(situation, other.field, other.value))
+
+
+def _applies(situation: Situation, field: str) -> bool:
+    """Return whether a question can matter on this GPU."""
+    if field == "destroy":
+        return any(not one.busy for one in situation.kept)
+    return field != "occupied" or bool(situation.gpu.processes)
 
 
 def _changes(situation: Situation, way: Way | None) -> list[Change]:
@@ -335,7 +348,8 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "winner": None if best is None else best.way.value,
         "answer": "nothing fits" if best is None else best.way.label,
         "gpu": gpu.index,
-        "gpu_title": f"GPU {gpu.index}" + ("" if gpu.name is None else f", {gpu.name}"),
+        "instance": gpu.instance,
+        "gpu_title": gpu.title + ("" if gpu.name is None else f", {gpu.name}"),
         "why": _why_nothing(advice)
         if best is None
         else [
@@ -376,14 +390,26 @@ def _why_left(advice: Advice, best: Verdict) -> str:
     """Return why a way wins that no rule prefers."""
     ways = [one for one in CONCURRENT if one is not Way.VGPU]
     if all(one is best.way or advice.of(one).outcome is Outcome.REFUSED for one in ways):
-        return (
-            "every other way of sharing is ruled out" if best.way in CONCURRENT else "every way of sharing is ruled out"
-        )
+        what = "every other way of sharing is" if best.way in CONCURRENT else "every way of sharing is"
+        return "; ".join([f"{what} ruled out", *_nearest(advice, best.way)])
     return "no answer favours another way, and this one needs the least"
 
 
+def _nearest(advice: Advice, but: Way, known: Sequence[str] = ()) -> list[str]:
+    """Return why the most wanted of the refused ways of sharing is refused; ``known`` are reasons that were given."""
+    ways = [advice.of(way) for way in CONCURRENT if way not in {but, Way.VGPU, Way.STREAMS}]
+    wanted = max((one for one in ways if one.refused), key=lambda one: one.score, default=None)
+    return (
+        []
+        if wanted is None
+        else [f"{wanted.way.label}: {one.text}" for one in wanted.of(Kind.VETO) if one.text not in known]
+    )
+
+
 def _why_nothing(advice: Advice) -> list[str]:
-    return [one.text for one in advice.of(Way.WHOLE).of(Kind.VETO)]
+    whole = [one.text for one in advice.of(Way.WHOLE).of(Kind.VETO)]
+    several = advice.situation.several or advice.situation.kept
+    return [*whole, *(_nearest(advice, Way.WHOLE, whole) if several else [])]
 
 
 def _workload_data(workload: Any) -> dict[str, Any]:

@@ -88,6 +88,8 @@ class Workload:
     profiler: bool | None = None
     dynamic_parallelism: bool | None = None
     running: bool | None = None
+    # The programs that are on the GPU now cannot be ended; False: they can.
+    occupied: bool | None = None
     role: Role | None = None
     cuda_graphs: bool | None = None
     bandwidth_bound: bool | None = None
@@ -102,10 +104,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Workloads that are to share a GPU. ``root``: whether the user can become root; None if unknown."""
+    """Workloads that are to share a GPU.
+
+    ``root``: whether the user can become root; None if unknown. ``destroy``: idle MIG instances that exist may go.
+    """
 
     workloads: tuple[Workload, ...]
     root: bool | None = None
+    destroy: bool = False
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""
@@ -203,7 +209,7 @@ _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": Fals
 # Properties given as a list: needs: [nccl, no-p2p]; each may also be a property of its own.
 NEEDS: Final = (
     *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
-    *("bandwidth_qos", "weights", "containment", "vms", "containers", "kubernetes"),
+    *("bandwidth_qos", "weights", "containment", "vms", "containers", "kubernetes", "occupied"),
 )
 # The names of a workload's properties in a file and on the command line.
 KEYS: Final = (

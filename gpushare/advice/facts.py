@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.table import driver_branch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gpushare.mig.profile import Layout
-    from gpushare.model import ComputeMode, Gpu, MpsDaemon, TimeSlice
+    from gpushare.model import ComputeMode, Gpu, MigInstance, MpsDaemon, TimeSlice
     from gpushare.snapshot import HostState
 
 # The first "Binary version" that speaks MPS v3 (R615, CUDA 13.4).
@@ -45,6 +45,9 @@ class GpuFacts:
     mps_daemons: int = 0
     # The limits of gpushare's daemon for the whole GPU; None: there is none, or it does not answer.
     mps: Limits | None = None
+    # Set if this is one MIG instance: its UUID, and its part of the GPU's SMs. Nothing of the GPU can be changed then.
+    instance: str | None = None
+    sm_share: float = 1.0
     # The number of processes on it.
     processes: int | None = None
     # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.
@@ -53,6 +56,15 @@ class GpuFacts:
     time_slice: TimeSlice | None = None
     vgpu_capable: bool | None = None
     error: str | None = None
+
+    @property
+    def selector(self) -> str:
+        """Return the ``-g`` value for exactly this device."""
+        return self.instance or str(self.index)
+
+    @property
+    def title(self) -> str:
+        return f"GPU {self.index}" if self.instance is None else f"instance {self.instance} of GPU {self.index}"
 
     @property
     def largest_instance_count(self) -> int | None:
@@ -149,9 +161,34 @@ def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
     return daemon.ours and daemon.error is None and daemon.device_uuid is not None and daemon.device_uuid == gpu.uuid
 
 
+def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFacts:
+    """Return the facts of one MIG instance of a GPU. Its compute mode, levels and layout belong to the whole GPU."""
+    daemons = [one.daemon for one in or_none(lambda: state.daemons) or () if one.daemon.device_uuid == mig.uuid]
+    whole, own = gpu.multiprocessors, mig.multiprocessors
+    return replace(
+        gpu,
+        uuid=mig.uuid,
+        instance=mig.uuid,
+        sm_share=own / whole if whole and own else 1.0,
+        name=f"{mig.profile or 'MIG instance'} of {gpu.name or 'a GPU'}",
+        memory_total_bytes=mig.memory_total_bytes,
+        memory_used_bytes=mig.memory_used_bytes,
+        multiprocessors=own,
+        mig_capable=False,
+        mig_enabled=False,
+        layout=None,
+        mps_daemons=len(daemons),
+        mps=next((Limits.of(one) for one in daemons if one.ours and one.error is None), None),
+        processes=None,
+        time_slice_settable=False,
+        vgpu_capable=False,
+    )
+
+
 def _layout(state: HostState, gpu: Gpu) -> Layout | None:
     try:
-        layout = state.layout(gpu)
+        # With names, grants and holders: what somebody has is not to be destroyed.
+        layout = state.held_layouts([gpu])[gpu.index] if gpu.mig_enabled else state.layout(gpu)
     except NoPermission as error:
         # No advice on what cannot be seen: it might turn off what others use.
         raise error.restated(hint=error.hint.partition("; or name it")[0]) from error

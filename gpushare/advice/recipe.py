@@ -13,7 +13,7 @@ from gpushare.advice.rules import verdicts
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MPS, Way
-from gpushare.mig.wish import wish_of
+from gpushare.mig.wish import merged, wish_of
 from gpushare.model import ComputeMode, Priority, TimeSlice
 from gpushare.mps.limits import Limits
 from gpushare.units import MIB
@@ -21,7 +21,7 @@ from gpushare.units import MIB
 if TYPE_CHECKING:
     from gpushare.advice.case import Workload
     from gpushare.advice.situation import Situation
-    from gpushare.mig.profile import Profile
+    from gpushare.mig.profile import GpuInstance, Profile
     from gpushare.mig.wish import Wish
 
 
@@ -34,7 +34,6 @@ class Verb(str, Enum):
     MPS_STOP = "mps stop"
     MIG_APPLY = "mig apply"
     MIG_CREATE = "mig create"
-    # With --destroy: idle instances go first.
     MIG_DISABLE = "mig disable"
 
 
@@ -44,19 +43,27 @@ class Change:
 
     verb: Verb
     gpu: int
+    # The UUID of a MIG instance of this GPU, if the change is in that instance.
+    instance: str | None = None
     limits: Limits | None = None
     level: TimeSlice | None = None
     wish: Wish = ()
+    # For `mig disable`: idle instances go first.
+    destroy: bool = False
+
+    @property
+    def selector(self) -> str:
+        return self.instance or str(self.gpu)
 
     @property
     def words(self) -> tuple[str, ...]:
         return (
             *self.verb.value.split(),
             *(() if self.level is None else (self.level.title,)),
-            *("-g", str(self.gpu)),
+            *("-g", self.selector),
             *(() if self.limits is None else self.limits.options()),
             *map(str, self.wish),
-            *(("--destroy",) if self.verb is Verb.MIG_DISABLE else ()),
+            *(("--destroy",) if self.destroy else ()),
         )
 
 
@@ -122,25 +129,45 @@ _MEASURE = (
 
 
 def _mig_lines(situation: Situation, way: Way) -> Recipe:
-    free = situation.free_now(way)
+    free = situation.free_instances(way)
     if free is not None:
         lines: list[Line] = []
         undo: tuple[Line, ...] = ()
-        names = free
+        names = [one.profile.name for one in free]
     else:
         lines, undo, names = _layout(situation, way)
+    gpu = f" -g {situation.gpu.index}" if len(situation.host.gpus) > 1 else ""
+    lines += _grants(situation)
     for name, one, count in _runs(situation, way, names):
-        lines.append(Line(_which(count, _label(one)), f"gpushare run --mig {name or 'PROFILE'} -- {_program(one)}"))
+        run = f"gpushare run --mig {name or 'PROFILE'}{gpu} -- {_program(one)}"
+        lines.append(Line(_which(count, _label(one)), run))
     return Recipe(lines=tuple(lines), undo=undo, measure=_MEASURE)
 
 
-def _mig_as_it_was(situation: Situation) -> Line:
-    """Return the line that restores the current state of MIG: on, with its instances at their placements."""
+def _grants(situation: Situation) -> list[Line]:
+    """Return the line on who may use an instance, where the parties are different users."""
+    if situation.case.same_user is not False and situation.trusted:
+        return []
+    users = list(dict.fromkeys(one.user for one in situation.case.workloads if one.user is not None))
+    grants = ", then ".join(f"gpushare mig grant NAME {shlex.quote(user)}" for user in users or ["USER"])
+    what = (
+        f"every local user may use every instance; to keep others out: gpushare mig name NAME INSTANCE, then {grants}"
+    )
+    return [Line(what, None)]
+
+
+def _mig_as_it_was(situation: Situation, *lost: GpuInstance) -> list[Line]:
+    """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
     gpu, root, layout = str(situation.gpu.index), _sudo(situation), situation.gpu.layout
     if layout is None or not layout.instances:
-        return command("turn MIG on again", "mig", "enable", "-g", gpu, root=root)
+        return [command("turn MIG on again", "mig", "enable", "-g", gpu, root=root)]
     before = map(str, wish_of(layout.instances))
-    return command("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)
+    lines = [command("restore the current instances", "mig", "apply", "-g", gpu, *before, root=root)]
+    for one in lost or layout.instances:
+        if one.name:
+            lines.append(command("restore the name", "mig", "name", one.name, str(one), "-g", gpu, root=root))
+            lines += [command("restore the grant", "mig", "grant", one.name, user, root=root) for user in one.granted]
+    return lines
 
 
 def _off_first(situation: Situation) -> list[Line]:
@@ -150,7 +177,10 @@ def _off_first(situation: Situation) -> list[Line]:
 
 
 def _mig_off(situation: Situation, what: str) -> Line:
-    return change(what, Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index), _sudo(situation))
+    layout = situation.gpu.layout
+    destroy = not situation.gpu.mig_enabled or layout is None or bool(layout.instances)
+    made = Change(verb=Verb.MIG_DISABLE, gpu=situation.gpu.index, destroy=destroy)
+    return change(what, made, _sudo(situation))
 
 
 def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...], list[str]]:
@@ -176,8 +206,12 @@ def _layout(situation: Situation, way: Way) -> tuple[list[Line], tuple[Line, ...
     if addable(layout, slices.wish):
         line = change("create the instances next to the existing ones", replace(apply, verb=Verb.MIG_CREATE), root)
     else:
-        line = change("create the instances; idle ones that are not in the list are destroyed", apply, root)
-    return [line], (_mig_as_it_was(situation),), names
+        # Those that stay are in the list too: what is not in it is destroyed.
+        wish = merged((*wish_of(situation.kept), *slices.wish))
+        line = change(
+            "create the instances; idle ones that are not in the list are destroyed", replace(apply, wish=wish), root
+        )
+    return [line], tuple(_mig_as_it_was(situation)), names
 
 
 def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | None, Workload, int | None]]:
@@ -195,6 +229,9 @@ def _runs(situation: Situation, way: Way, names: list[str]) -> list[tuple[str | 
 
 def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
     """Return the lines for several processes per instance: each instance has a name and a shell."""
+    free = situation.free_instances(way)
+    if free is not None:
+        return _in_existing(situation, way, free)
     gpu, root = f"-g {situation.gpu.index}", _sudo(situation)
     slices = situation.slices(way)
     on = [] if situation.gpu.mig_enabled else [Line("turn MIG on", f"{root}gpushare mig enable {gpu}")]
@@ -205,9 +242,9 @@ def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
     layout = situation.gpu.layout
     room: list[Line] = []
     if layout is not None and layout.instances and not addable(layout, slices.wish):
-        idle = [f"{situation.gpu.index}/{one.id}" for one in layout.instances if not one.busy]
+        idle = [f"{situation.gpu.index}/{one.id}" for one in layout.instances if one not in situation.kept]
         room = [command("make room: destroy the idle instances", "mig", "destroy", *idle, root=root)]
-    lines = [*on, *room, *_made(situation, parties, [one.name for one in slices.profiles])]
+    lines = [*on, *room, *_grants(situation), *_made(situation, parties, [one.name for one in slices.profiles])]
     for (name, one, inside), profile in zip(parties, slices.profiles, strict=True):
         lines.append(Line(f"in a shell for {name}", f'eval "$(gpushare mig env {name})"'))
         run = _program(one)
@@ -222,10 +259,26 @@ def _mig_shared_lines(situation: Situation, way: Way) -> Recipe:
         undo = command("destroy the instances and stop their MPS daemons", "mig", "destroy", *names, root=root)
     return Recipe(
         lines=tuple(lines),
-        undo=(undo, _mig_as_it_was(situation)) if room else (undo,),
+        undo=(undo, *_mig_as_it_was(situation)) if room else (undo,),
         measure=_MEASURE,
         several_shells=True,
     )
+
+
+def _in_existing(situation: Situation, way: Way, free: list[GpuInstance]) -> Recipe:
+    """Return the lines for several processes in each of the instances that exist: nothing needs root."""
+    lines: list[Line] = []
+    undo: list[Line] = []
+    for (name, one, inside), instance in zip(_parties(situation, way), free, strict=True):
+        uuid = str(instance.compute[0].uuid)
+        run = f"CUDA_VISIBLE_DEVICES={uuid} {_program(one)}"
+        if way is Way.MIG_MPS:
+            limits = _limits_inside(situation, one, inside, instance.profile)
+            lines.append(command(f"start MPS in the idle instance {instance}", "mps", "start", "-g", uuid, *limits))
+            undo.append(command("stop MPS; waits for its programs", "mps", "stop", "-g", uuid))
+            run = f"gpushare run -g {uuid} -- {_program(one)}"
+        lines.append(Line(f"{_which(inside, _label(one) or name)}, in {instance}", run))
+    return Recipe(lines=tuple(lines), undo=tuple(undo), measure=_MEASURE, several_shells=True)
 
 
 def _limits_inside(situation: Situation, one: Workload, processes: int, profile: Profile) -> list[str]:
@@ -332,14 +385,16 @@ def memory_limits(situation: Situation) -> list[int | None]:
 def _daemon(situation: Situation, what: str, limits: Limits | None = None) -> Line:
     limits = limits or Limits()
     if not situation.mps_serves:
-        return change(what, Change(verb=Verb.MPS_START, gpu=situation.gpu.index, limits=limits))
+        gpu = situation.gpu
+        return change(what, Change(verb=Verb.MPS_START, gpu=gpu.index, instance=gpu.instance, limits=limits))
     return _set_limits(situation, "set the limits of the running MPS daemon", limits)
 
 
 def _set_limits(situation: Situation, what: str, limits: Limits) -> Line:
     """Return the line that sets exactly these limits of the GPU's daemon, except its priority."""
     exactly = replace(limits.explicit, priority=None)
-    return change(what, Change(verb=Verb.MPS_SET, gpu=situation.gpu.index, limits=exactly))
+    gpu = situation.gpu
+    return change(what, Change(verb=Verb.MPS_SET, gpu=gpu.index, instance=gpu.instance, limits=exactly))
 
 
 def _limits_back(situation: Situation) -> Line:
@@ -350,14 +405,16 @@ def _limits_back(situation: Situation) -> Line:
 
 
 def _run(situation: Situation, what: str, one: Workload, limits: Limits | None = None) -> Line:
-    words = ["gpushare run -g", str(situation.gpu.index), *(limits or Limits()).options(), "--", _program(one)]
+    words = ["gpushare run -g", situation.gpu.selector, *(limits or Limits()).options(), "--", _program(one)]
     return Line(what, " ".join(words))
 
 
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
         return (_limits_back(situation),)
-    return (change("stop MPS; waits for its programs", Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index)),)
+    gpu = situation.gpu
+    stop = Change(verb=Verb.MPS_STOP, gpu=gpu.index, instance=gpu.instance)
+    return (change("stop MPS; waits for its programs", stop),)
 
 
 def _mps_lines(situation: Situation) -> Recipe:
@@ -459,14 +516,13 @@ def _without_mps(situation: Situation, way: Way, found: Recipe) -> Recipe:
     """Return the recipe with the MPS daemon of the GPU stopped first, where it is in the way; the undo starts it again."""
     if not situation.mps_in_the_way(way):
         return found
-    gpu, now = ("-g", str(situation.gpu.index)), situation.gpu.mps
+    gpu, now = ("-g", situation.gpu.selector), situation.gpu.mps
     if now is None:
         stop = Line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status", None)
         start = Line("start the MPS daemon again the same way", None)
     else:
-        stop = change(
-            "stop the running MPS daemon; waits for its programs", Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index)
-        )
+        made = Change(verb=Verb.MPS_STOP, gpu=situation.gpu.index, instance=situation.gpu.instance)
+        stop = change("stop the running MPS daemon; waits for its programs", made)
         start = command("start MPS again with its current limits", "mps", "start", *gpu, *now.options())
     return replace(found, lines=(stop, *found.lines), undo=(*found.undo, start))
 
@@ -488,7 +544,7 @@ def _whole_lines(situation: Situation) -> Recipe:
 
 
 def _queue(situation: Situation) -> Recipe:
-    case, lines, index = situation.case, _off_first(situation), situation.gpu.index
+    case, lines, index = situation.case, _off_first(situation), situation.gpu.selector
     lock = f"flock /tmp/gpu-{index}.lock env {_visible_to(situation)}"
     if case.same_user is not True:
         # A directory, because another user's file in /tmp cannot be opened for writing (fs.protected_regular).
@@ -550,7 +606,7 @@ def recipe(situation: Situation, way: Way) -> Recipe:
             if situation.gpu.mps_daemons
             else []
         )
-        return replace(found, undo=(*found.undo, _mig_as_it_was(situation), *inside))
+        return replace(found, undo=(*found.undo, *_mig_as_it_was(situation), *inside))
     return found
 
 
@@ -578,7 +634,8 @@ def _timeslice(situation: Situation) -> Recipe:
         lines.append(change(what, Change(verb=Verb.TIMESLICE_SET, gpu=index, level=wanted), _sudo(situation)))
         undo = _level_back(situation, blocked=blocked)
     if case.any("running"):
-        lines.append(Line("running programs share the GPU as they do now; see", f"gpushare status -g {index}"))
+        see = f"gpushare status -g {situation.gpu.selector}"
+        lines.append(Line("running programs share the GPU as they do now; see", see))
     lines += [
         Line(_which(count, _label(one)), f"{_visible_to(situation)} {_program(one)}")
         for one, count in zip(case.workloads, case.counts, strict=True)
@@ -651,18 +708,29 @@ def _vgpu(situation: Situation) -> Recipe:
 
 def _measure(situation: Situation) -> Recipe:
     one, processes = situation.case.workloads[0], situation.case.processes
-    ways = "" if situation.case.same_user is not False else " --ways queue,timeslice,mig"
+    ways = _bench_ways(situation)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
     return Recipe(
         lines=(
             *_off_first(situation),
             Line(
                 "run it under each way in turn; the host is restored afterwards",
-                f"gpushare bench -g {situation.gpu.index} --copies {copies}{ways} -- {_program(one)}",
+                f"gpushare bench -g {situation.gpu.selector} --copies {copies}{ways} -- {_program(one)}",
             ),
         ),
         measure=("total runs per second, and p99; overlapping intervals mean no difference",),
     )
+
+
+def _bench_ways(situation: Situation) -> str:
+    """Return the option that names the ways to measure, where not all of them are possible."""
+    usable = {one.way for one in verdicts(situation) if not one.refused}
+    names = {Way.WHOLE: "queue", Way.TIMESLICE: "timeslice", Way.MPS: "mps", Way.MIG: "mig"}
+    left = [name for way, name in names.items() if way in usable]
+    # Without the option, bench leaves out MIG itself where the GPU has none.
+    same_user = situation.case.same_user is not False
+    shut = situation.gpu.compute_mode not in {None, ComputeMode.DEFAULT} and Way.TIMESLICE not in usable
+    return "" if same_user and not shut else f" --ways {','.join(left)}"
 
 
 def _fix(situation: Situation) -> Recipe:
@@ -672,7 +740,7 @@ def _fix(situation: Situation) -> Recipe:
                 "use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data",
                 None,
             ),
-            Line("see whether the GPU waits", f"gpushare status -g {situation.gpu.index} --watch 1"),
+            Line("see whether the GPU waits", f"gpushare status -g {situation.gpu.selector} --watch 1"),
         ),
         undo=(),
         measure=("the rate with synthetic input: if it is much higher, the input is the bottleneck",),

@@ -13,7 +13,7 @@ from typing import Final
 
 from gpushare.advice.case import Isolation, Pattern, Role, all_of, any_of, negated
 from gpushare.advice.compare import no_static_partitions
-from gpushare.advice.situation import Situation, limit_for
+from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.table import Cell, Mechanism
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, CONCURRENT, SHARING, Way
 from gpushare.model import ComputeMode
@@ -183,9 +183,29 @@ def _not_root(s: Situation) -> bool | None:
     return negated(s.may_be_root)
 
 
-def _needs_change(s: Situation) -> bool:
+def _needs_change(s: Situation, way: Way) -> bool:
     """Return whether instances have to be created: MIG is off, or the idle ones do not fit."""
-    return not s.gpu.mig_enabled or s.free_now(Way.MIG) is None
+    return not s.gpu.mig_enabled or s.free_instances(way) is None
+
+
+def _mig_stays(s: Situation, way: Way) -> bool:
+    """Return whether MIG is on and cannot be turned off: without root, or with instances that must stay."""
+    # Instances are never destroyed only in order to measure.
+    instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
+    return bool(s.gpu.mig_enabled) and (s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and instances))
+
+
+def _why_mig_stays(s: Situation) -> str:
+    if s.kept:
+        idle = " (--destroy: idle ones may go)" if not all(one.busy for one in s.kept) else ""
+        return f"its instances stay: {', '.join(map(instance_title, s.kept))}{idle}"
+    return "only root can turn it off" if s.may_be_root is False else "its instances stay"
+
+
+def _exclusive(s: Situation) -> bool:
+    """Return whether only one process can use the GPU, and nobody here can change that."""
+    shut = s.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+    return s.several and shut and (s.may_be_root is False or s.gpu.instance is not None)
 
 
 def _too_many(s: Situation) -> bool | None:
@@ -208,7 +228,7 @@ def _memory_words(s: Situation, way: Way) -> dict[str, object]:
 
 
 def _why_no_slices(s: Situation, way: Way) -> str | None:
-    found = s.slices(way)
+    found = None if s.free_instances(way) is not None else s.slices(way)
     return None if found is None else found.why_not
 
 
@@ -218,6 +238,26 @@ def _no_graphics(s: Situation) -> bool | None:
     return False if offers else wanted
 
 
+def _in_the_way(s: Situation) -> bool | None:
+    """Return whether running programs prevent partitioning."""
+    if s.gpu.mig_enabled:
+        return False
+    return None if s.gpu.processes is None else s.gpu.processes > 0
+
+
+def _occupied(s: Situation) -> bool:
+    """Return whether programs stay on a GPU without MIG. Those that are there stay unless the user says otherwise."""
+    said = s.case.any("occupied")
+    stays = said if said is not None else bool(s.gpu.processes)
+    return bool(stays) and bool(s.gpu.mig_capable) and not s.gpu.mig_enabled
+
+
+def _count_here(s: Situation) -> str:
+    if not s.gpu.processes:
+        return "programs are"
+    return "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"
+
+
 # fmt: off
 VETOES: Final = (
     # -- MIG ---------------------------------------------------------------------------------------
@@ -225,9 +265,24 @@ VETOES: Final = (
         "{name} has no MIG", "NVIDIA MIG User Guide, supported GPUs; AWS EKS",
         lambda s: negated(s.gpu.mig_capable), unknown="only if the GPU has MIG; the driver does not say",
         words=lambda s, _: {"name": s.gpu.name or "this GPU"}),
+    _veto("mig-stays-on", (Way.WHOLE, Way.STREAMS, Way.TIMESLICE, *ALL_MPS, Way.MEASURE),
+        "MIG is on, and {why}", f"{_MIG_GUIDE}; the host", when_way=_mig_stays,
+        words=lambda s, _: {"why": _why_mig_stays(s)}),
+    _veto("mig-occupied", ALL_MIG,
+        "MIG can only be turned on while the GPU is idle, and {count} on it now (--needs no-occupied: they can be ended)",
+        "NVIDIA table 2022 (when idle); MIG User Guide",
+        _occupied,
+        words=lambda s, _: {"count": _count_here(s)}),
+    _veto("peers-inside", (Way.WHOLE, *CONCURRENT),
+        "NCCL and peer-to-peer do not work in a MIG instance", f'{_MIG_GUIDE}: "NCCL is currently not supported with MIG"',
+        lambda s: s.gpu.instance is not None and said("nccl", "p2p")(s)),
+    _veto("exclusive", (Way.TIMESLICE, Way.MIG_TIMESLICE),
+        "compute mode {mode} admits one process at a time, and only root can change it",
+        "NVIDIA DRA driver (time-slicing needs compute mode DEFAULT)", _exclusive,
+        words=lambda s, _: {"mode": "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title}),
     _veto("mig-needs-root", ALL_MIG,
         "only root can create MIG instances, and you cannot become root", f"{_MIG_GUIDE} (CAP_SYS_ADMIN)",
-        lambda s: all_of([_needs_change(s), _not_root(s)]),
+        when_way=lambda s, way: all_of([_needs_change(s, way), _not_root(s)]),
         unknown="root has to create the instances (the lines with sudo)"),
     _veto("nccl", ALL_MIG,
         "NCCL and peer-to-peer across GPUs do not work on MIG instances",
@@ -287,7 +342,7 @@ VETOES: Final = (
         "one process needs {largest} of {total}: {over} too much", "arithmetic",
         lambda s: negated(s.plain.one_fits) if s.plain.one_fits is not None else False,
         words=lambda s, _: _memory_words(s, Way.WHOLE)),
-    _veto("prohibited", CONCURRENT,
+    _veto("prohibited", (Way.WHOLE, *CONCURRENT),
         "compute mode is prohibited: no program can use the GPU", "NVML compute mode",
         lambda s: s.gpu.compute_mode is ComputeMode.PROHIBITED and not s.may_be_root),
 )
@@ -353,13 +408,6 @@ REQUIREMENTS: Final = (
 # -- conditions --------------------------------------------------------------------------------------
 
 
-def _in_the_way(s: Situation) -> bool | None:
-    """Return whether running programs prevent partitioning."""
-    if s.gpu.mig_enabled:
-        return False
-    return None if s.gpu.processes is None else s.gpu.processes > 0
-
-
 def _tight(s: Situation) -> bool:
     """Return whether all fit, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
@@ -375,10 +423,7 @@ CONDITIONS: Final = (
         "the GPU must be idle before it can be partitioned; {count} running on it now",
         "NVIDIA table 2022 (when idle); MIG User Guide",
         _in_the_way, unknown="the GPU must be idle before it can be partitioned",
-        words=lambda s, _: {"count": "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"}),
-    _condition("mig-instances-busy", ALL_MIG,
-        "programs are running in its instances, and the rest is too small: they have to end first", _MIG_GUIDE,
-        when_way=Situation.held),
+        words=lambda s, _: {"count": _count_here(s)}),
     _condition("mps-serves", (Way.TIMESLICE, *ALL_MIG),
         "an MPS daemon serves the GPU: stop it first, after its programs have ended",
         "NVIDIA MPS guide; MIG User Guide (when idle)", when_way=Situation.mps_in_the_way),
@@ -695,7 +740,9 @@ def _verdicts(situation: Situation) -> tuple[Verdict, ...]:
 def winner(found: Iterable[Verdict]) -> Verdict | None:
     """Return the best verdict; None if every way of sharing or queueing is refused."""
     usable = [one for one in found if not one.refused]
-    if not any(one.way not in {Way.MEASURE, Way.FIX} for one in usable):
+    # These are answers only if something speaks for them.
+    unasked = {Way.MEASURE, Way.FIX, Way.VGPU}
+    if not any(one.way not in unasked or (one.way is not Way.MEASURE and one.of(Kind.FOR)) for one in usable):
         return None
     return usable[0]
 

@@ -13,8 +13,8 @@ from gpushare.advice.compare import mps_clients
 from gpushare.advice.table import Mechanism
 from gpushare.advice.ways import ALL_MIG, Way
 from gpushare.mig.plan import MigPlan
-from gpushare.mig.planner import plan_add, plan_exact
-from gpushare.mig.profile import Layout, Profile
+from gpushare.mig.planner import plan_add
+from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
 from gpushare.units import MIB, format_bytes
 
@@ -179,12 +179,12 @@ class Slices:
         return [str(request) for request in self.wish]
 
 
-def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
-    """Return the largest instances that fit these shares on an otherwise empty GPU.
+def slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> Slices:
+    """Return the largest instances that fit these shares next to those that are kept.
 
     Equal shares get equal instances. Larger than needed is better: unassigned slices would be idle.
     """
-    empty = replace(layout, instances=())
+    room = replace(layout, instances=kept)
     kinds = {graphics: _of_kind(layout, graphics=graphics) for graphics in (False, True)}
     smallest = [_smallest(kinds[share.graphics], share) for share in shares]
     too_large = next((share for share, found in zip(shares, smallest, strict=True) if found is None), None)
@@ -193,15 +193,15 @@ def slices_for(layout: Layout, shares: tuple[Share, ...]) -> Slices:
             why_not=f"no instance has {too_large}{_largest_has(kinds[too_large.graphics], too_large)}", most=0
         )
     chosen = [one for one in smallest if one is not None]
-    if not _together(empty, chosen):
+    if not _together(room, chosen):
         worst = max(shares)
         needed = chosen[shares.index(worst)]
-        most = _most(empty, needed)
+        most = _most(room, needed)
         why = f"{len(shares)} instances with {worst} do not fit: {most or 'none'} of {needed.name} would"
         return Slices(why_not=why, most=most)
     if len(set(shares)) == 1:
-        return Slices(profiles=tuple(_largest_equal(empty, kinds[shares[0].graphics], chosen[0], len(shares))))
-    return Slices(profiles=tuple(_enlarged(empty, [kinds[share.graphics] for share in shares], chosen)))
+        return Slices(profiles=tuple(_largest_equal(room, kinds[shares[0].graphics], chosen[0], len(shares))))
+    return Slices(profiles=tuple(_enlarged(room, [kinds[share.graphics] for share in shares], chosen)))
 
 
 def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
@@ -232,28 +232,28 @@ def _holds(profile: Profile, share: Share) -> bool:
     return enough and (not share.sms or (profile.multiprocessors or 0) >= share.sms)
 
 
-def _together(empty: Layout, profiles: Sequence[Profile]) -> bool:
+def _together(room: Layout, profiles: Sequence[Profile]) -> bool:
     counts = Counter(one.name for one in profiles)
     if any(profile.instances is not None and counts[profile.name] > profile.instances for profile in profiles):
         return False
     wish = tuple(Request(profile=name, count=count) for name, count in counts.items())
-    return isinstance(plan_exact([empty], {empty.gpu: wish}), MigPlan)
+    return addable(room, wish)
 
 
-def _most(empty: Layout, profile: Profile) -> int:
-    return next((n for n in range(profile.instances or 8, 0, -1) if _together(empty, [profile] * n)), 0)
+def _most(room: Layout, profile: Profile) -> int:
+    return next((n for n in range(profile.instances or 8, 0, -1) if _together(room, [profile] * n)), 0)
 
 
-def _largest_equal(empty: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
+def _largest_equal(room: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
     """Return the profile with the most SMs, then the least memory, that fits ``count`` times."""
     better = [
         one for one in ordinary if (one.memory_bytes or 0) >= (least.memory_bytes or 0) and one.slices >= least.slices
     ]
     better.sort(key=lambda one: (-(one.multiprocessors or one.slices), one.memory_bytes or 0))
-    return [next((one for one in better if _together(empty, [one] * count)), least)] * count
+    return [next((one for one in better if _together(room, [one] * count)), least)] * count
 
 
-def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
+def _enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
     """Return the choice with its profiles enlarged, the smallest first, as long as all fit."""
     moved = True
     while moved:
@@ -265,7 +265,7 @@ def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Pr
                 if (
                     grows
                     and (larger.memory_bytes or 0) >= (chosen[number].memory_bytes or 0)
-                    and _together(empty, tried)
+                    and _together(room, tried)
                 ):
                     chosen, moved = tried, True
                     break
@@ -274,20 +274,17 @@ def _enlarged(empty: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Pr
     return chosen
 
 
-def _free_instances(layout: Layout, shares: Sequence[Share]) -> list[str] | None:
-    """Return the profiles of existing idle instances that fit the shares, or None."""
-    idle = sorted(
-        (one.profile for one in layout.instances if one.compute and not one.busy),
-        key=lambda profile: (profile.memory_bytes or 0, profile.slices),
-    )
-    names: list[str] = []
-    for share in sorted(shares, reverse=True):
-        found = next((profile for profile in idle if _holds(profile, share)), None)
-        if found is None:
+def _fitting(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> list[GpuInstance] | None:
+    """Return an idle instance for each share, the smallest that fits; None if one share has none."""
+    left = sorted(idle, key=lambda one: (one.profile.memory_bytes or 0, one.profile.slices))
+    found: dict[int, GpuInstance] = {}
+    for number in sorted(range(len(shares)), key=lambda number: shares[number], reverse=True):
+        fits = next((one for one in left if _holds(one.profile, shares[number])), None)
+        if fits is None:
             return None
-        idle.remove(found)
-        names.append(found.name)
-    return names
+        left.remove(fits)
+        found[number] = fits
+    return [found[number] for number in range(len(shares))]
 
 
 def addable(layout: Layout, wish: Wish) -> bool:
@@ -411,8 +408,28 @@ class Situation:
 
     @cached_property
     def mps_clients(self) -> int | None:
-        """Return how many clients MPS accepts here, as `gpushare compare` shows it; None if unknown."""
-        return mps_clients(self.table, self.host, self.gpu)
+        """Return how many clients MPS accepts here, as `gpushare compare` shows it; None if unknown.
+
+        A MIG instance has a proportional part of them.
+        """
+        clients = mps_clients(self.table, self.host, self.gpu)
+        return clients if clients is None or self.gpu.instance is None else max(1, int(clients * self.gpu.sm_share))
+
+    @cached_property
+    def kept(self) -> tuple[GpuInstance, ...]:
+        """Return the MIG instances that must stay: busy ones, and unless the user says otherwise, all of them."""
+        layout = self.gpu.layout
+        if layout is None or not self.gpu.mig_enabled:
+            return ()
+        return tuple(one for one in layout.instances if one.busy or not self.case.destroy)
+
+    @cached_property
+    def idle_instances(self) -> tuple[GpuInstance, ...]:
+        """Return the existing instances that anybody may use: not busy, not named, not granted."""
+        layout = self.gpu.layout
+        if layout is None or not self.gpu.mig_enabled:
+            return ()
+        return tuple(one for one in layout.instances if one.compute and not (one.busy or one.name or one.granted))
 
     @property
     def mps_serves(self) -> bool:
@@ -461,7 +478,20 @@ class Situation:
     def _parties_for(self, processes: int) -> int:
         """Return the number of instances for processes without groups: at least two in each, evenly if possible."""
         most = max(1, min((self.instances or 7), processes // 2))
+        if self.idle_instances and (self.may_be_root is False or not self._has_room):
+            most = min(most, len(self.idle_instances))
         return next((n for n in range(most, 1, -1) if processes % n == 0), most)
+
+    @cached_property
+    def _has_room(self) -> bool:
+        """Return whether any instance can be created next to those that stay."""
+        layout = self.gpu.layout
+        smallest = (
+            None if layout is None else min(_of_kind(layout, graphics=False), key=lambda one: one.slices, default=None)
+        )
+        if layout is None or smallest is None:
+            return True
+        return _together(replace(layout, instances=self.kept), [smallest])
 
     def slices(self, way: Way) -> Slices | None:
         """Return the instances for a way; None if the driver lists no profiles."""
@@ -469,12 +499,20 @@ class Situation:
         if layout is None or not layout.profiles:
             return None
         shares = self.shares(way)
-        return self.once(("slices", shares), lambda: self._slices(layout, shares))
+        return self.once(("slices", shares, self.kept), lambda: self._slices(layout, shares))
 
     def _slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
         most = self.instances
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
+        if self.gpu.mig_enabled and layout.instances:
+            # Next to all that exists; with --destroy, otherwise, next to what is in use.
+            for stay in dict.fromkeys((layout.instances, self.kept)):
+                found = slices_for(layout, shares, stay)
+                if found.why_not is None:
+                    return found
+            kept = ", ".join(map(instance_title, self.kept))
+            return replace(found, why_not=f"{found.why_not}, next to {kept}" if kept else found.why_not)
         if len(shares) == 1:
             # One process leaves half of the GPU to others, if half is enough for it.
             half = slices_for(layout, shares * 2)
@@ -482,21 +520,16 @@ class Situation:
                 return replace(half, profiles=half.profiles[:1])
         return slices_for(layout, shares)
 
-    def held(self, way: Way) -> bool:
-        """Return whether busy instances leave too little room for those of a way."""
-        layout, slices = self.gpu.layout, self.slices(way)
-        if layout is None or not self.gpu.mig_enabled or slices is None or not slices.profiles:
-            return False
-        if way is Way.MIG and self.free_now(way) is not None:
-            return False
-        busy = tuple(one for one in layout.instances if one.busy)
-        rest, wish = replace(layout, instances=busy), slices.wish
-        return bool(busy) and not self.once(("addable", wish), lambda: addable(rest, wish))
+    def free_instances(self, way: Way) -> list[GpuInstance] | None:
+        """Return an existing idle instance for each share of a way, or None."""
+        return _fitting(self.idle_instances, self.shares(way)) if self.idle_instances else None
 
-    def free_now(self, way: Way) -> list[str] | None:
-        """Return the profiles of existing idle instances that fit the shares of a way, or None."""
-        layout = self.gpu.layout
-        return None if layout is None or not self.gpu.mig_enabled else _free_instances(layout, self.shares(way))
+
+def instance_title(one: GpuInstance) -> str:
+    """Return an instance with why it stays: its name, its users, a program in it."""
+    facts = [one.name, one.granted and f"granted to {', '.join(one.granted)}", "in use" if one.busy else None]
+    known = ", ".join(str(fact) for fact in facts if fact)
+    return f"{one} ({known})" if known else str(one)
 
 
 def _share(workload: Workload, processes: int, context: int) -> Share:
@@ -512,9 +545,9 @@ def instances_sentence(situation: Situation, way: Way) -> str | None:
     layout, shares = situation.gpu.layout, situation.shares(way)
     if way not in ALL_MIG or layout is None or not all(share.memory_bytes for share in shares):
         return None
-    free, slices = situation.free_now(way), situation.slices(way)
-    if free is not None and way is Way.MIG:
-        pairs = zip(free, sorted(shares, reverse=True), strict=True)
+    free, slices = situation.free_instances(way), situation.slices(way)
+    if free is not None:
+        pairs = zip([one.profile.name for one in free], shares, strict=True)
     else:
         pairs = zip([one.name for one in slices.profiles] if slices else [], shares, strict=False)
     sizes = {profile.name: profile.memory_bytes for profile in layout.profiles}

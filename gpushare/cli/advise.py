@@ -42,7 +42,7 @@ from gpushare.errors import (
 from gpushare.units import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from gpushare.advice.advise import Advice
     from gpushare.advice.case import Case, Workload
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from gpushare.plan import Plan, Step
     from gpushare.selection import Device
     from gpushare.show.result import Result
+    from gpushare.snapshot import HostState
 
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
@@ -83,13 +84,15 @@ _PROPERTIES: Final = (
     ("--bandwidth-bound/--no-bandwidth-bound", None, "The program saturates the memory bandwidth."),
     ("--io-bound/--no-io-bound", None, "The GPU waits for input."),
     ("--root/--no-root", None, "You can become root (sudo)."),
+    ("--destroy/--no-destroy", None, "Idle MIG instances may be destroyed for it, named and granted ones too."),
     (
         "--needs",
         "LIST",
         (
             "What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
             "cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, "
-            "containers, kubernetes. no-NAME: they do not. [for example: nccl,no-graphics]"
+            "containers, kubernetes, occupied (the programs on the GPU cannot be ended). no-NAME: they do not. "
+            "[for example: nccl,no-graphics]"
         ),
     ),
     ("--command", "CMD", "The program, to appear in the output: 'python train.py'."),
@@ -148,7 +151,7 @@ def advise(
         typer.Argument(metavar="[CMD...]", help="The program to measure, with --measure.", show_default=False),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="The GPU to share. [default: the first]")
+        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="The GPU to share. [default: an idle one]")
     ] = None,
     file: Annotated[
         str | None, typer.Option("-f", "--file", metavar="FILE", help="Workloads from a YAML file; - is stdin.")
@@ -192,7 +195,7 @@ def advise(
     from gpushare.snapshot import HostState
 
     words = dict(context.meta["workload"])
-    root, command = words.pop("root"), words["command"]
+    root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
     pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
     if program and command is None:
         words["command"] = shlex.join(program)
@@ -222,15 +225,19 @@ def advise(
     host = settings.connect()
     if apply and not settings.dry_run:
         _recover(host)
-    facts = host_facts(HostState(host))
-    chosen = _chosen(host, facts, gpu)
+    state = HostState(host)
+    facts = host_facts(state)
+    chosen = _named(state, facts, gpu)
     if case is None:
+        chosen = chosen or _first(facts, lambda one: live and bool(one.processes))
         seen = (
             case_from_now(host, chosen.index, root=root)
             if recording is None
             else case_from_recording(recording, chosen.index, root=root)
         )
         case = checked(overlaid(seen, words))
+    case = case if destroy is None else replace(case, destroy=destroy)
+    chosen = chosen or _idle_first(case, facts)
     situation = Situation(case, facts, chosen, load_table())
     if _may_ask(explained=explained is not None):
         situation = asked(situation)
@@ -305,19 +312,44 @@ def _recover(host: Host) -> None:
                 note(one)
 
 
-def _chosen(host: Host, facts: HostFacts, gpu: str | None) -> GpuFacts:
-    """Return the named GPU, or the first one that answers."""
+def _named(state: HostState, facts: HostFacts, gpu: str | None) -> GpuFacts | None:
+    """Return the GPU or MIG instance that -g names; None without -g."""
+    from gpushare.advice.facts import instance_facts
     from gpushare.selection import select_one
 
     if not facts.gpus:
         raise no_gpu()
-    if gpu is not None:
-        device = select_one(gpu, host.nvml.sweep())
-        return next(one for one in facts.gpus if one.index == device.gpu.index)
-    found = next((one for one in facts.gpus if one.error is None), None)
-    if found is None:
+    if all(one.error is not None for one in facts.gpus) and gpu is None:
         raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=str(facts.gpus[0].index))
-    return found
+    if gpu is None:
+        return None
+    device = select_one(gpu, state.gpus)
+    whole = next(one for one in facts.gpus if one.index == device.gpu.index)
+    return whole if device.mig is None else instance_facts(state, whole, device.mig)
+
+
+def _first(facts: HostFacts, wanted: Callable[[GpuFacts], bool]) -> GpuFacts:
+    """Return the first GPU that answers and is wanted, else the first that answers."""
+    answers = [one for one in facts.gpus if one.error is None]
+    return next(filter(wanted, answers), answers[0])
+
+
+def _idle_first(case: Case, facts: HostFacts) -> GpuFacts:
+    """Return the first GPU, idle and uncut ones before others, on which the case has an answer."""
+    from gpushare.advice.rules import verdicts, winner
+    from gpushare.advice.situation import Situation
+    from gpushare.advice.table import load_table
+
+    if case.any("running"):
+        return _first(facts, lambda one: bool(one.processes))
+
+    def in_use(one: GpuFacts) -> tuple[bool, bool, bool]:
+        cut = one.layout is not None and bool(one.layout.instances)
+        return cut or bool(one.processes), bool(one.mig_enabled), one.mps_daemons > 0
+
+    usable = sorted((one for one in facts.gpus if one.error is None), key=in_use)
+    answered = (one for one in usable if winner(verdicts(Situation(case, facts, one, load_table()))) is not None)
+    return usable[0] if len(usable) == 1 else next(answered, usable[0])
 
 
 def _may_ask(*, explained: bool) -> bool:
@@ -445,6 +477,8 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
             processes=1,
             memory=_without_context(one.memory_used_bytes),
             graphics=graphics,
+            # They are the ones to be set up, so they can be restarted.
+            occupied=False,
         )
         for one in seen
     )
@@ -570,7 +604,7 @@ def _carried(changes: Sequence[Change]) -> Result:
         then = changes[changes.index(mig) + 1 :]
         return carried("advise", lambda host, journal: _mig_change(host, journal, mig, then))
     host = settings.connect()
-    device = select_one(str(changes[0].gpu), gpus_of(host))
+    device = select_one(changes[0].selector, gpus_of(host))
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
         from gpushare.mps.home import home_of
@@ -729,7 +763,7 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
         return _measured_answer(unmeasured(advice, why, copies), None, notes, apply=apply)
     from gpushare.selection import select_one
 
-    device = select_one(str(situation.gpu.index), gpus_of(host))
+    device = select_one(situation.gpu.selector, gpus_of(host))
     try:
         prepared = _prepared(host, device, advice, wanted, copies)
         if settings.dry_run:

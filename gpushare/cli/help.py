@@ -14,7 +14,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Workload": "processes memory sms saturating latency pattern bandwidth-bound io-bound needs command",
         "Users and protection": "users trusted isolation groups",
         "Roles": "production opportunistic role",
-        "What is possible": "root one-application cooperating code running",
+        "What is possible": "root destroy one-application cooperating code running",
         "Instead of options": "file live from",
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },

@@ -12,6 +12,7 @@ from gpushare.advice.facts import GpuFacts, HostFacts, host_facts
 from gpushare.advice.situation import Situation
 from gpushare.advice.table import Table, load_table
 from gpushare.connect import connect
+from gpushare.model import ComputeMode
 from gpushare.snapshot import HostState
 
 _FACTS: dict[str, HostFacts] = {}
@@ -42,6 +43,8 @@ def situation_of(
     given = dict(facts or {})
     found = facts_of(host)
     of_host = {key: given.pop(key) for key in [field.name for field in fields(HostFacts)] if key in given}
+    if isinstance(given.get("compute_mode"), str):
+        given["compute_mode"] = next(one for one in ComputeMode if one.title == given["compute_mode"])
     if "compute_capability" in given:
         given["compute_capability"] = tuple(given["compute_capability"])
     gpu: GpuFacts = replace(found.gpus[0], **given)

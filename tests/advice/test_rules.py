@@ -69,6 +69,7 @@ def held() -> dict[str, Any]:
     return {**ON, "layout": replace(layout, instances=(instance,))}
 
 
+SHUT = {"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}
 GRAPHICS = "rtx-pro-6000-blackwell"
 
 # rule: the way that it speaks of, where it speaks, where it does not.
@@ -76,6 +77,10 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     # vetoes
     "mig-not-there": ("mig", of(host="t4"), of()),
     "mig-needs-root": ("mig", of(facts={"root": False}, root=False), of(facts={"root": True})),
+    "mig-stays-on": ("mps", of(facts=held()), of(facts=ON)),
+    "mig-occupied": ("mig", of(facts={"processes": 1}), four(occupied=False)),
+    "peers-inside": ("whole-gpu", Example(({**FOUR, "nccl": True},), facts={"instance": "MIG-1"}), four(nccl=True)),
+    "exclusive": ("timeslice", of(facts=SHUT, root=False), of(facts=SHUT, root=True)),
     "nccl": ("mig", four(nccl=True), four(nccl=False)),
     "graphics": ("mig", four(graphics=True), four()),
     "profiler": ("mps", four(profiler=True), four(profiler=False)),
@@ -95,10 +100,9 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "memory-one": ("whole-gpu", one(memory="79G"), one(memory="77G")),
     "prohibited": ("mps", of(facts={"root": False, "compute_mode": ComputeMode.PROHIBITED}), of()),
     # conditions
-    "mig-busy": ("mig", of(facts={"processes": 1}), of(facts={"processes": 0})),
+    "mig-busy": ("mig", Example(({**FOUR, "occupied": False},), facts={"processes": 1}), of(facts={"processes": 0})),
     "mig-profiles-unknown": ("mig", of(facts={"layout": None}), of()),
     "mig-is-on": ("mps", of(facts=ON), of()),
-    "mig-instances-busy": ("mig", of(facts=held()), of()),
     "mps-serves": ("timeslice", of(facts={"mps_daemons": 1}), of()),
     "whole-together": ("whole-gpu", four(nccl=True), four(nccl=False)),
     "timeslice-compute-mode": ("timeslice", of(facts={"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}), of()),

@@ -365,7 +365,12 @@ def test_measure_refuses_a_command_with_an_open_quote(refused: Any) -> None:
 @pytest.mark.parametrize(
     ("there", "words", "spec", "steps"),
     [
-        ("mig apply -g 0 3g.40gb", FARM, "sim:a100-80gb", ["switch MIG off", "let an MPS daemon serve GPU 0"]),
+        (
+            "mig apply -g 0 3g.40gb",
+            (*FARM, "--destroy"),
+            "sim:a100-80gb",
+            ["switch MIG off", "let an MPS daemon serve GPU 0"],
+        ),
         ("mps start -g 0", PEOPLE, "sim:t4", ["stop the idle MPS daemon", "set the time-slice of GPU 0 to short"]),
         ("mps start -g 0", USERS, "sim:a100-80gb", ["stop the idle MPS daemon", "switch MIG on"]),
     ],
@@ -391,7 +396,7 @@ def test_apply_of_several_lines_is_one_plan(cli: Any, there: str, words: Any, sp
 @pytest.mark.parametrize(
     ("there", "words", "spec", "module"),
     [
-        ("mig apply -g 0 3g.40gb", FARM, "sim:a100-80gb", "gpushare.hostfile.steps.plan_start"),
+        ("mig apply -g 0 3g.40gb", (*FARM, "--destroy"), "sim:a100-80gb", "gpushare.hostfile.steps.plan_start"),
         ("mps start -g 0 --threads 30", PEOPLE, "sim:t4", "gpushare.hostfile.steps.plan_level"),
     ],
     ids=["mig-mps", "mps-timeslice"],

@@ -12,6 +12,8 @@ from gpushare.model import ComputeMode
 from tests.cli.advise.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
 
 SMALL = ("--processes", "3", "--memory", "2G", "--users", "same", "--no-saturating")
+BIG = ("--processes", "6", "--memory", "7G", "--groups", "3", "--isolation", "fault", "--no-saturating", "--destroy")
+DESTROY = (*SMALL, "--destroy")
 PAIR = ("--production", "1", "--opportunistic", "1", "--users", "same")
 
 
@@ -27,7 +29,9 @@ def advised(cli: Any, spec: str, *words: str) -> Any:
         ("sim:t4", "mps start -g 0 --memory 1G --priority low", PEOPLE, "timeslice", "gpushare mps stop -g 0"),
         ("sim:a100-80gb", "mps start -g 0 --threads 20", USERS, "mig", "gpushare mps stop -g 0"),
         ("sim:a100-80gb", "mps start -g 0", GROUPS, "mig+mps", "gpushare mps stop -g 0"),
-        ("sim:a100-80gb", "mig apply -g 0 1g.10gb*7", GROUPS, "mig+mps", "gpushare mig destroy 0/7"),
+        ("sim:a100-80gb", "mig apply -g 0 1g.10gb*7", GROUPS, "mig+mps", "gpushare mps start -g MIG-"),
+        ("sim:a100-80gb", "mig apply -g 0 1g.10gb*7", BIG, "mig+mps", "gpushare mig destroy 0/7"),
+        ("sim:a100-80gb", "mig apply -g 0 3g.40gb", DESTROY, "mps", "gpushare mig disable -g 0 --destroy"),
         ("sim:a100-80gb", "mig apply -g 0 1g.10gb", GROUPS, "mig+mps", "gpushare mig create -g 0"),
     ],
 )
@@ -92,7 +96,7 @@ def test_a_daemon_of_somebody_else_is_not_stopped_by_a_command(cli: Any) -> None
     assert not any("mps stop" in (line.command or "") for line in found.lines)
 
 
-def test_instances_that_somebody_is_in_are_a_condition(cli: Any) -> None:
+def test_instances_that_somebody_is_in_stay(cli: Any) -> None:
     from gpushare.sim.admin import add_process
 
     spec = "sim:a100-80gb"
@@ -102,7 +106,83 @@ def test_instances_that_somebody_is_in_are_a_condition(cli: Any) -> None:
     add_process(spec, "0", mig=uuid[1])
     data = advised(cli, spec, "--processes", "3", "--memory", "15G", "--users", "different", "--pattern", "steady")
     (mig,) = (one for one in data["verdicts"] if one["way"] == "mig")
-    assert "mig-instances-busy" in {reason["rule"] for reason in mig["reasons"]}
+    assert "mig-too-small" in {reason["rule"] for reason in mig["reasons"]}
+    assert "next to 1g.10gb:6, 4g.40gb:0 (in use)" in mig["reasons"][0]["text"]
+    assert data["winner"] is None
+    assert data["commands"] == []
+
+
+def cut(cli: Any, spec: str) -> None:
+    """Cut GPU 0 into halves, one of them named and granted."""
+    cli("mig", "apply", "-g", "0", "2g.12gb*2", "-y", host=spec).ok()
+    cli("mig", "name", "prod", "2g.12gb:0", "-g", "0", host=spec).ok()
+    cli("mig", "grant", "prod", "root", host=spec).ok()
+
+
+FARM = ("--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating")
+
+
+def test_advice_takes_the_gpu_that_is_idle_and_uncut(cli: Any) -> None:
+    spec = "sim:2xa30"
+    cut(cli, spec)
+    before = cli("mig", "status", host=spec, output="json").ok().data
+    planned = cli("advise", *FARM, "--apply", "-n", host=spec, output="json").ok().data["steps"]
+    done = cli("advise", *FARM, "--apply", host=spec, output="json").ok().data["steps"]
+    assert [one["what"] for one in planned] == [one["what"] for one in done]
+    assert any("GPU 1" in one["what"] for one in done)
+    assert cli("mig", "status", host=spec, output="json").ok().data == before
+
+
+@pytest.mark.parametrize("words", [(), ("--no-root",), ("--destroy", "--no-root"), ("--root",)])
+def test_a_cut_gpu_is_left_as_it_is(cli: Any, words: tuple[str, ...]) -> None:
+    """Neither an answer nor a measurement needs the named instance, and without root nothing is turned off."""
+    spec = "sim:2xa30"
+    cut(cli, spec)
+    for more in ((), ("--saturating",), ("--users", "different"), ("--pattern", "interactive")):
+        data = advised(cli, spec, "-g", "0", "--processes", "4", "--memory", "2G", *more, *words)
+        text = " ".join(commands(data))
+        assert "mig " not in text.replace("run --mig", "")
+        assert "prod" not in text
+
+
+def test_with_consent_the_undo_restores_names_and_grants(cli: Any) -> None:
+    spec = "sim:2xa30"
+    cut(cli, spec)
+    before = cli("capture", host=spec).ok().out
+    data = advised(cli, spec, "-g", "0", *FARM, "--destroy")
+    assert commands(data)[0] == "gpushare mig disable -g 0 --destroy"
+    assert pasted(commands(data), spec).returncode == 0
+    assert "prod" not in cli("capture", host=spec).ok().out
+    assert pasted(commands(data, "undo"), spec).returncode == 0
+    assert cli("capture", host=spec).ok().out == before
+    assert cli("mig", "status", host=spec).ok().out.count("for root only") == 1
+
+
+def test_advice_on_an_instance_stays_in_it(cli: Any) -> None:
+    spec = "sim:h100"
+    made = cli("mig", "apply", "-g", "0", "2g.20gb", "3g.40gb", "-y", host=spec).ok()
+    uuid = re.search(r"2g.20gb:\d on GPU 0: (MIG-\S+)", made.out + made.err)
+    assert uuid is not None
+    before = cli("capture", host=spec).ok().out
+    for words in (FARM, USERS, ("--processes", "2", "--saturating"), ("--processes", "1"), ("--processes", "3")):
+        data = advised(cli, spec, "-g", uuid[1], *words, "--no-root")
+        assert data["instance"] == uuid[1]
+        assert all(uuid[1] in line for line in commands(data) if "mkdir" not in line), data["commands"]
+        assert data["memory"]["total_bytes"] < 21 << 30
+    farm = advised(cli, spec, "-g", uuid[1], *FARM)
+    assert farm["winner"] == "mps"
+    cli("advise", "-g", uuid[1], *FARM, "--apply", host=spec).ok()
+    assert pasted(commands(farm, "undo"), spec).returncode == 0
+    assert cli("capture", host=spec).ok().out == before
+
+
+def test_two_small_instances_fit_next_to_a_named_one(cli: Any) -> None:
+    spec = "sim:a100-80gb"
+    cli("mig", "apply", "-g", "0", "3g.40gb:4", "-y", host=spec).ok()
+    cli("mig", "name", "prod", "3g.40gb:4", "-g", "0", host=spec).ok()
+    data = advised(cli, spec, "--processes", "2", "--memory", "8G", "--users", "different", "--isolation", "fault")
+    assert commands(data)[0] == "gpushare mig create -g 0 '2g.20gb*2'"
+    assert pasted(commands(data)[:1], spec).returncode == 0
 
 
 def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
