@@ -80,7 +80,7 @@ def test_a_limit_that_the_daemon_lowers_is_told(cli: Cli) -> None:
     run = gpushare("run", "--threads", "80", "--", "cat")
     assert run.stderr is not None
     said = ""
-    while "(threads 20 %" not in said or "allows less than was asked for" not in said:
+    while "(threads 20 %" not in said or "has lower limits than requested" not in said:
         said += (line := run.stderr.readline())
         assert line, said
     run.communicate(timeout=120)
