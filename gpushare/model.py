@@ -115,10 +115,14 @@ class MpsClient:
     server_pid: int | None = None
     name: str | None = None
     user: str | None = None
-    # In force for this client: the smaller of the server's and the client's own limit.
+    # In force for this client: the smaller of the server's limit when it attached and its own.
     threads_percent: float | None = None
     memory_limit_bytes: int | None = None
     priority: Priority | None = None
+    # What it would get if it attached now.
+    next_threads_percent: float | None = None
+    next_memory_limit_bytes: int | None = None
+    next_priority: Priority | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

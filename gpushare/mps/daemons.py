@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from gpushare.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.program import missing_program
@@ -28,7 +28,7 @@ from gpushare.mps.control import (
     not_your_daemon,
     parse_memory,
 )
-from gpushare.mps.home import ADOPTED, RUNNING, DaemonHome, DaemonRecord, home_of, homes_in
+from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.mps.limits import Limits
 from gpushare.selection import select
 from gpushare.units import mps_memory, mps_memory_readback
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # For all daemons together; one answers within 2 ms on an H200.
 LOOK_SECONDS: Final = 3.0
+# A daemon prints percentages with one digit after the point.
+_ROUNDED: Final = 0.1
 # Concurrent conversations: each is a child process.
 _AT_ONCE: Final = 16
 _LOG_TAIL_BYTES: Final = 256 * 1024
@@ -194,16 +196,65 @@ class _Answer:
     def _client(self, row: ClientRow, server: ServerRow) -> MpsClient:
         info = self._host.processes.describe(row.pid)
         own = Limits.in_environment(self._host.processes.environment(row.pid) or {}, self._uuid)
+        now = _under(
+            Limits(
+                threads_percent=server.limits.threads_percent,
+                memory_limit_bytes=self._exact(server.limits.memory_limit_bytes),
+                priority=self._overview.limits.priority,
+            ),
+            own,
+        )
+        then = self._at_attachment(row.pid, server)
+        held = now if then is True else Limits() if then is None else _under(then, own)
         return MpsClient(
             pid=row.pid,
             server_pid=server.pid,
             name=row.command or (None if info is None else info.name),
             user=None if info is None else info.user,
-            # A client can only lower the limit of its server (seen: 60 under 30 gives 30, 20 under 30 gives 20).
-            threads_percent=_smaller(server.limits.threads_percent, own.threads_percent),
-            memory_limit_bytes=_smaller(self._exact(server.limits.memory_limit_bytes), own.memory_limit_bytes),
-            priority=self._overview.limits.priority if own.priority is None else own.priority,
+            threads_percent=held.threads_percent,
+            memory_limit_bytes=held.memory_limit_bytes,
+            priority=held.priority,
+            next_threads_percent=now.threads_percent,
+            next_memory_limit_bytes=now.memory_limit_bytes,
+            next_priority=now.priority,
         )
+
+    def _at_attachment(self, pid: int, server: ServerRow) -> Limits | Literal[True] | None:
+        """Return the limits that the server had when a client attached; True: those of now; None: unknown."""
+        record = self._item.record
+        if record is None:
+            return True
+        for one in record.attached:
+            if one.pid == pid and is_still(self._host, one):
+                return one.limits
+        return None if changed_by_hand(record, server.limits.threads_percent) else True
+
+
+def is_still(host: Host, client: AttachedClient) -> bool:
+    """Return whether the PID of a client is still its own, as far as that can be known."""
+    return client.started_at is None or host.processes.alive(client.pid, client.started_at)
+
+
+def changed_by_hand(record: DaemonRecord, threads_percent: float | None) -> bool:
+    """Return whether a server has another thread percentage than gpushare set: when it changed is unknown.
+
+    A `mps set` that was killed before it wrote its record looks the same.
+    """
+    if record.state != RUNNING or threads_percent is None:
+        return False
+    return abs(threads_percent - (record.limits.threads_percent or 100.0)) > _ROUNDED
+
+
+def _under(server: Limits, own: Limits) -> Limits:
+    """Return the limits of a client: it can only lower those of its server.
+
+    Seen: 60 under 30 gives 30, 20 under 30 gives 20.
+    """
+    return Limits(
+        threads_percent=_smaller(server.threads_percent, own.threads_percent),
+        memory_limit_bytes=_smaller(server.memory_limit_bytes, own.memory_limit_bytes),
+        priority=server.priority if own.priority is None else own.priority,
+    )
 
 
 def _smaller(first: Number | None, second: Number | None) -> Number | None:

@@ -48,6 +48,28 @@ _LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttachedClient:
+    """A client that attached before the last change of the limits, and the limits that its server had then.
+
+    ``limits`` is None where they are unknown.
+    """
+
+    pid: int
+    started_at: float | None
+    limits: Limits | None
+
+    def to_json(self) -> dict[str, Any]:
+        limits = self.limits
+        kept = None if limits is None else {"threads_percent": limits.threads_percent, **_rest_of(limits)}
+        return {"pid": self.pid, "started_at": self.started_at, "limits": kept}
+
+
+def _rest_of(limits: Limits) -> dict[str, Any]:
+    priority = None if limits.priority is None else int(limits.priority)
+    return {"memory_limit_bytes": limits.memory_limit_bytes, "priority": priority}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DaemonRecord:
     """What gpushare remembers of a daemon that it started."""
 
@@ -62,18 +84,13 @@ class DaemonRecord:
     transient: bool = False
     state: str = RUNNING
     schema: int = RECORD_SCHEMA
+    attached: tuple[AttachedClient, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return what daemon.json holds."""
-        raw, limits = asdict(self), self.limits
-        del raw["limits"]
-        priority = None if limits.priority is None else int(limits.priority)
-        return {
-            **raw,
-            "threads_percent": limits.threads_percent,
-            "memory_limit_bytes": limits.memory_limit_bytes,
-            "priority": priority,
-        }
+        raw = {key: value for key, value in asdict(self).items() if key not in {"limits", "attached"}}
+        attached = {"attached": [client.to_json() for client in self.attached]} if self.attached else {}
+        return {**raw, **attached, "threads_percent": self.limits.threads_percent, **_rest_of(self.limits)}
 
     @property
     def interrupted(self) -> bool:
@@ -291,7 +308,7 @@ def record_of(raw: Any) -> DaemonRecord | None:
     """Return the record in parsed JSON, or None if it is not valid. Fields of a newer gpushare are ignored."""
     if not isinstance(raw, dict):
         return None
-    names = {*_FIELDS, *(field.name for field in fields(DaemonRecord))} - {"limits"}
+    names = {*_FIELDS, *(field.name for field in fields(DaemonRecord))} - {"limits", "attached"}
     known = {name: raw[name] for name in names if name in raw}
     whole = {"device_uuid", "pid", "started_at", "uid"} <= set(known)
     if not whole or not all(_FIELDS.get(name, _is_whole)(value) for name, value in known.items()):
@@ -300,13 +317,36 @@ def record_of(raw: Any) -> DaemonRecord | None:
     lacks = known["pid"] is None and known.get("state") != STARTING
     if lacks:
         return None
+    limits = _limits_from(known)
+    return DaemonRecord(**known, limits=limits, attached=_attached_in(raw.get("attached")))
+
+
+def _limits_from(known: dict[str, Any]) -> Limits:
+    """Return the limits among checked fields, and take them out."""
     priority = known.pop("priority", None)
-    limits = Limits(
+    return Limits(
         threads_percent=known.pop("threads_percent", None),
         memory_limit_bytes=known.pop("memory_limit_bytes", None),
         priority=None if priority is None else Priority(priority),
     )
-    return DaemonRecord(**known, limits=limits)
+
+
+def _attached_in(raw: Any) -> tuple[AttachedClient, ...]:
+    """Return the clients of a record; the limits of one that is not valid are unknown."""
+    found = []
+    for one in raw if isinstance(raw, list) else ():
+        if isinstance(one, dict) and one.get("pid") and _FIELDS["pid"](one["pid"]):
+            limits, started_at = one.get("limits"), one.get("started_at")
+            kept = {name: limits.get(name) for name in _LIMITS} if isinstance(limits, dict) else {}
+            valid = kept and all(_FIELDS[name](value) for name, value in kept.items())
+            found.append(
+                AttachedClient(
+                    pid=one["pid"],
+                    started_at=started_at if _is_number_or_none(started_at) else None,
+                    limits=_limits_from(kept) if valid else None,
+                )
+            )
+    return tuple(found)
 
 
 def _is_whole(value: object) -> bool:
@@ -329,6 +369,8 @@ _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "transient": lambda value: isinstance(value, bool),
     "state": lambda value: isinstance(value, str) and len(value) < 32,
 }
+
+_LIMITS: Final = ("threads_percent", "memory_limit_bytes", "priority")
 
 
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:

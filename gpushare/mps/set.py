@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpushare.errors import NoPermission
+from gpushare.errors import GpushareError, NoPermission
 from gpushare.model import Priority
 from gpushare.mps.control import (
     MpsControl,
@@ -16,7 +17,8 @@ from gpushare.mps.control import (
     set_priority_command,
     set_threads_command,
 )
-from gpushare.mps.daemons import own_daemon
+from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
+from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.plan import Plan, Step
 from gpushare.units import format_bytes
@@ -71,22 +73,70 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     steps = limit_steps(control, limits)
     for server in servers:
         steps += limit_steps(control, limits, server)
-    changed = replace(record, limits=record.limits.changed_by(limits))
+    steps = _with_way_back(control, record.limits.explicit, servers, steps)
+    clients = _Clients(host, control, home, record)
+    write = f"write {shlex.quote(str(home.directory / 'daemon.json'))}"
+    if servers:
+        # First: whoever attaches later gets the new limits.
+        steps.insert(
+            0,
+            Step(
+                what="record the limits that running clients keep",
+                command=write,
+                do=lambda: home.write(replace(record, attached=clients.known(servers))),
+                revert=lambda: home.write(record),
+            ),
+        )
     steps.append(
         Step(
             what="record the new limits",
-            command=f"write {shlex.quote(str(home.directory / 'daemon.json'))}",
-            do=lambda: home.write(changed),
+            command=write,
+            do=lambda: home.write(
+                replace(record, limits=record.limits.changed_by(limits), attached=clients.with_late_ones())
+            ),
             revert=lambda: home.write(record),
         )
     )
     back = record.limits.back_from(limits)
     return Plan(
         title=title,
-        steps=tuple(_with_way_back(control, record.limits.explicit, servers, steps)),
+        steps=tuple(steps),
         undo=shlex.join(["gpushare", "mps", "set", "-g", device.selector, *back.options()]),
         notes=("running clients keep the limits that they started with; restart them to apply the new ones",),
     )
+
+
+class _Clients:
+    """The clients that are attached while the limits change, each with the limits of its server when it attached."""
+
+    def __init__(self, host: Host, control: MpsControl, home: DaemonHome, record: DaemonRecord) -> None:
+        self._host, self._control, self._record = host, control, record
+        # Of a daemon that was found without a record the limits are unknown.
+        self._recorded = home.read() is not None
+        self._found: dict[int, AttachedClient] = {}
+
+    def known(self, servers: Mapping[int, float | None]) -> tuple[AttachedClient, ...]:
+        """Look before the change. Clients that earlier changes have recorded keep what is recorded."""
+        earlier = {one.pid: one for one in self._record.attached}
+        for client in self._control.clients():
+            one = earlier.get(client.pid)
+            if one is None or not is_still(self._host, one):
+                threads = servers.get(client.server_pid or 0)
+                known = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
+                one = self._client(client.pid, self._record.limits.explicit if known else None)
+            self._found[client.pid] = one
+        return tuple(self._found.values())
+
+    def with_late_ones(self) -> tuple[AttachedClient, ...]:
+        """Look after the change: who attached meanwhile may have the old or the new limits."""
+        with contextlib.suppress(GpushareError):
+            for client in self._control.clients() if self._found or self._control.servers() else ():
+                self._found.setdefault(client.pid, self._client(client.pid, None))
+        return tuple(self._found.values())
+
+    def _client(self, pid: int, limits: Limits | None) -> AttachedClient:
+        info = self._host.processes.describe(pid)
+        return AttachedClient(pid=pid, started_at=None if info is None else info.started_at, limits=limits)
 
 
 def _with_way_back(

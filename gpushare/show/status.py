@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
@@ -234,19 +234,35 @@ def _daemon_row(daemon: MpsDaemon) -> Row:
 
 
 def _low(value: Any) -> str | None:
-    return "dim" if value is Priority.LOW else None
+    return "dim" if value[0] is Priority.LOW else None
+
+
+def _with_next(show: Callable[[Any], str], nothing: str = "-") -> Callable[[Any], str]:
+    """Return what shows a limit at attachment, with the limit of clients that attach from now on where it differs."""
+
+    def shown(value: tuple[Any, Any]) -> str:
+        held, new = value
+        return show(held) if held == new else f"{show(held)} ({nothing if new is None else show(new)} from now on)"
+
+    return shown
 
 
 def _mps_clients(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True),
         Column(key="pid", title="pid", right=True),
-        Column(key="user", title="user", rank=1),
-        Column(key="name", title="program", rank=2, least=12),
-        _percent("threads_percent", "threads"),
-        _memory("memory_limit_bytes", "memory limit"),
-        Column(key="priority", title="priority", rank=3, style=_low),
-        Column(key="server_pid", title="server pid", right=True, rank=4),
+        Column(key="user", title="user", rank=2),
+        Column(key="name", title="program", rank=3, least=12),
+        Column(key="threads_percent", title="threads", right=True, format=_with_next(format_percent)),
+        Column(
+            key="memory_limit_bytes",
+            title="memory limit",
+            right=True,
+            rank=1,
+            format=_with_next(format_bytes, "none"),
+        ),
+        Column(key="priority", title="priority", rank=4, style=_low, format=_with_next(plain_value)),
+        Column(key="server_pid", title="server pid", right=True, rank=5),
     )
     rows = tuple(
         {
@@ -254,9 +270,9 @@ def _mps_clients(snapshot: Snapshot) -> Table:
             "pid": client.pid,
             "user": client.user if client.user is not None else server.user,
             "name": client.name,
-            "threads_percent": client.threads_percent,
-            "memory_limit_bytes": client.memory_limit_bytes,
-            "priority": client.priority,
+            "threads_percent": (client.threads_percent, client.next_threads_percent),
+            "memory_limit_bytes": (client.memory_limit_bytes, client.next_memory_limit_bytes),
+            "priority": (client.priority, client.next_priority),
             "server_pid": client.server_pid if client.server_pid is not None else server.pid,
         }
         for daemon in snapshot.daemons

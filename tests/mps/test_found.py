@@ -69,7 +69,9 @@ def test_a_host_without_daemons(host: Host) -> None:
 
 
 def test_a_daemon_of_ours_with_what_it_holds(host: Host) -> None:
-    home, record = start_ours(host, memory_limit_bytes=1500 * MIB, transient=True, priority=Priority.LOW)
+    home, record = start_ours(
+        host, threads_percent=30.0, memory_limit_bytes=1500 * MIB, transient=True, priority=Priority.LOW
+    )
     talk = MpsControl(host.programs, str(home.pipe))
     talk.set_threads(30.0)
     talk.set_memory(1500 * MIB)
@@ -181,7 +183,7 @@ def test_a_daemon_that_does_not_answer_is_shown_with_its_error(host: Host, monke
 
 
 def test_limits_of_a_client_are_the_smaller_of_its_own_and_the_servers(host: Host) -> None:
-    home, record = start_ours(host, memory_limit_bytes=2 * GIB)
+    home, record = start_ours(host, threads_percent=50.0, memory_limit_bytes=2 * GIB)
     talk = MpsControl(host.programs, str(home.pipe))
     talk.set_threads(50.0)
     talk.set_memory(2 * GIB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -21,7 +22,16 @@ from gpushare.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.host import records
 from gpushare.model import Priority, device_key, old_device_key
 from gpushare.mps import home as mps_home
-from gpushare.mps.home import DaemonHome, DaemonRecord, forget_aside, home_of, homes_in, record_of, set_aside
+from gpushare.mps.home import (
+    AttachedClient,
+    DaemonHome,
+    DaemonRecord,
+    forget_aside,
+    home_of,
+    homes_in,
+    record_of,
+    set_aside,
+)
 from gpushare.mps.limits import Limits
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
@@ -369,3 +379,31 @@ def test_a_lock_that_the_system_refuses_is_said(
     with pytest.raises(OperationFailed, match=os.strerror(number)) as caught:
         home.locked().__enter__() if act == "locked" else getattr(home, act)()
     assert str(home.directory) in caught.value.message
+
+
+def test_the_limits_of_attached_clients_come_back() -> None:
+    limits = Limits(threads_percent=50.0, memory_limit_bytes=2**33, priority=Priority.LOW)
+    clients = (
+        AttachedClient(pid=8, started_at=2.5, limits=limits),
+        AttachedClient(pid=9, started_at=None, limits=None),
+    )
+    record = dataclasses.replace(RECORD, attached=clients)
+    assert record_of(json.loads(json.dumps(record.to_json()))) == record
+    # As earlier versions wrote it.
+    assert "attached" not in RECORD.to_json()
+
+
+@pytest.mark.parametrize(
+    ("raw", "limits"),
+    [
+        ("none", ()),
+        ([7, {"pid": "8"}, {"pid": -1}, {}], ()),
+        ([{"pid": 8, "limits": {"threads_percent": "50", "priority": 0}}], (None,)),
+        ([{"pid": 8, "limits": {"priority": 7}}], (None,)),
+        ([{"pid": 8, "started_at": "now", "limits": {"threads_percent": 50}}], (Limits(threads_percent=50),)),
+    ],
+)
+def test_a_client_that_is_not_valid_makes_no_record_invalid(raw: object, limits: tuple[Limits | None, ...]) -> None:
+    record = record_of({**RECORD.to_json(), "attached": raw})
+    assert record is not None
+    assert tuple(client.limits for client in record.attached) == limits

@@ -167,6 +167,9 @@ def _daemons(index: int) -> tuple[MpsDaemon, ...]:
             threads_percent=75.0,
             memory_limit_bytes=40 * GIB,
             priority=Priority.NORMAL,
+            next_threads_percent=75.0,
+            next_memory_limit_bytes=40 * GIB,
+            next_priority=Priority.NORMAL,
         ),
         MpsClient(
             pid=40177,
@@ -176,6 +179,9 @@ def _daemons(index: int) -> tuple[MpsDaemon, ...]:
             threads_percent=25.0,
             memory_limit_bytes=4 * GIB,
             priority=Priority.LOW,
+            next_threads_percent=20.0,
+            next_memory_limit_bytes=4 * GIB,
+            next_priority=Priority.LOW,
         ),
     )
     return (

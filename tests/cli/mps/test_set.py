@@ -46,6 +46,71 @@ def test_future_clients_get_it_and_running_ones_keep_theirs(cli: Cli, world: Wor
     assert (world.process(new).threads, world.process(new).memory_limit_bytes) == (25.0, 2 * GIB)
 
 
+def shown_clients(cli: Cli) -> dict[int, tuple[object, ...]]:
+    """Return limits at attachment and from now on by PID, as status and mps status show them."""
+    keys = ("threads_percent", "memory_limit_bytes", "priority")
+    found = []
+    for words in (("status",), ("mps", "status")):
+        (daemon,) = cli(*words, output="json").ok().data["mps_daemons"]
+        clients = [client for server in daemon["servers"] for client in server["clients"]]
+        found.append({one["pid"]: tuple(one[f"{w}{key}"] for w in ("", "next_") for key in keys) for one in clients})
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_client_is_shown_with_the_limits_that_it_has(cli: Cli, world: World) -> None:
+    first = world.client()
+    cli("mps", "set", "--threads", "20", "--memory", "2G").ok()
+    second = world.client()
+    new = (20.0, 2 * GIB, "normal")
+    assert shown_clients(cli) == {first: (50.0, 8 * GIB, "normal", *new), second: (*new, *new)}
+    text = cli("mps", "status").ok().out
+    assert "50 % (20 % from now on)  8.0 GiB (2.0 GiB from now on)" in text
+    assert text.count("from now on") == 2
+    # A second change: each client keeps what it had.
+    cli("mps", "set", "--memory", "none", "--priority", "low").ok()
+    last = (20.0, None, "low")
+    assert shown_clients(cli) == {first: (50.0, 8 * GIB, "normal", *last), second: (*new, *last)}
+    assert {pid: world.process(pid).threads for pid in (first, second)} == {first: 50.0, second: 20.0}
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_clients_own_lower_limit_stays_in_sight(cli: Cli, world: World) -> None:
+    pid = world.client(environment={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30"})
+    cli("mps", "set", "--threads", "40").ok()
+    assert [shown_clients(cli)[pid][part] for part in (0, 3)] == [30.0, 30.0]
+    cli("mps", "set", "--threads", "10").ok()
+    assert [shown_clients(cli)[pid][part] for part in (0, 3)] == [30.0, 10.0]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_limits_changed_by_hand_leave_those_at_attachment_unknown(cli: Cli, world: World) -> None:
+    """When they changed is unknown: the client may have attached before or after."""
+    before = world.client()
+    cli("mps", "set", "--threads", "40").ok()
+    after = world.client()
+    (server,) = world.state.daemons[-1].servers
+    MpsControl(world.host.programs, world.state.daemons[-1].pipe_directory).set_threads(10.0, server.pid)
+    shown = shown_clients(cli)
+    assert shown[before][0] == 50.0
+    assert shown[after][:4] == (None, None, None, 10.0)
+    assert "- (10 % from now on)" in cli("mps", "status").ok().out
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_failed_change_leaves_the_record_as_it_was(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = world.client()
+    (record,) = world.directory.glob("run/mps/*/daemon.json")
+    before = record.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(MpsControl, "set_memory", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cli("mps", "set", "--threads", "40", "--memory", "2G", "--debug")
+    assert record.read_text() == before
+    assert shown_clients(cli)[pid][0] == 50.0
+
+
 @pytest.mark.usefixtures("daemon")
 def test_the_undo_that_is_said_undoes_it(cli: Cli) -> None:
     before = limits(cli)
