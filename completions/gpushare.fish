@@ -615,7 +615,7 @@ complete -c gpushare -n '__gpushare_at timeslice reset' -s v -l verbose -d 'Prin
 complete -c gpushare -n '__gpushare_at timeslice reset' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at timeslice reset' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at advise' -l processes -x -d 'Number of processes.'
-complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, like 6G.'
+complete -c gpushare -n '__gpushare_at advise' -l memory -x -d 'Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.'
 complete -c gpushare -n '__gpushare_at advise' -l sms -x -d 'SMs that one process needs.'
 complete -c gpushare -n '__gpushare_at advise' -l saturating -l no-saturating -d 'One process alone fills the GPU (measured).'
 complete -c gpushare -n '__gpushare_at advise' -l users -x -d 'same or different.'

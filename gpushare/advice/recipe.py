@@ -359,24 +359,27 @@ def limits_sum(situation: Situation, way: Way) -> int | None:
     case = situation.case
     limited = [
         (limit or 0) * (count or 0)
-        for one, limit, count in zip(case.workloads, memory_limits(situation), case.counts, strict=True)
+        for one, limit, count in zip(
+            case.workloads, memory_limits(situation), situation.counts_at_once(way), strict=True
+        )
         if not (way is Way.MPS_PRIORITY and one.role is Role.PRODUCTION)
     ]
     return sum(limited) if limited and all(limited) else None
 
 
 def memory_limits(situation: Situation) -> list[int | None]:
-    """Return a limit per workload. All together fit the GPU; a workload without one has none."""
+    """Return a limit per workload; None is no limit. All together fit the GPU, except that a quota is always a limit."""
     if situation.before_volta:
         return [None] * len(situation.case.workloads)
     ones, usable = situation.case.workloads, situation.under_mps.usable_bytes
     limits = [None if one.memory is None else limit_for(one.memory) for one in ones]
-    counts = [count for count in situation.case.counts if count is not None]
+    counts = [count for count in situation.counts_at_once(Way.MPS) if count is not None]
     if usable is None or len(counts) < len(ones):
         return limits
     taken = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
     if taken > usable:
-        return [None if one.memory is None else one.memory // MIB * MIB for one in ones]
+        quota = Isolation.QUOTA in situation.isolation
+        return [one.memory // MIB * MIB if quota and one.memory is not None else None for one in ones]
     open_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
     rest = equal_limit(usable - taken, open_count) if open_count else None
     return [rest if limit is None else limit for limit in limits]
@@ -409,6 +412,15 @@ def _run(situation: Situation, what: str, one: Workload, limits: Limits | None =
     return Line(what, " ".join(words))
 
 
+def _in_turns(line: Line, processes: int | None, turns: int | None) -> Line:
+    """Return the line that starts so many at a time and the next when one ends."""
+    if turns is None:
+        return line
+    # {} because xargs needs a word to replace; a program may use it as the number of its run.
+    started = f"seq {processes} | xargs -P {turns} -I {{}} {line.command}"
+    return Line(f"{line.what}, {turns} at a time; {{}} is the number of the run", started)
+
+
 def _back(situation: Situation) -> tuple[Line, ...]:
     if situation.mps_serves:
         return (_limits_back(situation),)
@@ -419,14 +431,17 @@ def _back(situation: Situation) -> tuple[Line, ...]:
 
 def _mps_lines(situation: Situation) -> Recipe:
     case = situation.case
-    ones, limits, processes = case.workloads, memory_limits(situation), case.processes
+    turns = situation.in_turns(Way.MPS)
+    ones, limits, processes = case.workloads, memory_limits(situation), turns or case.processes
     share = None if processes is None or situation.before_volta else _threads_for(situation, processes)
     lines = _off_first(situation)
     if len(ones) == 1 and case.any("weights") and processes is not None and processes > 1 and share is not None:
         lines += _weighted(situation, processes, limits[0])
     elif len(ones) == 1:
-        lines.append(_daemon(situation, "start MPS with limits for each process", _limits(share, limits[0])))
-        lines.append(_run(situation, _which(processes), ones[0]))
+        given = _limits(share, limits[0])
+        what = "start MPS with limits for each process" if given != Limits() else "start MPS"
+        lines.append(_daemon(situation, what, given))
+        lines.append(_in_turns(_run(situation, _which(case.processes), ones[0]), case.processes, turns))
     else:
         lines.append(_daemon(situation, "start MPS"))
         for one, limit in zip(ones, limits, strict=True):
@@ -636,8 +651,10 @@ def _timeslice(situation: Situation) -> Recipe:
     if case.any("running"):
         see = f"gpushare status -g {situation.gpu.selector}"
         lines.append(Line("running programs share the GPU as they do now; see", see))
+    turns = situation.in_turns(Way.TIMESLICE)
+    visible = _visible_to(situation) if turns is None else f"env {_visible_to(situation)}"
     lines += [
-        Line(_which(count, _label(one)), f"{_visible_to(situation)} {_program(one)}")
+        _in_turns(Line(_which(count, _label(one)), f"{visible} {_program(one)}"), case.processes, turns)
         for one, count in zip(case.workloads, case.counts, strict=True)
         if not one.running
     ]

@@ -211,7 +211,12 @@ def _exclusive(s: Situation) -> bool:
 def _too_many(s: Situation) -> bool | None:
     if s.mps_clients is None or s.case.processes is None:
         return None
-    return s.case.processes > s.mps_clients
+    return s.case.processes > s.mps_clients and s.in_turns(Way.MPS) is None
+
+
+def _needs_limits_before_volta(s: Situation, way: Way) -> bool:
+    limits = Isolation.QUOTA in s.isolation or bool(s.case.any("containment")) or bool(s.case.any("weights"))
+    return bool(s.before_volta) and (limits or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
 
 
 def _memory_words(s: Situation, way: Way) -> dict[str, object]:
@@ -312,8 +317,8 @@ VETOES: Final = (
     _veto("mps-dynamic-parallelism", (*ALL_MPS, Way.MIG_MPS),
         "MPS does not support dynamic parallelism", "NVIDIA MPS guide (error 811)",
         said("dynamic_parallelism")),
-    _veto("mps-limits-before-volta", (Way.MPS_PRIORITY, Way.MPS_STATIC),
-        "MPS has no limits on GPUs before Volta", _MPS_GUIDE, lambda s: s.before_volta),
+    _veto("mps-limits-before-volta", ALL_MPS,
+        "MPS has no limits on GPUs before Volta", _MPS_GUIDE, when_way=_needs_limits_before_volta),
     _veto("mps-static-old", (Way.MPS_STATIC,),
         "static partitions need Ampere and driver 590 (CUDA 13.1); this host has {here}",
         "NVIDIA CUDA 13.1; nvidia-cuda-mps-control 595",
@@ -337,7 +342,8 @@ VETOES: Final = (
     _veto("memory-sum", CONCURRENT,
         "all processes need {needed} of {total}: {short} too much; {most} fit at the same time",
         "arithmetic; nvshare (paging instead made two jobs 8 times slower)",
-        when_way=lambda s, way: s.several and s.budget_of(way).may_fit is False, words=_memory_words),
+        when_way=lambda s, way: s.several and s.budget_of(way).may_fit is False and s.in_turns(way) is None,
+        words=_memory_words),
     _veto("memory-one", (Way.WHOLE, *CONCURRENT),
         "one process needs {largest} of {total}: {over} too much", "arithmetic",
         lambda s: negated(s.plain.one_fits) if s.plain.one_fits is not None else False,
@@ -411,9 +417,9 @@ REQUIREMENTS: Final = (
 def _tight(s: Situation) -> bool:
     """Return whether all fit, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
-    if not s.under_mps.fits or usable is None:
+    if usable is None or not (s.under_mps.fits or s.in_turns(Way.MPS)):
         return False
-    each = zip(s.case.workloads, s.case.counts, strict=True)
+    each = zip(s.case.workloads, s.counts_at_once(Way.MPS), strict=True)
     return sum(limit_for(one.memory) * (count or 1) for one, count in each if one.memory is not None) > usable
 
 
@@ -434,6 +440,10 @@ CONDITIONS: Final = (
     _condition("mig-is-on", (Way.WHOLE, Way.TIMESLICE, *ALL_MPS, Way.STREAMS),
         "MIG is on: turn it off first (needs root and an idle GPU)", _MIG_GUIDE,
         lambda s: bool(s.gpu.mig_enabled)),
+    _condition("in-turns", CONCURRENT,
+        "not all of them fit at the same time: {most} at a time, the others wait", "arithmetic; NVIDIA MPS guide",
+        when_way=lambda s, way: s.in_turns(way) is not None,
+        words=lambda s, way: {"most": s.in_turns(way)}),
     _condition("whole-together", (Way.WHOLE,),
         "the processes depend on each other, so they cannot run in turn: one process per GPU",
         "MPI and NCCL: a collective operation waits for every rank", lambda s: s.together),
@@ -446,8 +456,10 @@ CONDITIONS: Final = (
         "memory is tight: it fits only if a CUDA context takes less than 500 MiB (300 to 500 MB are reported)",
         "arithmetic", lambda s: s.several and s.plain.fits is False and s.plain.may_fit),
     _condition("mps-memory-tight", (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS),
-        "memory is tight: there is no room for CUDA's own memory in every limit, so a program may run out of memory at its limit",
-        "arithmetic; measured on an H200 (a limit of 8G leaves 7.4 GiB)", _tight),
+        "memory is tight: there is no room for CUDA's own memory in every limit, {so}",
+        "arithmetic; measured on an H200 (a limit of 8G leaves 7.4 GiB)", _tight,
+        words=lambda s, _: {"so": "so a program may run out of memory at its limit" if Isolation.QUOTA in s.isolation
+            else "so no limit is set, and nothing keeps a program from using more than it said"}),
     _condition("mig-ipc", (Way.MIG_MPS, Way.MIG_TIMESLICE),
         "processes that share GPU memory through CUDA IPC must be in the same instance",
         f"{_MIG_GUIDE} (no CUDA IPC across GPU instances)", said("ipc")),
@@ -642,7 +654,9 @@ PREFERENCES: Final = (
         "an enforced limit per process", "NVIDIA MPS guide",
         lambda s: s.several and Isolation.QUOTA in s.isolation),
     _for("needs-peers", {Way.WHOLE: 60},
-        "work across several GPUs needs whole GPUs", "NVIDIA MIG User Guide", said("nccl", "p2p")),
+        "NCCL and peer-to-peer need a whole GPU for each process", "NVIDIA MIG User Guide; NCCL", said("nccl", "p2p")),
+    _for("profiled-alone", {Way.WHOLE: 10},
+        "a profiler measures a program that has the GPU to itself", "NVIDIA MIG and MPS guides", said("profiler")),
     _for("runs-already", {Way.TIMESLICE: 40},
         "a running program is time-sliced as it is, and can be paused; nothing else can take it over",
         "NVIDIA MPS guide", said("running")),

@@ -399,6 +399,29 @@ class Situation:
     def budget_of(self, way: Way) -> Budget:
         return self.under_mps if Mechanism.MPS in {way.outer, way.inner} else self.plain
 
+    def in_turns(self, way: Way) -> int | None:
+        """Return how many run at a time if not all fit at once and the rest can wait; None: all at once, or at most one.
+
+        Only for equal, independent processes that leave room for each other.
+        """
+        case, processes = self.case, self.case.processes
+        waits = len(case.workloads) == 1 and self.saturating is False and case.same_user is not False
+        needed = self.together or self.apart or self.idle_often or any(map(case.any, ("latency", "running", "weights")))
+        if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
+            return None
+        limits = [processes]
+        if Mechanism.MPS in {way.outer, way.inner} and self.mps_clients is not None:
+            limits.append(self.mps_clients)
+        found = self.budget_of(way)
+        if found.may_fit is False:
+            limits.append(found.most or 0)
+        return min(limits) if 1 < min(limits) < processes else None
+
+    def counts_at_once(self, way: Way) -> tuple[int | None, ...]:
+        """Return the number of processes of each workload that run at the same time."""
+        turns = self.in_turns(way)
+        return self.case.counts if turns is None else (turns,)
+
     # -- MPS and MIG -------------------------------------------------------------------------------
 
     @property

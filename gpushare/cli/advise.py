@@ -65,7 +65,11 @@ if TYPE_CHECKING:
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
     ("--processes", "N", "Number of processes."),
-    ("--memory", "SIZE", "Peak memory of one process, like 6G."),
+    (
+        "--memory",
+        "SIZE",
+        "Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.",
+    ),
     ("--sms", "N", "SMs that one process needs."),
     ("--saturating/--no-saturating", None, "One process alone fills the GPU (measured)."),
     ("--users", "WHO", "same or different."),

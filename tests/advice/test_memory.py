@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.advice.case import Case, Workload
+from gpushare.advice.case import Case, Workload, workload_of
 from gpushare.advice.facts import GpuFacts
 from gpushare.advice.recipe import memory_limits
 from gpushare.advice.situation import (
@@ -137,6 +137,14 @@ def test_how_many_fit_is_of_the_largest_and_unknown_where_no_size_is() -> None:
 def test_headroom_is_rounded_up() -> None:
     assert budget(case((GIB, 1)), gpu(101), mps=False).headroom_bytes == 3
     assert budget(case((GIB, 1)), gpu(100), mps=False).headroom_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("6G", 6 * GIB), ("6GiB", 6 * GIB), ("6GB", 6 * 10**9 // MIB * MIB), ("80 gb", 80 * 10**9 // MIB * MIB)],
+)
+def test_decimal_and_binary_sizes_are_told_apart(text: str, size: int) -> None:
+    assert workload_of({"memory": text}).memory == size
 
 
 def test_the_sum_in_words() -> None:

@@ -29,6 +29,7 @@ from gpushare.model import ComputeMode, Holder, TimeSlice
 from tests.advice.conftest import facts_of, situation_of
 
 FOUR = {"processes": 4, "users": "same", "saturating": False}
+RANKS = {**FOUR, "cooperating": True}
 PAIR = ({"role": "production"}, {"role": "opportunistic"})
 
 
@@ -87,7 +88,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mig-too-small": ("mig", of({"processes": 8}), of({"processes": 7})),
     "mps-other-users": ("mps", four(users="different"), four()),
     "mps-other-users-inside": ("mig+mps", four(users="different"), four(users="different", groups=2)),
-    "mps-clients": ("mps", of({**FOUR, "processes": 49}), of({**FOUR, "processes": 48})),
+    "mps-clients": ("mps", of({**RANKS, "processes": 49}), of({**RANKS, "processes": 48})),
     "mps-not-installed": ("mps", of(facts={"mps_program": False}), of()),
     "mps-dynamic-parallelism": ("mps", four(dynamic_parallelism=True), four()),
     "mps-limits-before-volta": ("mps-priority", of(host="t4", facts=OLD), of(host="t4")),
@@ -96,7 +97,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "streams-running": ("streams", one(running=True), one(running=False)),
     "vgpu-not-there": ("vgpu", of({"vms": True}, facts={"vgpu_capable": False}), of({"vms": True})),
     "vgpu-no-vms": ("vgpu", four(vms=False), four(vms=True)),
-    "memory-sum": ("timeslice", four(memory="20G"), four(memory="19G")),
+    "memory-sum": ("timeslice", four(memory="20G", cooperating=True), four(memory="20G")),
     "memory-one": ("whole-gpu", one(memory="79G"), one(memory="77G")),
     "prohibited": ("mps", of(facts={"root": False, "compute_mode": ComputeMode.PROHIBITED}), of()),
     # conditions
@@ -104,6 +105,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mig-profiles-unknown": ("mig", of(facts={"layout": None}), of()),
     "mig-is-on": ("mps", of(facts=ON), of()),
     "mps-serves": ("timeslice", of(facts={"mps_daemons": 1}), of()),
+    "in-turns": ("timeslice", four(memory="20G"), four(memory="19G")),
     "whole-together": ("whole-gpu", four(nccl=True), four(nccl=False)),
     "timeslice-compute-mode": ("timeslice", of(facts={"compute_mode": ComputeMode.EXCLUSIVE_PROCESS}), of()),
     "memory-tight": ("timeslice", of({**FOUR, "memory": "19700M"}), four(memory="19G")),
@@ -169,12 +171,13 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "isolated": ("mig", four(isolation="fault"), four(isolation="quota")),
     "quota": ("mps", four(isolation="quota"), four()),
     "needs-peers": ("whole-gpu", four(p2p=True), four()),
+    "profiled-alone": ("whole-gpu", four(profiler=True), four()),
     "runs-already": ("timeslice", four(running=True), four()),
     "queue-of-people": ("whole-gpu", four(pattern="interactive"), four()),
     "one-process-shares": ("mps", one(), four()),
     # of the engine itself
     "nothing-decides": ("measure", of({"processes": 2, "users": "same", "pattern": "steady"}), four()),
-    "nothing-to-compare": ("measure", four(memory="30G"), four()),
+    "nothing-to-compare": ("measure", four(memory="30G", cooperating=True), four()),
 }
 RULES = (*VETOES, *CONDITIONS, *REQUIREMENTS, *PREFERENCES)
 IDS = sorted({rule.id for rule in RULES} | {"nothing-decides", "nothing-to-compare"})
@@ -329,7 +332,7 @@ def test_memory_that_does_not_fit_at_all_is_not_called_tight() -> None:
 
 
 def test_what_all_lack_together_is_said_in_numbers() -> None:
-    (reason,) = spoken(verdict(four(memory="30G"), "timeslice"), "memory-sum")
+    (reason,) = spoken(verdict(four(memory="30G", cooperating=True), "timeslice"), "memory-sum")
     needed, total, short = (float(one.split()[0]) for one in re.findall(r"[\d.]+ GiB", reason.text))
     assert needed >= 120
     assert total == pytest.approx(80, abs=2)
