@@ -1,4 +1,7 @@
-"""Writes man/gpushare.1 and completions/ from the command tree: ``python -m tools.generate [--check] [DIRECTORY]``."""
+"""Writes the manual page, the completions, the pictures and the output in the documents.
+
+``python -m tools.generate [--check] [DIRECTORY]``
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import sys
 from pathlib import Path
 
 from tools.completions import bash, fish, zsh
+from tools.documents import documents
 from tools.manual import manual
+from tools.pictures import pictures
 from tools.tree import command_tree
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -20,11 +25,13 @@ def artifacts() -> dict[str, str]:
         "completions/gpushare.bash": bash(root),
         "completions/_gpushare": zsh(root),
         "completions/gpushare.fish": fish(root),
+        **pictures(),
+        **documents(root),
     }
 
 
 def stale(directory: Path = PROJECT) -> list[str]:
-    """Return the generated files that are missing or differ from the command tree."""
+    """Return the generated files that are missing or differ from what they would be now."""
     texts = artifacts()
     return [name for name, text in texts.items() if not _holds(directory / name, text)]
 

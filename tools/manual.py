@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from gpushare import __version__
 from gpushare.cli.help import EXAMPLES, typed
 from gpushare.errors import ExitCode
-from tools.tree import Node, Option
+from tools.tree import Argument, Node, Option
 
-_EXIT_STATUS = {
+EXIT_STATUS = {
     ExitCode.OK: "Success: done, and read back.",
     ExitCode.FAILED: "The host refused, did not make a change that it accepted, or did not answer in time.",
     ExitCode.USAGE: "The command line is wrong; nothing was changed.",
@@ -25,7 +25,7 @@ _EXIT_STATUS = {
     ExitCode.INTERRUPTED: "Interrupted by Ctrl-C.",
 }
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "GPUSHARE_HOST": "The host if --host is not given: local, or a simulated one like sim:h200.",
     "GPUSHARE_RUN_DIR": "Directory of the MPS daemons of gpushare, instead of those below. Keep it short: "
     "the path of an MPS pipe directory has at most 87 bytes.",
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "NO_COLOR": "If set to anything, output has no colors.",
 }
 
-_FILES = {
+FILES = {
     "/run/gpushare/mps/": "One directory per MPS daemon that root started: pipe/, log/, and the state to restore.",
     "$XDG_RUNTIME_DIR/gpushare/mps/": "The same for other users; /tmp/gpushare-UID/mps/ if that variable is not set.",
     "/var/lib/gpushare/": "Names and grants of MIG instances; ~/.local/state/gpushare/ for other users.",
@@ -92,14 +92,14 @@ def manual(root: Node) -> str:
     lines += [
         ".SH EXIT STATUS",
         "The codes follow those of nvidia\\-smi and NVML.",
-        *_pairs({str(int(code)): _EXIT_STATUS[code] for code in ExitCode}),
+        *_pairs({str(int(code)): EXIT_STATUS[code] for code in ExitCode}),
     ]
     lines += [
         ".PP",
         _text("gpushare doctor exits with 1 if a check fails; with --fail-on warning, also if one warns."),
     ]
     lines += [".PP", _text("gpushare run exits with the exit code of its program, or 128 + N if signal N ended it.")]
-    lines += [".SH ENVIRONMENT", *_pairs(_ENVIRONMENT), ".SH FILES", *_pairs(_FILES), ".SH EXAMPLES"]
+    lines += [".SH ENVIRONMENT", *_pairs(ENVIRONMENT), ".SH FILES", *_pairs(FILES), ".SH EXAMPLES"]
     lines += _examples(_EXAMPLES)
     lines += [".SH SEE ALSO", ".BR nvidia\\-smi (1),", ".BR nvidia\\-cuda\\-mps\\-control (1)"]
     return "\n".join(line for line in lines if line) + "\n"
@@ -108,7 +108,7 @@ def manual(root: Node) -> str:
 def _command(node: Node, shared: set[tuple[str, ...]]) -> list[str]:
     words = [
         f"gpushare {node.title}",
-        *(_argument_word(argument.name, required=argument.required) for argument in node.arguments),
+        *(argument_word(argument) for argument in node.arguments),
     ]
     own = [option for option in node.options if option.names not in shared]
     heading = " ".join(words[:1] + (["COMMAND"] if node.children else []) + (["[OPTIONS]"] if own else []) + words[1:])
@@ -127,8 +127,10 @@ def _examples(examples: Iterable[tuple[str, str]]) -> list[str]:
     return [line for what, command in examples for line in (".TP", _verbatim(what), ".nf", _verbatim(command), ".fi")]
 
 
-def _argument_word(name: str, *, required: bool) -> str:
-    return name if required or name.startswith("[") else f"[{name}]"
+def argument_word(argument: Argument) -> str:
+    """Return an argument as a usage line has it: in brackets if it may be left out."""
+    name = argument.name
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _options(options: tuple[Option, ...]) -> list[str]:

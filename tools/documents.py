@@ -1,0 +1,70 @@
+"""README.md and docs/: each command of their ``console`` blocks is run again, and tables come from the command tree."""
+
+from __future__ import annotations
+
+import re
+
+from gpushare.errors import ExitCode
+from tools.manual import ENVIRONMENT, EXIT_STATUS, FILES, argument_word
+from tools.terminal import PROJECT, Terminal, terminal
+from tools.tree import Node
+
+_COLUMNS = 100
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_PROMPT = "$ "
+
+
+def documents(root: Node) -> dict[str, str]:
+    """Return README.md and the documents of docs/ by their path in the project, as they would be now."""
+    tables = _tables(root)
+    texts = {}
+    for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))):
+        text = refreshed(path.read_text(encoding="utf-8"))
+        for part, table in tables.items():
+            text = _filled(text, part, table)
+        texts[str(path.relative_to(PROJECT))] = text
+    return texts
+
+
+def _filled(text: str, part: str, table: str) -> str:
+    """Return a text with a table between the two comments that name it, if it has them."""
+    begin, end = (f"<!-- python -m tools.generate: {part} {where} -->" for where in ("begin", "end"))
+    before, found, rest = text.partition(f"{begin}\n")
+    return f"{before}{found}{table}{end}{rest.partition(end)[2]}" if found else text
+
+
+def _tables(root: Node) -> dict[str, str]:
+    commands = [
+        (" ".join([f"gpushare {node.title}", *(argument_word(one) for one in node.arguments)]), f"{node.short_help}.")
+        for node in root.walk()
+        if not node.children
+    ]
+    return {
+        "commands": _table(("command", "what it does"), commands),
+        "exit codes": _table(("code", "meaning"), [(str(int(code)), EXIT_STATUS[code]) for code in ExitCode]),
+        "environment": _table(("name", "meaning"), [*ENVIRONMENT.items(), *FILES.items()]),
+    }
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---|---|"]
+    lines += [f"| `{name.replace('|', chr(92) + '|')}` | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def refreshed(text: str) -> str:
+    """Return a document with the output of its commands as it is now; its blocks are one session."""
+    if _BLOCK.search(text) is None:
+        return text
+    with terminal(columns=_COLUMNS) as session:
+        return _BLOCK.sub(lambda block: f"```console\n{_run(session, block[1])}```", text)
+
+
+def _run(session: Terminal, block: str) -> str:
+    lines = []
+    for line in block.splitlines():
+        if line.startswith(_PROMPT):
+            shown = _ESCAPE.sub("", session.type(line.removeprefix(_PROMPT))).strip("\n")
+            lines += [line, *(one.rstrip() for one in shown.split("\n") if shown)]
+    return "".join(f"{line}\n" for line in lines)
