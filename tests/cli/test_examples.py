@@ -1,0 +1,33 @@
+"""The files of examples/ do what their comments say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.cli.drive import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_sample_host_file_is_applied(cli: Cli) -> None:
+    words, host = ("-f", str(EXAMPLES / "gpushare.yaml")), "sim:4xh100"
+    assert cli("diff", *words, host=host).code == 7
+    assert "12 steps, nothing is changed" in cli("apply", *words, "--dry-run", host=host).ok().out
+    cli("apply", *words, "--yes", host=host).ok()
+    cli("diff", *words, host=host).ok()
+
+
+@pytest.mark.parametrize(("config", "instances"), [("off", 0), ("balanced", 8), ("all-1g.10gb", 56)])
+def test_the_sample_mig_parted_file_is_applied(config: str, instances: int, cli: Cli) -> None:
+    words, host = ("-f", str(EXAMPLES / "mig-parted.yaml"), "-c", config), "sim:8xh100"
+    cli("mig", "apply", *words, "--yes", host=host).ok()
+    cli("mig", "check", *words, host=host).ok()
+    found = cli("status", host=host, output="json").json["data"]["gpus"]
+    assert sum(len(gpu["mig_instances"]) for gpu in found) == instances
+
+
+def test_the_sample_workload_gets_an_answer(cli: Cli) -> None:
+    answer = cli("advise", "-f", str(EXAMPLES / "workload.yaml"), "--yes", host="sim:h100").ok()
+    assert "gpushare run -g 0 -- ./serve" in answer.out
+    assert "--priority low -- python batch.py" in answer.out

@@ -1,0 +1,113 @@
+"""README.md and docs/: links lead somewhere, commands exist, pictures can be shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tools.documents import refreshed
+from tools.tree import Node, command_tree
+
+PROJECT = Path(__file__).resolve().parent.parent
+README = PROJECT / "README.md"
+DOCUMENTS = [
+    *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((PROJECT / "docs").glob("*.md")),
+]
+PICTURES = sorted((PROJECT / "docs" / "pictures").glob("*.svg"))
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def named(path: Path) -> str:
+    return path.name
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that a code host makes of the headings."""
+    titles = re.findall(r"^#+ (.*)$", _FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", _FENCED.sub("", path.read_text())):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found.read_text()), target
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Yield each gpushare command of the shell and console blocks, without sudo, prompt and comment."""
+    for kind, block in _FENCED.findall(text):
+        for line in block.splitlines():
+            words = line.removeprefix("$ ").removeprefix("sudo ")
+            if (kind == "sh" or line.startswith("$ ")) and words.startswith("gpushare "):
+                yield words
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_commands_and_options_exist(path: Path) -> None:
+    nodes = {node.path: node for node in command_tree().walk()}
+    for line in command_lines(path.read_text()):
+        words = [word for word in shlex.split(line.split(" > ")[0], comments=True)[1:] if word != "&"]
+        words = words[: words.index("--")] if "--" in words else words
+        if words[:1] == ["--host"]:
+            words = words[2:]
+        node = next(nodes[tuple(words[:length])] for length in (2, 1) if tuple(words[:length]) in nodes)
+        assert not node.children, line
+        used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert used <= options(node), (line, used - options(node))
+
+
+def options(node: Node) -> set[str]:
+    return {name for option in node.options for name in option.names}
+
+
+@pytest.mark.parametrize("heading", ["Try it", "Run the tests"])
+def test_the_set_up_commands_are_one_line(heading: str) -> None:
+    """As .ci/run reads them: the first fenced block below the heading."""
+    section = README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    kind, block = _FENCED.findall(section)[0]
+    assert (kind, block.count("\n")) == ("sh", 1)
+
+
+def test_a_stale_output_is_replaced_and_the_rest_kept() -> None:
+    text = (
+        "before\n```console\n$ gpushare --host sim:t4 sim fault lost -g 0\nold\n```\nbetween\n```sh\ngpushare x\n```\n"
+    )
+    assert refreshed(text) == text.replace("old", "sim:t4, GPU 0: lost")
+
+
+@pytest.mark.parametrize("line", ["rm -r x", "gpushare-x", "export", "sudo gpushare status"])
+def test_no_other_program_is_run_for_a_document(line: str) -> None:
+    with pytest.raises(ValueError, match="gpushare, cat and export only"):
+        refreshed(f"```console\n$ {line}\n```\n")
+
+
+def test_there_are_pictures() -> None:
+    assert [path.stem for path in PICTURES] == ["advise", "bench", "mig-plan", "status"]
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=named)
+def test_a_picture_is_small_and_complete_in_itself(path: Path) -> None:
+    text = path.read_text()
+    assert ET.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 - our own
+    assert len(text) < 60_000
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
+    assert "/tmp" not in text
+
+
+def test_the_readme_has_the_measured_gains() -> None:
+    (path,) = (PROJECT / "benchmarks").glob("results-*.json")
+    farm = json.loads(path.read_text())["farm"]
+    gains = sorted(one["gain"] for one in farm.values())
+    assert f"MPS did {gains[0]:.1f} and {gains[1]:.1f} times" in " ".join(README.read_text().split())
