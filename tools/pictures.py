@@ -14,6 +14,8 @@ from rich.text import Text
 from tools.terminal import NOON, PROJECT, Terminal, terminal
 
 _COLUMNS = 100
+# Renderers differ by some pixels in a line of text: nothing is cut at the right edge.
+_MARGIN = 2
 _RESULTS = PROJECT / "benchmarks" / "results-nvidia-h200-20261122.json"
 # Dark, with a frame that shows on light and dark pages; text has a contrast of at least 7 on it, dimmed text 4.5.
 _THEME = TerminalTheme(
@@ -59,7 +61,7 @@ def pictures() -> dict[str, str]:
 
 def _svg(name: str, title: str, text: Text) -> str:
     console = Console(
-        record=True, file=io.StringIO(), width=_COLUMNS, force_terminal=True, color_system="truecolor", legacy_windows=False
+        record=True, file=io.StringIO(), width=_COLUMNS + _MARGIN, force_terminal=True, color_system="truecolor", legacy_windows=False
     )  # fmt: skip
     console.print(text, overflow="fold", highlight=False)
     drawn = console.export_svg(title=title, theme=_THEME, code_format=_FORMAT, unique_id=name)
