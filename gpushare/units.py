@@ -7,6 +7,7 @@ MPS takes a memory limit only as a whole number of M or G: it silently turns ``1
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 from gpushare.errors import BadUsage, cut
@@ -206,3 +207,14 @@ def format_duration(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 GPU``, ``2 GPUs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers in short: ``0-3, 5``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

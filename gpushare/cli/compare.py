@@ -150,6 +150,7 @@ def _compared(table: Table, chosen: Sequence[Mechanism], view: View | None, driv
                 _title(view, driver, facts),
                 [table.titles[one] for one in chosen],
                 _rows(table, chosen, view, driver, facts),
+                whole=settings.verbose,
             ),
         ),
         csv=csv_table(records),

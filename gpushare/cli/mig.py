@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,20 +104,23 @@ def register(app: typer.Typer) -> None:
 def status(gpu: GpuOption = None) -> Any:
     """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
 
+    Equal GPUs are shown once. On a terminal, idle instances of equal GPUs have no UUIDs: -v shows them.
     A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import left_behind
-    from gpushare.show.mig import layout_text, status_row
-    from gpushare.show.result import Result
+    from gpushare.show.mig import grouped, layout_text, status_row
+    from gpushare.show.render import resolve
+    from gpushare.show.result import OutputFormat, Result
 
     silent: list[Gpu] = []
     hidden: dict[int, GpushareError] = {}
     gpus, layouts = capable(gpu, silent, hidden)
     texts, rows = [], []
     for one, layout in zip(gpus, layouts, strict=True):
-        title, error = f"GPU {one.index}  {one.name}   MIG {_mode(one)}", hidden.get(one.index)
-        texts.append(layout_text(layout, title) if error is None else f"{title}\n  unknown: {error.message}")
+        error = hidden.get(one.index)
+        text = layout_text(layout) if error is None else f"  unknown: {error.message}"
+        texts.append((one.index, f"{one.name}   MIG {_mode(one)}", text))
         rows.append(status_row(one, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
     notes = [str(left) for left in left_behind(host, Journal(host))]
@@ -127,7 +131,9 @@ def status(gpu: GpuOption = None) -> Any:
         if one.mig_enabled and not layout.instances and one.index not in hidden
     ]
     notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
-    return Result(command="mig status", data={"gpus": rows}, text="\n\n".join(texts), notes=tuple(notes))
+    screen = resolve(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
+    text = grouped(texts, uuids=settings.verbose or gpu is not None or not screen)
+    return Result(command="mig status", data={"gpus": rows}, text=text, notes=tuple(notes))
 
 
 @group.command("profiles", cls=Command, short_help="Show the profiles and where they fit.")

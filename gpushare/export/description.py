@@ -107,11 +107,6 @@ def short_model(name: str | None) -> str | None:
     return words[0] if words else None
 
 
-def ranges(numbers: list[int]) -> str:
-    """Return numbers as a list in a sentence: ``0, 1``."""
-    return ", ".join(map(str, numbers))
-
-
 _SHARING = {
     Mechanism.TIME_SLICING: Sharing.TIMESLICE,
     Mechanism.MPS: Sharing.MPS,

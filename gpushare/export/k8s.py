@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from gpushare.errors import BadUsage, NotSupported
 from gpushare.export import containers
-from gpushare.export.description import GpuDescription, HostDescription, MpsDescription, ranges
+from gpushare.export.description import GpuDescription, HostDescription, MpsDescription
 from gpushare.export.document import IMAGE, Document, Export, yaml_document
 from gpushare.inputs import yaml_text
 from gpushare.mig.parted import yaml_text as parted_text
 from gpushare.model import Priority, Sharing, TimeSlice
-from gpushare.units import MIB, format_bytes, format_percent
+from gpushare.units import MIB, format_bytes, format_percent, ranges
 
 VERSION: Final = "v1"
 PREFIX: Final = "nvidia.com/"

@@ -18,6 +18,10 @@ GAP: Final = 2
 NARROWEST: Final = 22
 WIDEST: Final = 44
 _INDENT: Final = 2
+# The width of the titles where mechanisms are below each other, and the width from which titles are beside them.
+_TITLE: Final = 16
+_BESIDE: Final = 72
+_CUT: Final = "…"
 _PARTS: Final = frozenset({"level", "sources disagree", "note", "source"})
 _NO_BREAK: Final = "\xa0"
 
@@ -40,12 +44,12 @@ class ComparedRow:
     cells: tuple[ComparedCell, ...]
 
 
-def grid(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
+def grid(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool = True) -> list[Text]:
     first = max((len(word) for row in rows for word in row.title.split()), default=0)
     first = max(first, min(16, max((len(row.title) for row in rows), default=0)))
     each = min(WIDEST, (width - first) // max(len(titles), 1) - GAP)
     if each < NARROWEST and len(titles) > 1:
-        return _stacked(titles, rows, width)
+        return _stacked(titles, rows, width, whole=whole)
     return _grid(titles, rows, first, max(each, 1))
 
 
@@ -65,31 +69,42 @@ def _grid(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: 
     return lines
 
 
-def _stacked(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
+def _stacked(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool) -> list[Text]:
+    """Return the mechanisms below each other, the row's title to their left; on a narrow screen above them.
+
+    To their left, a cell is one line unless ``whole``.
+    """
     from rich.text import Text
 
     name = max(len(title) for title in titles)
-    left = _INDENT + name + GAP
+    beside = width >= _BESIDE
+    left = (_TITLE + GAP if beside else _INDENT) + name + GAP
     lines: list[Text] = []
     for row in rows:
-        if lines:
-            lines.append(Text(""))
-        head = Text(row.title, style="bold")
-        if len(row.title) + GAP + len(row.question) <= width:
-            head.append(f"{' ' * GAP}{row.question}", style="not bold dim")
-        lines.append(head)
-        for title, cell in zip(titles, row.cells, strict=True):
-            for at, part in enumerate(_cell(cell, max(width - left, 10))):
-                lead = " " * _INDENT + (title if at == 0 else "").ljust(name) + " " * GAP
-                lines.append(Text.assemble((lead, "dim"), part))
+        first = _wrapped(row.title, _TITLE, "bold") if beside else []
+        if not beside:
+            lines.append(Text(row.title, style="bold"))
+        cells = [
+            (title if at == 0 else "", part)
+            for title, cell in zip(titles, row.cells, strict=True)
+            for at, part in enumerate(_cell(cell, max(width - left, 10), short=beside and not whole))
+        ]
+        for at, (title, part) in enumerate(cells):
+            lead = first[at] if at < len(first) else Text("")
+            lead.pad_right(left - name - GAP - lead.cell_len)
+            lines.append(Text.assemble(lead, (title.ljust(name) + " " * GAP, "dim"), part))
     return lines
 
 
-def _cell(cell: ComparedCell, width: int) -> list[Text]:
+def _cell(cell: ComparedCell, width: int, *, short: bool = False) -> list[Text]:
     if cell.text is None:
         return _wrapped(NOT_HERE, width, "dim")
     # The star stays with the last word.
-    lines = _wrapped(cell.text + (f"{_NO_BREAK}*" if cell.disputed else ""), width, "")
+    star = f"{_NO_BREAK}*" if cell.disputed else ""
+    lines = _wrapped(cell.text + star, width, "")
+    if short and len(lines) > 1:
+        first = _wrapped(cell.text, width - len(star) - 2, "")[0].plain
+        lines = _wrapped(f"{first.rstrip(',;:(')}{_NO_BREAK}{_CUT}{star}", width, "")
     if cell.disputed:
         lines[-1].stylize("yellow", len(lines[-1]) - 1)
     return lines
@@ -115,8 +130,8 @@ def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
     return line
 
 
-def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow]) -> Table:
-    """Return the table of a comparison: drawn on a terminal, else one record per cell."""
+def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow], *, whole: bool) -> Table:
+    """Return the table of a comparison: drawn on a terminal, long cells cut unless ``whole``; else one record per cell."""
     columns = (
         Column(key="row", title="row", whole=True),
         Column(key="mechanism", title="mechanism", whole=True),
@@ -128,14 +143,23 @@ def compare_table(title: str, titles: Sequence[str], rows: Sequence[ComparedRow]
         for name, cell in zip(titles, row.cells, strict=True)
     )
     return Table(
-        name="mechanisms", title=title, columns=columns, rows=records, draw=lambda width: _drawn(titles, rows, width)
+        name="mechanisms",
+        title=title,
+        columns=columns,
+        rows=records,
+        draw=lambda width: _drawn(titles, rows, width, whole=whole),
     )
 
 
-def _drawn(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> list[Text]:
+def _drawn(titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool) -> list[Text]:
     from rich.text import Text
 
-    lines = grid(titles, rows, width)
+    lines = grid(titles, rows, width, whole=whole)
+    if any(_CUT in line.plain for line in lines):
+        lines += [
+            Text(""),
+            *_wrapped("… is cut; all words: gpushare compare -v; one way: gpushare compare mps", width, "dim"),
+        ]
     if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
         lines += [Text(""), *_wrapped("* sources disagree: gpushare compare --why ROW MECHANISM", width, "dim")]
     return [Text(""), *lines]

@@ -122,7 +122,7 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     """
     from rich.text import Text
 
-    from gpushare.show.render import result_lines
+    from gpushare.show.render import FOLDED, TIGHT, WHOLE, result_lines
 
     width, height = console.size
     messages = [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]
@@ -133,8 +133,13 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     for message in messages:
         # The screen cannot be scrolled sideways to the end of a hint.
         lines += message.wrap(console, width)
-    body = result_lines(result, width)
-    lines += [Text(""), *body] if body else []
+    above = lines
+    # As much as fits, so that the processes at the bottom stay in sight.
+    for saving in (WHOLE, FOLDED, TIGHT):
+        body = result_lines(result, width, saving)
+        lines = [*above, *([Text("")] if saving < TIGHT else []), *body] if body else above
+        if len(lines) <= height:
+            break
     if len(lines) > height:
         more = len(lines) - height + 1
         lines = [*lines[: height - 1], Text(f"... {more} more line{'s' if more > 1 else ''}", style="dim")]

@@ -11,7 +11,7 @@ from gpushare.mig.planner import fragmentation, free_profiles, lost_slices, who
 from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
 from gpushare.model import Gpu
 from gpushare.show.result import Column, Table
-from gpushare.units import format_bytes
+from gpushare.units import format_bytes, ranges
 
 # The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
 _CELL: Final = 9
@@ -118,11 +118,11 @@ PROFILE_COLUMNS: Final = (
 )
 
 
-def layout_text(layout: Layout, title: str) -> str:
+def layout_text(layout: Layout) -> str:
     """Return one GPU: its slices, its instances as a tree, what is lost and what still fits."""
-    lines = [title]
     if not layout.profiles:
-        return "\n".join([*lines, "  the driver lists no MIG profiles"])
+        return "  the driver lists no MIG profiles"
+    lines = []
     if layout.placed:
         lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
     for one in sorted(layout.instances, key=lambda found: found.start):
@@ -153,6 +153,26 @@ def layout_text(layout: Layout, title: str) -> str:
         if one.count
     ]
     return "\n".join([*lines, *_listed("  still fits: ", free or ["nothing"])])
+
+
+def grouped(texts: Sequence[tuple[int, str, str]], *, uuids: bool) -> str:
+    """Return the texts of GPUs (index, title, the rest), those of equal GPUs once.
+
+    Without ``uuids``, GPUs whose idle instances differ in their UUIDs alone are equal too; a line says where those are.
+    """
+    alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for index, title, text in texts:
+        alike.setdefault((title, text if uuids else re.sub(_MIG_UUID, "", text)), []).append((index, text))
+    blocks = []
+    for (title, common), found in alike.items():
+        shown = found[0][1]
+        if len({text for _, text in found}) > 1:
+            shown = f"{common}\n  UUIDs: gpushare mig status -v"
+        blocks.append(f"GPU {ranges(index for index, _ in found)}  {title}\n{shown}")
+    return "\n\n".join(blocks)
+
+
+_MIG_UUID: Final = r"MIG-[0-9a-f-]{36}  "
 
 
 def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> dict[str, Any]:

@@ -101,14 +101,34 @@ def width_of(stream: IO[str], *, terminal: bool) -> int:
 
 def write_notes(notes: list[str] | tuple[str, ...], stream: IO[str]) -> None:
     for note in notes:
-        put(stream, f"{_paint('note:', 'dim', stream)} {one_line(note)}\n")
+        put(stream, f"{_paint('note:', 'dim', stream)} {_message('note:', note, stream)}\n")
 
 
 def write_error(error: GpushareError, stream: IO[str]) -> None:
-    """Write an error as ``error: ...`` and ``hint: ...``, one line each, not wrapped or cut."""
-    put(stream, f"{_paint('error:', 'red', stream)} {one_line(error.message)}\n")
+    """Write an error as ``error: ...`` and ``hint: ...``: one line each, on a terminal wrapped between words."""
+    put(stream, f"{_paint('error:', 'red', stream)} {_message('error:', error.message, stream)}\n")
     if error.hint:
-        put(stream, f"{_paint('hint:', 'yellow', stream)} {one_line(error.hint)}\n")
+        put(stream, f"{_paint('hint:', 'yellow', stream)} {_message('hint:', error.hint, stream)}\n")
+
+
+# A command in a message, which is copied: a backslash ends each line of it but the last.
+_COMMAND: Final = r"(?:undo: )?(?:sudo )?gpushare "
+
+
+def _message(word: str, text: str, stream: IO[str]) -> str:
+    """Return a message as one line; on a terminal, wrapped between words and indented below its first word."""
+    line = one_line(text)
+    if not stream.isatty():
+        return line
+    width = width_of(stream, terminal=True)
+    if len(word) + 1 + len(line) <= width:
+        return line
+    import textwrap
+
+    command = re.match(_COMMAND, line) is not None
+    indent = len(word) + 1
+    lines = textwrap.wrap(line, max(width - indent - 2 * command, 20), break_long_words=False, break_on_hyphens=False)
+    return ((" \\" if command else "") + "\n" + " " * indent).join(lines)
 
 
 def _paint(word: str, colour: str, stream: IO[str]) -> str:
@@ -301,9 +321,20 @@ def _grow(columns: list[Column], least: dict[str, int], natural: dict[str, int],
     return widths
 
 
-def table_lines(table: Table, width: int) -> tuple[list[Text], tuple[Column, ...]]:
-    """Return the lines of one table, and the dropped columns."""
+def table_lines(
+    table: Table, width: int, *, fold: bool = False, rule: bool = True
+) -> tuple[list[Text], tuple[Column, ...]]:
+    """Return the lines of one table, and the dropped columns. With ``fold``, idle rows are one line."""
+    from dataclasses import replace
+
     from rich.text import Text
+
+    if fold and table.idle is not None and table.folded is not None:
+        idle = [row for row in table.rows if table.idle(row)]
+        if len(idle) > 1:
+            busy = tuple(row for row in table.rows if row not in idle)
+            lines, hidden = table_lines(replace(table, rows=busy, empty=None), width, rule=rule)
+            return [*lines, Text(visible(table.folded(idle)), style="dim")], hidden
 
     title = [Text(table.title, style="bold")] if table.title else []
     if table.draw is not None:
@@ -314,7 +345,7 @@ def table_lines(table: Table, width: int) -> tuple[list[Text], tuple[Column, ...
         return ([Text(table.empty, style="dim")] if table.empty else []), ()
     plan = layout(table, width)
     head = _row([Text(column.title, style="dim") for column in plan.columns], plan)
-    lines = [*title, head, Text("─" * plan.total, style="dim")]
+    lines = [*title, head, *([Text("─" * plan.total, style="dim")] if rule else [])]
     above: dict[str, str] = {}
     for row in table.rows:
         cells = []
@@ -340,7 +371,11 @@ def _row(cells: list[Text], plan: Layout) -> Text:
     return line
 
 
-def result_lines(result: Result, width: int) -> list[Text]:
+# How lines are saved on a short screen: not at all, idle rows in one line, and then no blank lines and rules either.
+WHOLE, FOLDED, TIGHT = range(3)
+
+
+def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
     """Return all lines of a result: its text, its tables, and a line on the dropped columns."""
     from rich.text import Text
 
@@ -349,12 +384,14 @@ def result_lines(result: Result, width: int) -> list[Text]:
         blocks.append([Text(line) for line in paragraphs(result.text).rstrip("\n").split("\n")])
     dropped: list[str] = []
     for table in result.tables:
-        lines, hidden = table_lines(table, width)
+        lines, hidden = table_lines(table, width, fold=saving >= FOLDED, rule=saving < TIGHT)
         if lines:
             blocks.append(lines)
         if hidden:
             names = ", ".join(column.title for column in hidden)
             dropped.append(f"{names} ({table.title})" if table.title and len(result.tables) > 1 else names)
+    if saving >= TIGHT:
+        return [line for block in blocks for line in block]
     if dropped:
         blocks.append(_wrapped(f"not shown at this width: {'; '.join(dropped)}", width))
     return [line for place, block in enumerate(blocks) for line in ([Text("")] if place else []) + block]

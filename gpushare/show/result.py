@@ -68,7 +68,8 @@ class Table:
     """Rows of raw values under columns. ``empty`` is the text for no rows.
 
     ``lines``, if given, are what a terminal shows instead of the columns: text and Rich style; ``draw``, if given, returns
-    them as Rich texts for a width in columns.
+    them as Rich texts for a width in columns. On a screen that is too short for all rows, those that are ``idle`` become
+    one line, their ``folded`` text.
     """
 
     name: str
@@ -78,6 +79,8 @@ class Table:
     empty: str | None = None
     lines: tuple[tuple[str, str | None], ...] | None = None
     draw: Callable[[int], list[Any]] | None = None
+    idle: Callable[[Mapping[str, Any]], bool] | None = None
+    folded: Callable[[list[Mapping[str, Any]]], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

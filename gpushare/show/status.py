@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpushare.errors import ExitCode, GpuLost, GpushareError, OperationFailed
 from gpushare.model import HIDDEN_DEVICES, Gpu, GpuProcess, MigInstance, MpsDaemon, Priority, Snapshot, mechanism
 from gpushare.show.result import Column, Result, Table, jsonable, plain_value
-from gpushare.units import GIB, MIB, format_bytes, format_percent
+from gpushare.units import GIB, MIB, format_bytes, format_percent, ranges
 
 Row = Mapping[str, Any]
 
@@ -118,7 +118,15 @@ def _gpus(snapshot: Snapshot) -> Table:
         Column(key="uuid", title="UUID", rank=8, whole=True),
     )
     rows = tuple(_gpu_row(gpu, snapshot) for gpu in snapshot.gpus)
-    return Table(name="gpus", title="GPUs", columns=columns, rows=rows, empty="no GPU is visible")
+    return Table(
+        name="gpus",
+        title="GPUs",
+        columns=columns,
+        rows=rows,
+        empty="no GPU is visible",
+        idle=lambda row: row["processes"] == 0 and not row["utilization_percent"] and row["mechanism"] not in _ALARMS,
+        folded=lambda idle: f"idle: GPU {ranges(row['gpu'] for row in idle)}",
+    )
 
 
 def _gpu_row(gpu: Gpu, snapshot: Snapshot) -> Row:
@@ -165,7 +173,14 @@ def _mig_instances(snapshot: Snapshot) -> Table:
         Column(key="uuid", title="UUID", rank=4, whole=True),
     )
     rows = tuple(_mig_row(gpu, instance) for gpu in snapshot.gpus for instance in gpu.mig_instances)
-    return Table(name="mig_instances", title="MIG instances", columns=columns, rows=rows)
+    return Table(
+        name="mig_instances",
+        title="MIG instances",
+        columns=columns,
+        rows=rows,
+        idle=lambda row: row["processes"] == 0,
+        folded=lambda idle: f"idle: {len(idle)} instances on GPU {ranges(row['gpu'] for row in idle)}",
+    )
 
 
 def _mig_row(gpu: Gpu, instance: MigInstance) -> Row:

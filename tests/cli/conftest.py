@@ -69,6 +69,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
     def run(*words: str, host: str | None = H200, output: str | None = None) -> Answer:
         capsys.readouterr()
+        # A common option counts once: words that name the host are not given another.
+        host = None if "--host" in words else host
         code = main([*(["--host", host] if host else []), *words, *(["-o", output] if output else [])])
         out, err = capsys.readouterr()
         return Answer(code, out, err)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gpushare.errors import DriverNotLoaded
 from gpushare.show.live import screen_lines, watch
+from gpushare.show.render import FOLDED, TIGHT, result_lines
 from gpushare.show.result import OutputFormat
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
@@ -135,8 +136,13 @@ def test_a_screen_never_has_more_than_fits_and_says_what_it_left_out(width, heig
     assert len(lines) <= height
     assert all(line.cell_len <= width for line in lines)
     tall = screen_lines(result, "head", Console(file=io.StringIO(), width=width, height=1000, force_terminal=True))
-    if len(tall) > height:
-        assert lines[-1].plain == f"... {len(tall) - height + 1} more lines"
+    tight = [line for saving in (FOLDED, TIGHT) for line in result_lines(result, width, saving)]
+    if lines[-1].plain.startswith("..."):
+        more = int(lines[-1].plain.split()[1])
+        above = len(tall) - len(result_lines(result, width)) - 1
+        assert more == above + len(result_lines(result, width, TIGHT)) - height + 1
+    elif len(tall) > height:
+        assert {line.plain for line in lines} <= {line.plain.rstrip() for line in [*tall, *tight]}
     else:
         assert [line.plain for line in lines] == [line.plain for line in tall]
 
@@ -145,3 +151,25 @@ def test_a_long_hint_is_wrapped_on_the_screen_because_nobody_can_scroll_sideways
     console = Console(file=io.StringIO(), width=50, height=60, force_terminal=True)
     text = " ".join(line.plain for line in screen_lines(status_result(mixed_host()), "head", console))
     assert "a reboot may bring the GPU back" in re.sub(r"\s+", " ", text)
+
+
+def test_idle_gpus_are_one_line_where_the_processes_would_be_cut():
+    from dataclasses import replace
+
+    snapshot = quiet_host()
+    idle = replace(snapshot.gpus[0], processes=(), utilization_percent=0, error=None)
+    busy = next(gpu for gpu in mixed_host().gpus if gpu.processes)
+    gpus = tuple(replace(idle if index != 5 else busy, index=index) for index in range(8))
+    result = status_result(replace(snapshot, gpus=gpus, daemons=()))
+
+    def screen(height):
+        console = Console(file=io.StringIO(), width=80, height=height, force_terminal=True)
+        return [line.plain for line in screen_lines(result, "head", console)]
+
+    whole, short = screen(60), screen(len(screen(60)) - 1)
+    assert not any(line.startswith("idle:") for line in whole)
+    assert "idle: GPU 0-4, 6-7" in short
+    assert whole[whole.index("processes") : whole.index("processes") + 3] == short[short.index("processes") :][:3]
+    tight = screen(len(short) - 1)
+    assert "" not in tight[1:]
+    assert not any("─" in line for line in tight)

@@ -266,6 +266,17 @@ def test_a_narrow_screen_keeps_every_word(cli, monkeypatch, width):
     assert max(map(len, out.splitlines()[1:])) <= width + 8
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_screen_that_is_no_grid_is_short_and_says_how_to_see_all(cli, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = cli("compare", host="sim:h200", output="table").ok().out
+    assert len(out.splitlines()) <= 66
+    assert "gpushare compare -v" in out
+    whole = cli("compare", "-v", host="sim:h200", output="table").ok().out
+    assert "…" not in whole
+    assert max(map(len, (out + whole).splitlines())) <= width
+
+
 def test_the_explanation_on_a_screen(cli, golden, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     golden("compare-why-80", cli("compare", "--why", "error isolation", "mps", output="table").ok().out)

@@ -9,6 +9,7 @@ import pytest
 from gpushare.cli import main
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
+from tests.cli.drive import World
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "h200-r580"
 
@@ -212,3 +213,22 @@ def test_a_gpu_whose_mode_is_off_is_the_hint_when_the_others_have_no_room(cli: C
     done = cli("--host", "sim:2xh100", "mig", "create", wish, "-g", "all")
     assert done.code in {3, 19}
     assert done.err.splitlines()[1] == "hint: MIG is off on GPU 1, so it is left out: gpushare mig enable -g 1"
+
+
+def test_equal_gpus_are_shown_once(cli: Cli) -> None:
+    world = World.new("sim:8xh100")
+    out = cli("mig", "status", host=world.spec).ok().out
+    assert out.startswith("GPU 0-7  NVIDIA H100 80GB HBM3   MIG off\n")
+    assert len(out.splitlines()) < 10
+    uuids = [world.mig("3g.40gb", gpu=str(index))[0] for index in range(8)]
+    short = cli("mig", "status", host=world.spec, output="table").ok().out
+    assert "  UUIDs: gpushare mig status -v" in short
+    assert short.count("MIG-") == 0
+    # A pipe, -v and -g have all UUIDs.
+    assert all(uuid in cli("mig", "status", host=world.spec, output="plain").ok().out for uuid in uuids)
+    assert all(uuid in cli("mig", "status", "-v", host=world.spec, output="table").ok().out for uuid in uuids)
+    assert uuids[3] in cli("mig", "status", "-g", "3", host=world.spec, output="table").ok().out
+    world.add(uuids[2])
+    busy = cli("mig", "status", host=world.spec, output="table").ok().out
+    assert "GPU 0-1, 3-7  NVIDIA" in busy
+    assert uuids[2] in busy

@@ -1,0 +1,41 @@
+"""Notes, errors and hints: one line each, and on a terminal wrapped between words."""
+
+from __future__ import annotations
+
+from gpushare.errors import BadUsage
+from gpushare.show.render import write_error, write_notes
+from tests.show.conftest import Screen
+
+LONG = "the time-slice level of GPU 0 was read back " * 3
+UNDO = "undo: gpushare mig apply -g 0 " + "1g.10gb:1 " * 10
+
+
+def test_a_message_in_a_pipe_is_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Screen()
+    write_error(BadUsage(LONG, LONG), stream)
+    write_notes([LONG], stream)
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_a_message_on_a_terminal_is_wrapped_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Screen(terminal=True)
+    write_error(BadUsage(LONG, "short"), stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("error: the time-slice")
+    assert all(line.startswith("       ") for line in lines[1:-1])
+    assert lines[-1] == "hint: short"
+    assert max(map(len, lines)) <= 40
+    assert " ".join(stream.getvalue().split()) == f"error: {LONG.strip()} hint: short"
+
+
+def test_a_command_that_is_wrapped_can_be_copied(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Screen(terminal=True)
+    write_notes([UNDO], stream)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert [line.endswith(" \\") for line in lines] == [True] * (len(lines) - 1) + [False]
