@@ -335,7 +335,10 @@ _LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--production-caps", "--
 
 
 class _StrictOptions:
-    """A command or group where no value of a repeated option is lost: click would keep the last."""
+    """A command where no value of a repeated option is lost: click would keep the last.
+
+    Before the command the last value still wins: an alias may give `--host` and `-o` there.
+    """
 
     def make_parser(self, ctx: Any) -> Any:
         """Return the parser, which collects all values of an option, and then joins or refuses them."""
@@ -469,7 +472,7 @@ class ChangingCommand(Interruptible):
         return super().invoke(ctx)
 
 
-class Group(_StrictOptions, Helped, TyperGroup):
+class Group(Helped, TyperGroup):
     """A group of commands; the root one also knows ``--version``."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -34,9 +34,13 @@ def test_any_other_repeated_option_is_refused(refused: Callable[..., str], words
     assert "is given " in said
 
 
-def test_a_repeated_common_option_is_refused(cli: Cli) -> None:
+def test_a_repeated_common_option_is_refused_after_the_command(cli: Cli) -> None:
     assert cli("status", "-o", "json", "--output", "plain").code == 2
-    assert cli("--host", "sim:a30", "status").code == 2
+
+
+def test_before_the_command_an_alias_is_overridden(cli: Cli) -> None:
+    answer = cli("--host", "sim:a30", "-o", "plain", "-o", "json", "status", host="sim:h200").ok()
+    assert answer.data["host"] == "sim:a30"
 
 
 def test_a_flag_may_be_repeated_but_not_contradicted(cli: Cli, refused: Callable[..., str]) -> None:
