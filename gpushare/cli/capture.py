@@ -33,6 +33,7 @@ def capture(
     from gpushare.hostfile.look import live_gpus
     from gpushare.selection import select
     from gpushare.show.result import Result
+    from gpushare.show.status import gpu_errors
     from gpushare.snapshot import HostState
 
     if schema:
@@ -47,8 +48,15 @@ def capture(
     if not gpus:
         raise no_gpu()
     file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
-    text = text_of(file)
-    return Result(command="capture", data=_data(text), text=text.rstrip("\n"), notes=tuple(notes))
+    text, errors = text_of(file), gpu_errors(gpus.values())
+    return Result(
+        command="capture",
+        data=_data(text),
+        text=text.rstrip("\n"),
+        notes=tuple(notes),
+        errors=errors,
+        exit_code=1 if errors else 0,
+    )
 
 
 def _data(text: str) -> Any:

@@ -112,6 +112,7 @@ def status(gpu: GpuOption = None) -> Any:
     from gpushare.show.mig import grouped, layout_text, status_row
     from gpushare.show.render import resolve
     from gpushare.show.result import OutputFormat, Result
+    from gpushare.show.status import gpu_errors
 
     silent: list[Gpu] = []
     hidden: dict[int, GpushareError] = {}
@@ -124,7 +125,6 @@ def status(gpu: GpuOption = None) -> Any:
         rows.append(status_row(one, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
     notes = [str(left) for left in left_behind(host, Journal(host))]
-    notes += [one.error for one in silent if one.error]
     notes += [
         f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
         for one, layout in zip(gpus, layouts, strict=True)
@@ -133,7 +133,15 @@ def status(gpu: GpuOption = None) -> Any:
     notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
     screen = resolve(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
     text = grouped(texts, uuids=settings.verbose or gpu is not None or not screen)
-    return Result(command="mig status", data={"gpus": rows}, text=text, notes=tuple(notes))
+    errors = gpu_errors(silent)
+    return Result(
+        command="mig status",
+        data={"gpus": rows},
+        text=text,
+        notes=tuple(notes),
+        errors=errors,
+        exit_code=1 if errors else 0,
+    )
 
 
 @group.command("profiles", cls=Command, short_help="Show the profiles and where they fit.")
@@ -145,14 +153,23 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     """
     from gpushare.show.mig import profile_rows, profiles_table
     from gpushare.show.result import Result
+    from gpushare.show.status import gpu_errors
 
+    silent: list[Gpu] = []
     if model is not None:
         layout, confidence = offline(model)
         rows = profile_rows(layout, confidence)
     else:
-        _, layouts = capable(gpu)
+        _, layouts = capable(gpu, silent)
         rows = [row for layout in layouts for row in profile_rows(layout)]
-    return Result(command="mig profiles", data={"profiles": rows}, tables=(profiles_table(rows),))
+    errors = gpu_errors(silent)
+    return Result(
+        command="mig profiles",
+        data={"profiles": rows},
+        tables=(profiles_table(rows),),
+        errors=errors,
+        exit_code=1 if errors else 0,
+    )
 
 
 @group.command("fits", cls=Command, short_help="Tell whether a wish fits, and what is in the way.")

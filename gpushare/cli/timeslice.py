@@ -34,6 +34,7 @@ def show(gpu: GpuOption = None) -> Any:
     """
     from gpushare.selection import select
     from gpushare.show.result import Column, Result, Table
+    from gpushare.show.status import gpu_errors
 
     host = settings.connect()
     try:
@@ -65,11 +66,14 @@ def show(gpu: GpuOption = None) -> Any:
         Column(key="compute_mode", title="compute mode", rank=1),
         Column(key="uuid", title="UUID", whole=True, rank=3),
     )
+    errors = gpu_errors(device.gpu for device in devices)
     return Result(
         command="timeslice show",
         data={"gpus": rows},
         tables=(Table(name="gpus", columns=columns, rows=tuple(rows), empty="this host has no GPU"),),
         notes=_notes(rows),
+        errors=errors,
+        exit_code=1 if errors else 0,
     )
 
 

@@ -98,7 +98,7 @@ def _has_names(entry: Entry) -> bool:
 def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     gpu, title = live.gpu, f"GPU {live.gpu.index}"
     if gpu.error is not None:
-        notes.append(f"{title} does not answer and is left out: {gpu.error}")
+        # The command reports the GPU as an error.
         return None
     silent = [one for one in live.daemons.values() if not one.transient and one.pid is not None and one.wish is None]
     if silent:
@@ -110,6 +110,10 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
         notes.append(f"{title}: a change of the MIG mode is pending; the file has the current mode")
     if gpu.mig_enabled:
+        if live.time_slice not in {None, TimeSlice.DEFAULT}:
+            notes.append(
+                f"{title}: its time-slice level {live.time_slice.title} is left out: a file cannot express one with MIG"
+            )
         return Entry(match=unbound, sharing=Sharing.MIG, mig=tuple(_instances(live, notes)))
     if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
         notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")

@@ -360,12 +360,17 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
     directories = [host.run_directory, *host.shared_run_directories]
     running = _running(host)
     ours = [_ours(host, home, gpus, running) for home in homes_in(directories)]
-    found = [item for item in ours if item is not None]
+    found = sorted((item for item in ours if item is not None), key=_by_gpu)
     known = {item.daemon.pid for item in found}
     for one in running:
         if one.pid not in known:
             found.append(_adopted(one, gpus, directories) or _foreign(one, gpus))
     return ask(host, found, strangers=strangers) if deep else found
+
+
+def _by_gpu(found: FoundDaemon) -> tuple[bool, int]:
+    index = found.daemon.gpu_index
+    return (index is None, index or 0)
 
 
 def _running(host: Host) -> list[_Process]:

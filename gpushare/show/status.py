@@ -359,9 +359,9 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
     """Return the result of ``gpushare status``.
 
     ``errors`` are those of single GPUs, told apart by ``error.gpu`` (index or UUID); any other GPU with an error gets
-    one from its text. The command fails only if no GPU works.
+    one from its text. With an error the exit code is 1; the other GPUs are shown.
     """
-    working = [gpu for gpu in snapshot.gpus if gpu.error is None]
+    all_errors = tuple(_errors(snapshot, errors))
     return Result(
         command="status",
         data=status_data(snapshot),
@@ -369,8 +369,8 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
         tables=people_tables(snapshot),
         csv=csv_table(snapshot),
         notes=tuple(_notes(snapshot)),
-        errors=tuple(_errors(snapshot, errors)),
-        exit_code=ExitCode.OK if working else ExitCode.FAILED,
+        errors=all_errors,
+        exit_code=ExitCode.FAILED if all_errors else ExitCode.OK,
     )
 
 
@@ -437,13 +437,18 @@ def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[Gpus
     known = {error.gpu for error in given}
     for gpu in snapshot.gpus:
         if gpu.error is not None and not known & {str(gpu.index), gpu.uuid or str(gpu.index)}:
-            yield _gpu_error(gpu, gpu.error)
+            yield gpu_error(gpu, gpu.error)
     if not snapshot.gpus and not given:
         hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"
         yield OperationFailed(f"no GPU is visible on {snapshot.host}", hint, code="no_gpu")
 
 
-def _gpu_error(gpu: Gpu, reason: str) -> GpushareError:
+def gpu_errors(gpus: Iterable[Gpu]) -> tuple[GpushareError, ...]:
+    """Return an error for each GPU that does not answer; a command that shows the others ends with exit code 1."""
+    return tuple(gpu_error(gpu, gpu.error) for gpu in gpus if gpu.error is not None)
+
+
+def gpu_error(gpu: Gpu, reason: str) -> GpushareError:
     # NVML's reasons begin with the GPU already.
     message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"
     if is_lost(reason):

@@ -42,7 +42,7 @@ def test_a_lost_gpu_is_null_throughout_and_hides_nobody():
     assert {key for key, value in lost.items() if value is not None} == {"index", "pci_bus_id", "error"}
     assert [(type(error), error.gpu, error.code) for error in result.errors] == [(GpuLost, "5", "gpu_lost")]
     assert len(result.data["gpus"]) == 8
-    assert (result.status, result.exit_code) == ("partial", ExitCode.OK)
+    assert (result.status, result.exit_code) == ("partial", ExitCode.FAILED)
 
 
 def test_a_given_error_takes_the_place_of_the_made_one():

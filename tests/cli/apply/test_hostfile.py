@@ -297,7 +297,7 @@ def test_capture_notes_what_a_file_cannot_say(cli: Cli, tmp_path: Path) -> None:
     world.foreign_daemon(tmp_path, uuid=world.uuid(1))
     world.fault("lost", gpu="2")
     done = cli("capture", host="sim:3xt4")
-    assert done.code == 0
+    assert done.code == 1
     assert yaml.safe_load(done.out)["gpus"] == [{"match": {"index": 1}, "timeslice": "default"}]
     assert "compute mode prohibited" in done.err
     assert "did not start" in done.err
@@ -751,3 +751,11 @@ def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", refusing)
         cli("apply", "-f", write(text), host=TWO).ok()
+
+
+def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> None:
+    cli("timeslice", "set", "short", host="sim:h100").ok()
+    World("sim:h100").mig("3g.40gb")
+    answer = cli("capture", host="sim:h100").ok()
+    assert "GPU 0: its time-slice level short is left out: a file cannot express one with MIG" in answer.err
+    assert "timeslice" not in answer.out

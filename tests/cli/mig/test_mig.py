@@ -101,8 +101,8 @@ def test_bad_input(cli: Cli, words: list[str], code: int, said: str) -> None:
 def test_a_lost_gpu_is_told_once(cli: Cli) -> None:
     cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "1")
     done = cli("--host", "sim:2xh100", "mig", "status")
-    assert done.code == 0
-    assert done.err.startswith("note: GPU 1: the GPU is lost")
+    assert done.code == 1
+    assert done.err.startswith("error: GPU 1 does not answer: the GPU is lost")
 
 
 def test_fits_says_into_what_a_compute_instance_comes(cli: Cli) -> None:
@@ -137,8 +137,9 @@ def test_status_draws_the_slices(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_lost_gpu_that_is_named_is_the_error(cli: Cli, words: tuple[str, ...], gpu: str) -> None:
     cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "0")
     done = cli("--host", "sim:2xh100", "mig", *words, "-g", gpu)
-    if words == ("status",) and gpu == "0,1":
-        assert (done.code, done.err.splitlines()[0]) == (0, "note: GPU 0: the GPU is lost: it fell off the bus")
+    if words in {("status",), ("profiles",)} and gpu == "0,1":
+        said = "error: GPU 0 does not answer: the GPU is lost: it fell off the bus"
+        assert (done.code, done.err.splitlines()[0]) == (1, said)
     else:
         assert (done.code, done.err.splitlines()[0]) == (6, "error: GPU 0: the GPU is lost: it fell off the bus")
 

@@ -33,6 +33,14 @@ def test_status_of_ours_and_others(cli: Cli, sim_dir: Path) -> None:
     assert only["pipe_directory"] == f"{sim_dir}/p"
 
 
+def test_daemons_are_listed_by_gpu(cli: Cli) -> None:
+    host = "sim:8xh200"
+    cli("mps", "start", "-g", "all", host=host).ok()
+    for words in (("status",), ("mps", "status")):
+        data = cli(*words, host=host, output="json").ok().data["mps_daemons"]
+        assert [one["gpu_index"] for one in data] == list(range(8))
+
+
 def test_status_of_a_hanging_daemon(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("mps", "start").ok()
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)

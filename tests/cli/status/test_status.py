@@ -90,10 +90,26 @@ def test_one_lost_gpu_hides_no_other(cli: Cli) -> None:
     assert [gpu["error"] is None for gpu in answer.data["gpus"]] == [True, False, True]
     assert answer.data["gpus"][1]["memory_used_bytes"] is None
     assert [error["gpu"] for error in answer.json["errors"]] == ["1"]
-    # Something could be shown.
-    assert answer.code == 0
+    assert answer.code == 1
     # Named alone, the others say nothing of it.
     assert cli("status", "-g", "0,2", host=MIXED, output="json").json["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("status",), ("mps", "status"), ("mig", "status"), ("mig", "profiles"), ("timeslice", "show"), ("capture",)],
+    ids=" ".join,
+)
+def test_a_lost_gpu_is_reported_in_one_way(cli: Cli, words: tuple[str, ...]) -> None:
+    host = "sim:3xh100"
+    World(host).fault("lost", gpu="1")
+    answer = cli(*words, host=host, output="json")
+    assert (answer.code, answer.json["status"]) == (1, "partial")
+    assert [(error["code"], error["gpu"]) for error in answer.json["errors"]] == [("gpu_lost", "1")]
+    text = cli(*words, host=host)
+    assert text.code == 1
+    assert text.lines("error") == ["error: GPU 1 does not answer: the GPU is lost: it fell off the bus"]
+    assert not [line for line in text.lines("note") if "GPU 1" in line]
 
 
 @pytest.mark.parametrize(
