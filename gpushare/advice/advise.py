@@ -17,6 +17,7 @@ from gpushare.units import GIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gpushare.advice.case import Case, Workload
     from gpushare.advice.situation import Budget
 
 
@@ -64,6 +65,10 @@ class Advice:
     # What the winner leaves unprotected.
     gaps: tuple[str, ...]
     notes: tuple[str, ...]
+    # If the processes are placed on several GPUs: what is on each. ``situation`` is then the first of them.
+    placed: tuple[Situation, ...] = ()
+    # The case as it was asked, if ``situation`` has only a part of it.
+    asked: Case | None = None
 
     def of(self, way: Way) -> Verdict:
         return next(one for one in self.verdicts if one.way is way)
@@ -105,6 +110,91 @@ _FIRST: Final = frozenset({"same_user", "saturating"})
 
 
 def advise(situation: Situation) -> Advice:
+    parts = _placed(situation)
+    if not parts:
+        return _advise(situation)
+    found = _advise(parts[0])
+    if found.best is None:
+        return found
+    recipes = [recipe(part, found.best.way) for part in parts]
+    first = replace(
+        recipes[0],
+        lines=tuple(_at(part, line) for part, one in zip(parts, recipes, strict=True) for line in one.lines),
+        undo=tuple(_at(part, line) for part, one in zip(parts, recipes, strict=True) for line in one.undo),
+    )
+    return replace(found, recipe=first, placed=parts, asked=situation.case)
+
+
+def _at(part: Situation, line: Line) -> Line:
+    return replace(line, what=f"GPU {part.gpu.index}: {line.what}")
+
+
+def _placed(situation: Situation) -> tuple[Situation, ...]:
+    """Return the parts of a case on the fewest idle GPUs of this model that hold it, the largest part first.
+
+    Empty if one GPU is enough, or if the processes do not fit on all of them either.
+    """
+    case, alike = situation.case, [gpu for gpu in situation.gpus_to_have if gpu.name == situation.gpu.name]
+    if len(alike) < _SEVERAL or case.processes is None or not situation.several or situation.together:
+        return ()
+    best = winner(verdicts(situation))
+    if best is not None and best is _wanted(situation) and situation.in_turns(best.way) is None:
+        return ()
+    for count in range(_SEVERAL, len(alike) + 1):
+        cases = _parts(case, count)
+        parts = tuple(replace(situation, case=part, gpu=gpu) for part, gpu in zip(cases, alike, strict=False))
+        way = _way_of_all(parts)
+        if way is not None and (best is None or way is not best.way or situation.in_turns(way) is not None):
+            return parts
+    return ()
+
+
+_SEVERAL: Final = 2
+# The vetoes that say that one GPU is too small.
+_TOO_SMALL: Final = frozenset({"mig-too-small", "memory-sum", "mps-clients"})
+
+
+def _wanted(situation: Situation) -> Verdict:
+    """Return the best verdict if the GPU were large enough."""
+    usable = (one for one in verdicts(situation) if {veto.rule for veto in one.of(Kind.VETO)} <= _TOO_SMALL)
+    return max(usable, key=lambda one: one.score)
+
+
+def _way_of_all(parts: Sequence[Situation]) -> Way | None:
+    """Return the way of the largest part, if it shares a GPU and every other part can use it too."""
+    best = winner(verdicts(parts[0])) if len(parts) >= _SEVERAL else None
+    if best is None or best.way not in CONCURRENT or best.way in {Way.VGPU, Way.STREAMS}:
+        return None
+    if parts[0].in_turns(best.way) is not None:
+        return None
+    rest = (one for part in parts[1:] for one in verdicts(part) if one.way is best.way)
+    return None if any(one.refused for one in rest) else best.way
+
+
+def _parts(case: Case, count: int) -> list[Case]:
+    """Return a case in at most so many parts. Groups and the workloads of a list stay together."""
+    ones = case.workloads
+    if len(ones) > 1:
+        bins: list[list[Workload]] = [[] for _ in range(min(count, len(ones)))]
+        for one in sorted(ones, key=_size, reverse=True):
+            min(bins, key=lambda held: sum(map(_size, held))).append(one)
+        return [replace(case, workloads=tuple(held)) for held in bins if held]
+    (one,) = ones
+    units = one.groups or one.processes or 1
+    found = []
+    for number in range(min(count, units)):
+        own = units // count + (number < units % count)
+        processes = own if one.groups is None else -(-(one.processes or 1) * own // units)
+        groups = None if one.groups is None else own
+        found.append(replace(case, workloads=(replace(one, processes=processes, groups=groups),)))
+    return found
+
+
+def _size(workload: Workload) -> int:
+    return (workload.memory or 1) * (workload.processes or 1)
+
+
+def _advise(situation: Situation) -> Advice:
     found = verdicts(situation)
     best = winner(found)
     changes = tuple(_changes(situation, None if best is None else best.way))
@@ -257,7 +347,7 @@ def _notes(situation: Situation) -> tuple[str, ...]:
     notes = []
     idle = [gpu for gpu in situation.host.gpus if gpu.processes == 0 and gpu.error is None]
     processes = situation.case.processes
-    if processes is not None and 1 < processes <= len(idle):
+    if processes is not None and 1 < processes <= len(idle) and not situation.gpu.instance:
         notes.append(f"{len(idle)} GPUs of this host are idle: each of the {processes} processes can have its own")
     if situation.gpu.mps_daemons:
         notes.append(f"an MPS daemon already serves GPU {situation.gpu.index}; see: gpushare mps status")
@@ -342,6 +432,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
     """Return the JSON document: winner, verdicts with reasons and sources, commands, undo, what would change it."""
     gpu, best, recipe = advice.situation.gpu, advice.best, advice.recipe
     inside = None if best is None else instances_sentence(advice.situation, best.way)
+    gpus, case = [part.gpu.index for part in advice.placed] or [gpu.index], advice.asked or advice.situation.case
     why = [] if best is None else [one.text for one in best.of(Kind.FOR)]
     conditions = [] if best is None else [one.text for one in best.of(Kind.CONDITION)]
     return {
@@ -349,10 +440,13 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "answer": "nothing fits" if best is None else best.way.label,
         "gpu": gpu.index,
         "instance": gpu.instance,
-        "gpu_title": gpu.title + ("" if gpu.name is None else f", {gpu.name}"),
+        "gpus": gpus,
+        "gpu_title": (gpu.title if len(gpus) == 1 else f"GPUs {', '.join(map(str, gpus))}")
+        + ("" if gpu.name is None else f", {gpu.name}"),
         "why": _why_nothing(advice)
         if best is None
         else [
+            *_where(advice),
             *(why or [_why_left(advice, best)]),
             *(f"condition: {text}" for text in conditions),
         ],
@@ -379,11 +473,19 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         ],
         "verdicts": [verdict_data(one) for one in advice.verdicts],
         "case": {
-            "root": advice.situation.case.root,
-            "workloads": [_workload_data(one) for one in advice.situation.case.workloads],
+            "root": case.root,
+            "workloads": [_workload_data(one) for one in case.workloads],
         },
         "notes": list(advice.notes),
     }
+
+
+def _where(advice: Advice) -> list[str]:
+    """Return how many processes are on each GPU, if not all fit on one."""
+    if not advice.placed:
+        return []
+    each = ", ".join(f"{part.case.processes} on GPU {part.gpu.index}" for part in advice.placed)
+    return [f"not all of them fit on one GPU at the same time: {each}"]
 
 
 def _why_left(advice: Advice, best: Verdict) -> str:

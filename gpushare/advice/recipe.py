@@ -559,15 +559,16 @@ def _whole_lines(situation: Situation) -> Recipe:
 
 
 def _queue(situation: Situation) -> Recipe:
-    case, lines, index = situation.case, _off_first(situation), situation.gpu.selector
-    lock = f"flock /tmp/gpu-{index}.lock env {_visible_to(situation)}"
-    if case.same_user is not True:
-        # A directory, because another user's file in /tmp cannot be opened for writing (fs.protected_regular).
-        lines.append(Line("create a lock that every user can take", f"mkdir -p /tmp/gpu-{index}.queue"))
-        lock = f"flock /tmp/gpu-{index}.queue env {_visible_to(situation)}"
+    if len(situation.gpus_to_have) > 1 and situation.case.processes is not None:
+        return _queues(situation)
+    case, lines = situation.case, _off_first(situation)
+    first, lock = _lock(situation)
     lines += [
-        Line(_turn(situation, one, count), f"{lock} {_program(one)}")
-        for one, count in zip(case.workloads, case.counts, strict=True)
+        *first,
+        *(
+            Line(_turn(situation, one, count), f"{lock} {_program(one)}")
+            for one, count in zip(case.workloads, case.counts, strict=True)
+        ),
     ]
     if _may_pause(situation):
         lines.append(
@@ -578,6 +579,34 @@ def _queue(situation: Situation) -> Recipe:
             )
         )
     return Recipe(lines=tuple(lines), measure=("the total time of all, one after the other: sharing has to beat that",))
+
+
+def _lock(situation: Situation) -> tuple[list[Line], str]:
+    """Return the lines that create the lock of a GPU's queue, if needed, and the words that take it."""
+    name = f"/tmp/gpu-{situation.gpu.selector}"  # noqa: S108 - users must share it
+    if situation.case.same_user is True:
+        return [], f"flock {name}.lock env {_visible_to(situation)}"
+    # A directory, because another user's file in /tmp cannot be opened for writing (fs.protected_regular).
+    warning = "" if situation.trusted else "; whoever holds it keeps the others waiting"
+    made = Line(f"create a lock that every user can take{warning}", f"mkdir -p {name}.queue")
+    return [made], f"flock {name}.queue env {_visible_to(situation)}"
+
+
+def _queues(situation: Situation) -> Recipe:
+    """Return the lines for a GPU of its own for each process, or a queue per GPU if there are more processes."""
+    gpus, case = situation.gpus_to_have, situation.case
+    units = [one for one, count in zip(case.workloads, case.counts, strict=True) for _ in range(count or 1)]
+    lines: list[Line] = []
+    for number, gpu in enumerate(gpus[: len(units)]):
+        here = replace(situation, gpu=gpu)
+        mine = units[number :: len(gpus)]
+        first, lock = _lock(here) if len(mine) > 1 else ([], _visible_to(here))
+        lines += first
+        for one in dict.fromkeys(mine):
+            turn = "one after the other" if len(mine) > 1 else None
+            what = f"{_which(mine.count(one), _label(one), turn)}, on GPU {gpu.index}"
+            lines.append(Line(what, f"{lock} {_program(one)}"))
+    return Recipe(lines=tuple(lines), measure=("the rate of each program on its own GPU: sharing has to beat that",))
 
 
 def _turn(situation: Situation, one: Workload, count: int | None) -> str:

@@ -300,6 +300,7 @@ class Situation:
     """A case, the host and GPU that it is to run on, and the table.
 
     ``cap`` is the active thread percentage of an MPS client that was measured to be best (100 means no cap), or None.
+    ``named``: the user chose this GPU, so that no other is used.
     """
 
     case: Case
@@ -307,6 +308,7 @@ class Situation:
     gpu: GpuFacts
     table: Table
     cap: float | None = None
+    named: bool = False
 
     def variant(self, **changes: Any) -> Situation:
         """Return a copy with another case or cap. The GPU is the same, so known results are shared."""
@@ -372,7 +374,9 @@ class Situation:
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU and the other idle GPUs without MIG."""
+        """Return this GPU and the other idle GPUs without MIG; only this one if the user named it."""
+        if self.named or self.gpu.instance is not None:
+            return (self.gpu,)
         others = (one for one in self.host.gpus if one.index != self.gpu.index)
         return (self.gpu, *(one for one in others if one.error is None and one.processes == 0 and not one.mig_enabled))
 

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from gpushare.measure.metric import Metric
     from gpushare.mig.change import MigChange
     from gpushare.mig.journal import Journal
-    from gpushare.model import Gpu
     from gpushare.plan import Plan, Step
     from gpushare.selection import Device
     from gpushare.show.result import Result
@@ -242,7 +241,8 @@ def advise(
         case = checked(overlaid(seen, words))
     case = case if destroy is None else replace(case, destroy=destroy)
     chosen = chosen or _idle_first(case, facts)
-    situation = Situation(case, facts, chosen, load_table())
+    named = gpu is not None or live or recording is not None or measure
+    situation = Situation(case, facts, chosen, load_table(), named=named)
     if _may_ask(explained=explained is not None):
         situation = asked(situation)
     if wanted is not None:
@@ -605,8 +605,15 @@ def _carried(changes: Sequence[Change]) -> Result:
     if mig is not None:
         from gpushare.cli.mig_change import carried
 
-        then = changes[changes.index(mig) + 1 :]
-        return carried("advise", lambda host, journal: _mig_change(host, journal, mig, then))
+        parts = [one for one in changes if one.verb.value.startswith("mig ")]
+        if len({one.verb for one in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
+            raise NotSupported(
+                "the GPUs need different changes of MIG, so --apply cannot carry them out as one",
+                "type the lines that `gpushare advise` prints",
+                code="several_changes",
+            )
+        then = [one for one in changes[changes.index(mig) + 1 :] if one not in parts]
+        return carried("advise", lambda host, journal: _mig_change(host, journal, parts, then))
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
@@ -617,18 +624,23 @@ def _carried(changes: Sequence[Change]) -> Result:
     return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
 
 
-def _mig_change(host: Host, journal: Journal, mig: Change, then: Sequence[Change]) -> MigChange:
-    """Return the MIG change with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
+def _mig_change(host: Host, journal: Journal, parts: Sequence[Change], then: Sequence[Change]) -> MigChange:
+    """Return the MIG change of one or several GPUs with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
     from gpushare.advice.recipe import Verb
     from gpushare.cli.mig_change import change_of, current, planned_or_refused
     from gpushare.mig.planner import plan_add, plan_exact
 
-    gpus, layouts = current(host, str(mig.gpu))
+    mig = parts[0]
+    gpus, layouts = current(host, ",".join(str(one.gpu) for one in parts))
     adds = mig.verb is Verb.MIG_CREATE
-    found = plan_add(layouts, mig.wish, with_others=True) if adds else plan_exact(layouts, {mig.gpu: mig.wish})
-    modes = {} if adds else {mig.gpu: mig.verb is Verb.MIG_APPLY}
-    title = " ".join(mig.words[1:])
-    after = [_later(host, gpus[0], one) for one in then]
+    found = (
+        plan_add(layouts, mig.wish, with_others=True)
+        if adds
+        else plan_exact(layouts, {one.gpu: one.wish for one in parts})
+    )
+    modes = {} if adds else {one.gpu: one.verb is Verb.MIG_APPLY for one in parts}
+    title = "; ".join(" ".join(one.words[1:]) for one in parts)
+    after = [_later(host, one) for one in then]
     return change_of(host, journal, gpus, layouts, planned_or_refused(found), title, modes=modes, after=after)
 
 
@@ -653,7 +665,7 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
         plan = plan_level(host, [device], first.level)
     else:
         plan = _plan_stop(host, device)
-    return replace(plan, steps=(*plan.steps, *(_later(host, device.gpu, one) for one in changes[1:])))
+    return replace(plan, steps=(*plan.steps, *(_later(host, one) for one in changes[1:])))
 
 
 def _plan_stop(host: Host, device: Device) -> Plan:
@@ -669,13 +681,14 @@ def _plan_stop(host: Host, device: Device) -> Plan:
     return Plan(title=f"stop MPS on {device.title}", steps=tuple(steps))
 
 
-def _later(host: Host, gpu: Gpu, change: Change) -> Step:
+def _later(host: Host, change: Change) -> Step:
     """Return the step of a change that follows another one; it is planned when it acts."""
     from gpushare.hostfile.file import MpsWish
     from gpushare.hostfile.steps import daemon_step, level_step
     from gpushare.mps.limits import Limits
     from gpushare.selection import Device
 
+    gpu = host.nvml.gpu(change.gpu)
     if change.level is not None:
         return level_step(host, gpu, change.level, gpu.time_slice)
     wish = MpsWish(limits=change.limits or Limits())

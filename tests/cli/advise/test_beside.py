@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from tests.cli.advise.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
 SMALL = ("--processes", "3", "--memory", "2G", "--users", "same", "--no-saturating")
 BIG = ("--processes", "6", "--memory", "7G", "--groups", "3", "--isolation", "fault", "--no-saturating", "--destroy")
 DESTROY = (*SMALL, "--destroy")
+OURS = ("--users", "same", "--no-saturating")
+APART = ("--users", "different", "--isolation", "fault", "--root")
+NOTEBOOKS = ("--users", "different", "--pattern", "interactive")
 PAIR = ("--production", "1", "--opportunistic", "1", "--users", "same")
 
 
@@ -193,3 +197,61 @@ def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
     case = {"processes": 3, "memory": "2G", "users": "same", "saturating": False}
     found = recipe(situation_of(case, facts={"mps_daemons": 1, "mig_enabled": True}), Way.MPS)
     assert "MPS in the instances" in found.undo[-1].what
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "way", "first"),
+    [
+        ("sim:2xa30", ("--processes", "4", "--memory", "10G", *APART), "mig", "gpushare mig apply -g 0 '2g.12gb*2'"),
+        ("sim:4xt4", ("--processes", "10", "--memory", "4G", *OURS), "mps", "gpushare mps start -g 0 --threads 66.6"),
+        ("sim:2xa30", ("--processes", "60", "--memory", "300M", *OURS), "mps", "gpushare mps start -g 0 --threads 6.6"),
+        ("sim:2xt4", ("--processes", "4", "--memory", "6G", *NOTEBOOKS), "timeslice", "gpushare timeslice set short"),
+        (
+            "sim:2xa30",
+            ("--processes", "6", "--groups", "6", "--memory", "2G", *APART),
+            "mig",
+            "gpushare mig apply -g 0",
+        ),
+    ],
+)
+def test_more_than_one_gpu_holds_is_placed_on_several(
+    cli: Any, spec: str, words: tuple[str, ...], way: str, first: str
+) -> None:
+    before = cli("capture", host=spec).ok().out
+    data = advised(cli, spec, *words)
+    assert data["winner"] == way
+    assert commands(data)[0].startswith(first)
+    assert data["gpus"][:2] == [0, 1]
+    assert "on GPU 0" in data["why"][0]
+    assert "on GPU 1" in data["why"][0]
+    assert data["case"]["workloads"][0]["processes"] == int(words[1])
+    planned = cli("advise", *words, "--apply", "-n", host=spec, output="json").ok().data["steps"]
+    done = cli("advise", *words, "--apply", host=spec, output="json").ok().data["steps"]
+    assert [one["what"] for one in planned] == [one["what"] for one in done]
+    for index in data["gpus"]:
+        assert any(f"GPU {index}" in one["what"] for one in done)
+    assert pasted(commands(data, "undo"), spec).returncode == 0
+    assert cli("capture", host=spec).ok().out == before
+
+
+def test_a_named_gpu_is_the_only_one(cli: Any) -> None:
+    data = advised(cli, "sim:2xa30", "-g", "1", "--processes", "4", "--memory", "10G", *APART)
+    assert data["gpus"] == [1]
+    assert data["winner"] == "whole-gpu"
+
+
+def test_programs_that_fill_a_gpu_get_one_each(cli: Any) -> None:
+    data = advised(cli, "sim:4xl4", "--processes", "5", "--memory", "15G", "--users", "same", "--saturating")
+    assert data["winner"] == "whole-gpu"
+    assert len(commands(data)) == 4
+    assert [line for line in commands(data) if "flock" in line] == commands(data)[:1]
+
+
+def test_the_lists_of_several_gpus_are_placed_too(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text(
+        "\n".join(f"- {{name: {n}, user: {n}, processes: 1, memory: 10G, isolation: fault}}" for n in ("a", "b", "c"))
+    )
+    data = advised(cli, "sim:2xa30", "-f", str(file), "--root")
+    assert data["winner"] == "mig"
+    assert data["why"][0].endswith("2 on GPU 0, 1 on GPU 1")
