@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,6 +147,14 @@ def completed(line: str, folder: Path) -> list[str]:
         # Bash replaces only what is behind the last colon.
         ("gpushare --host sim:h200-", ["h200-nvl"]),
         ("gpushare status --threads 3", []),
+        ("gpushare status -w --gp", ["--gpu"]),
+        ("gpushare advise --users d", ["different"]),
+        ("gpushare advise --needs nc", ["nccl"]),
+        ("gpushare advise --needs nccl,gr", ["nccl,graphics"]),
+        ("gpushare compare vg", ["vgpu"]),
+        ("gpushare export k8s --mig-strategy m", ["mixed"]),
+        ("gpushare mig fits --model h200-n", ["h200-nvl"]),
+        ("gpushare sim fault los", ["lost"]),
         ("gpushare nonsense --pri", []),
     ],
 )
@@ -168,6 +177,69 @@ def test_bash_asks_for_the_gpus_of_the_host_that_is_named(programs: Path) -> Non
     assert sorted(completed("gpushare --host sim:2xt4 mps stop -g ", programs)) == offered
     assert (programs / "calls").read_text().split() == ["--host", "sim:2xt4", "status", "-o", "csv"]
     assert completed("gpushare mps stop -g GPU-b", programs) == ["GPU-bbbb"]
+
+
+@pytest.fixture
+def cut(programs: Path, sim_dir: Path) -> Path:
+    """Return the folder with the real program, and a host with an instance of a name and a client of MPS."""
+    from tests.cli.drive import World
+
+    del sim_dir
+    program = programs / "gpushare"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m gpushare "$@"\n')
+    world = World.new("sim:2xh200")
+    world.mig("1g.18gb:0", "1g.18gb:1")
+    world.run("mig", "name", "alice", "1g.18gb:0", "-g", "0")
+    world.run("mps", "start", "-g", "1")
+    (programs / "pid").write_text(str(world.client(1)))
+    return programs
+
+
+def test_bash_asks_for_names_profiles_and_clients(cut: Path) -> None:
+    def offered(line: str) -> list[str]:
+        return completed(f"gpushare --host sim:2xh200 {line}", cut)
+
+    assert offered("mig env ") == offered("mig revoke al") == ["alice"]
+    found = offered("mig destroy ")
+    assert {"alice", "all"} < set(found)
+    assert len([one for one in found if one.startswith("MIG-")]) == 2
+    assert offered("mig apply 3g") == ["3g.71gb"]
+    assert offered("run --mig al") == ["alice"]
+    assert "7g.141gb" in offered("run --mig ")
+    assert offered("mps kill ") == [(cut / "pid").read_text()]
+
+
+def test_every_option_with_a_file_offers_files(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.yaml").touch()
+    for node in command_tree().walk():
+        for option in node.options:
+            if option.metavar in {"FILE", "DIR", "PATH"}:
+                for name in option.names:
+                    line = " ".join(["gpushare", *node.path, name, f"{tmp_path}/so"])
+                    assert completed(line, programs) == [f"{tmp_path}/some.yaml"], line
+
+
+@pytest.mark.parametrize(
+    ("shell", "place"),
+    [
+        ("/bin/bash", ".local/share/bash-completion/completions/gpushare"),
+        ("/usr/bin/zsh", ".local/share/zsh/site-functions/_gpushare"),
+        ("fish", ".config/fish/completions/gpushare.fish"),
+    ],
+)
+def test_the_fast_completion_is_installed(shell: str, place: str, tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "SHELL": shell, "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+    done = run([sys.executable, "-m", "gpushare", "--install-completion"], **home)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"wrote {tmp_path}/{place}\n")
+    sources = {"bash": "gpushare.bash", "zsh": "_gpushare", "fish": "gpushare.fish"}
+    assert (tmp_path / place).read_text() == (PROJECT / "completions" / sources[Path(shell).name]).read_text()
+
+
+def test_another_shell_has_no_completion(tmp_path: Path) -> None:
+    done = run([sys.executable, "-m", "gpushare", "--install-completion"], HOME=str(tmp_path), SHELL="/bin/tcsh")
+    assert done.returncode == 2
+    assert "no completion for the shell tcsh" in done.stderr
 
 
 def test_bash_is_silent_when_the_host_cannot_be_asked(programs: Path) -> None:

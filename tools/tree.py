@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Typer adds these to install its completions; ours are files of the package.
-_LEFT_OUT = {"--install-completion", "--show-completion"}
 # Names of types differ between versions of Typer.
 _TYPES = {"str": "TEXT", "int": "NUMBER", "integer": "NUMBER"}
 
@@ -20,6 +18,11 @@ class Option:
     metavar: str | None
     help: str
     multiple: bool = False
+
+    @property
+    def valued(self) -> bool:
+        """Return whether the next word is its value; of one like ``[SECS]`` it may be."""
+        return self.metavar is not None and not self.metavar.startswith("[")
 
     @property
     def long(self) -> str:
@@ -75,11 +78,7 @@ def command_tree() -> Node:
 def _node(command: Any, path: tuple[str, ...]) -> Node:
     shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
     children = getattr(command, "commands", {}).items()
-    options = [
-        _option(parameter)
-        for parameter in shown
-        if parameter.param_type_name == "option" and not _LEFT_OUT.intersection(parameter.opts)
-    ]
+    options = [_option(parameter) for parameter in shown if parameter.param_type_name == "option"]
     return Node(
         path=path,
         help=(command.help or "").strip(),

@@ -2,31 +2,96 @@
 
 from __future__ import annotations
 
-# The GPUs of the host, which the completion asks gpushare for.
-GPUS = "@gpus"
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from tools.tree import Option
+
 # A program and its arguments.
-PROGRAM = "@program"
+PROGRAM: Final = "@program"
 # A file or directory.
-FILES = "@files"
+FILES: Final = "@files"
+# What the completion asks gpushare for: of this machine, or of the host that the line names.
+GPUS: Final = "@gpus"
+CLIENTS: Final = "@clients"
+NAMES: Final = "@names"
+INSTANCES: Final = "@instances"
+PROFILES: Final = "@profiles"
+PLACES: Final = "@places"
 
 
-def option_values(name: str) -> tuple[str, ...]:
-    """Return the values of an option by its long name: words, one of the ``@`` marks, or nothing."""
+class Asked(NamedTuple):
+    """Fields of the rows of a command's CSV: of those that match a basic regular expression."""
+
+    command: str
+    rows: str
+    fields: str
+
+
+_NAMED: Final = Asked("mig status", "^[0-9]", "3")
+_OFFERED: Final = Asked("mig profiles", "^[0-9]", "2")
+# Words that are always offered, and what is asked for.
+ASKED: Final[Mapping[str, tuple[tuple[str, ...], tuple[Asked, ...]]]] = {
+    GPUS: (("all",), (Asked("status", "^[0-9]", "1,2"),)),
+    CLIENTS: ((), (Asked("status", ",M+C,", "14"),)),
+    NAMES: ((), (_NAMED,)),
+    INSTANCES: (("all",), (Asked("mig status", "^[0-9]", "3,4"),)),
+    PROFILES: ((), (_OFFERED,)),
+    PLACES: ((), (_OFFERED, _NAMED)),
+}
+# Options that take a comma-separated list.
+LISTS: Final = ("-g", "--gpu", "--needs", "--ways", "--isolation", "--evict")
+
+
+def pipeline(asked: Asked, host: str) -> str:
+    """Return the commands that print the values, one on a line; ``host`` is the shell's word for ``--host SPEC``."""
+    return (
+        f"gpushare {host} {asked.command} -o csv 2>/dev/null </dev/null | grep '{asked.rows}' | "
+        f"cut -d, -f{asked.fields} | tr ',' '\\n' | grep . | sort -u"
+    )
+
+
+def option_values(option: Option) -> tuple[str, ...]:
+    """Return the values of an option: words, one of the ``@`` marks, or nothing."""
+    from gpushare.advice.case import NEEDS
+    from gpushare.advice.ways import Way
+    from gpushare.gpu_models import load_models
     from gpushare.model import Priority
     from gpushare.show.result import OutputFormat
 
+    if option.metavar in {"FILE", "DIR", "PATH"}:
+        return (FILES,)
+    if option.long == "--mig":
+        return (PLACES,) if option.metavar == "PROFILE|NAME" else (INSTANCES,)
     return {
         "--gpu": (GPUS,),
         "--host": ("local", *simulated_hosts()),
         "--output": tuple(form.value for form in OutputFormat if form is not OutputFormat.AUTO),
         "--priority": tuple(level.title for level in Priority),
-        "--pipe-directory": (FILES,),
-    }.get(name, ())
+        "--evict": (INSTANCES,),
+        "--forget": (NAMES,) if option.metavar else (),
+        "--model": tuple(sorted(model.short for model in load_models().values() if model.profiles)),
+        "--fail-on": ("failure", "warning"),
+        "--users": ("same", "different"),
+        "--isolation": ("none", "quota", "fault", "full"),
+        "--pattern": ("interactive", "bursty", "steady"),
+        "--role": ("production", "opportunistic"),
+        "--needs": tuple(name.replace("_", "-") for name in NEEDS),
+        "--mechanism": tuple(way.value for way in Way),
+        "--view": ("published", "today", "host"),
+        "--ways": ("queue", "timeslice", "mps", "mps:100/n", "mps:200/n", "mig"),
+        "--by": ("index", "uuid"),
+        "--mig-strategy": ("mixed", "single"),
+        "--autodetect": ("nvml", "off"),
+        "--signal": ("KILL", "TERM", "INT", "STOP", "CONT"),
+    }.get(option.long, ())
 
 
 def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
     """Return the values of an argument of a command."""
+    from gpushare.advice.table import Mechanism
     from gpushare.model import TimeSlice
+    from gpushare.sim.faults import KINDS
 
     if path == ("run",):
         return (PROGRAM,)
@@ -34,7 +99,19 @@ def argument_values(path: tuple[str, ...], name: str) -> tuple[str, ...]:
         return tuple(level.title for level in TimeSlice)
     if path[:1] == ("sim",) and "HOST" in name:
         return simulated_hosts()
-    return ()
+    if "FILE" in name:
+        return (FILES,)
+    if "WISH" in name or path == ("sim", "mig"):
+        return (PROFILES,)
+    return {
+        ("mps", "kill"): (CLIENTS,),
+        ("mig", "destroy"): (INSTANCES,),
+        ("mig", "env"): (NAMES,),
+        ("mig", "grant"): (NAMES,),
+        ("mig", "revoke"): (NAMES,),
+        ("compare",): tuple(one.value for one in Mechanism),
+        ("sim", "fault"): KINDS,
+    }.get(path, ())
 
 
 def simulated_hosts() -> tuple[str, ...]:

@@ -109,7 +109,7 @@ def status(gpu: GpuOption = None) -> Any:
     """
     from gpushare.mig.journal import Journal
     from gpushare.mig.recover import left_behind
-    from gpushare.show.mig import grouped, layout_text, status_row
+    from gpushare.show.mig import grouped, layout_text, status_csv, status_row
     from gpushare.show.render import resolve
     from gpushare.show.result import OutputFormat, Result
     from gpushare.show.status import gpu_errors
@@ -138,6 +138,7 @@ def status(gpu: GpuOption = None) -> Any:
         command="mig status",
         data={"gpus": rows},
         text=text,
+        csv=status_csv(rows),
         notes=tuple(notes),
         errors=errors,
         exit_code=1 if errors else 0,

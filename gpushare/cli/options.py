@@ -153,6 +153,14 @@ def _version(ctx: Any, _parameter: Any, value: bool) -> None:
         ctx.exit()
 
 
+def _install_completion(ctx: Any, _parameter: Any, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from gpushare.cli.completion import install
+
+        put(sys.stdout, install())
+        ctx.exit()
+
+
 def _flag(name: str, help_text: str, *declarations: str) -> TyperOption:
     return TyperOption(
         param_decls=[*declarations, f"shared_{name}"],
@@ -515,7 +523,16 @@ class RootGroup(Group):
             callback=_version,
             help="Show the version and exit.",
         )
-        named["params"] = [*(named.get("params") or []), version]
+        completion = TyperOption(
+            param_decls=["--install-completion", "shared_completion"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            is_eager=True,
+            callback=_install_completion,
+            help="Install the completion of your shell (bash, zsh or fish) for this user.",
+        )
+        named["params"] = [*(named.get("params") or []), version, completion]
         super().__init__(*arguments, **named)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature

@@ -231,3 +231,25 @@ def profiles_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         rows=tuple(rows),
         empty="the driver lists no MIG profiles (up to driver 575: only while MIG is on)",
     )
+
+
+def status_csv(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row per compute instance; a GPU instance without one has one, too. The completions read the first four."""
+    keys = ("gpu", "profile", "name", "uuid", "gpu_instance_id", "compute_instance_id", "start", "size", "memory_bytes")
+    found = [
+        {
+            "gpu": row["gpu"],
+            "profile": one.profile.name,
+            "name": one.name,
+            "uuid": None if compute is None else compute.uuid,
+            "gpu_instance_id": one.id,
+            "compute_instance_id": None if compute is None else compute.id,
+            "start": one.placement.start,
+            "size": one.placement.size,
+            "memory_bytes": one.profile.memory_bytes,
+        }
+        for row in rows
+        for one in row["instances"] or ()
+        for compute in one.compute or (None,)
+    ]
+    return Table(name="instances", columns=tuple(Column(key=key, title=key) for key in keys), rows=tuple(found))

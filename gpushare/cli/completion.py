@@ -1,0 +1,95 @@
+"""``gpushare --install-completion``: copy the completion of the user's shell, which comes with the package, to its place."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from gpushare.errors import BadUsage, NotFound, OperationFailed
+from gpushare.values import dataclass
+
+
+@dataclass(frozen=True)
+class _Shell:
+    # In this repository, in an installation, and below the user's directory of data or configuration.
+    source: str
+    shared: str
+    user: str
+    # What is still to be done, if anything.
+    next_step: str
+
+
+_SHELLS: Final[Mapping[str, _Shell]] = {
+    "bash": _Shell(
+        "gpushare.bash",
+        "share/bash-completion/completions/gpushare",
+        "bash-completion/completions/gpushare",
+        "without the package bash-completion, add to ~/.bashrc: source {file}",
+    ),
+    "zsh": _Shell(
+        "_gpushare",
+        "share/zsh/site-functions/_gpushare",
+        "zsh/site-functions/_gpushare",
+        "add to ~/.zshrc, before compinit: fpath=({directory} $fpath)",
+    ),
+    "fish": _Shell(
+        "gpushare.fish",
+        "share/fish/vendor_completions.d/gpushare.fish",
+        "fish/completions/gpushare.fish",
+        "",
+    ),
+}
+
+
+def install() -> str:
+    """Copy the completion of ``$SHELL`` for this user, and return what to say.
+
+    Raises:
+        BadUsage: another shell.
+        NotFound: the installation has no completions.
+        OperationFailed: the file cannot be written.
+    """
+    name = Path(os.environ.get("SHELL", "")).name
+    shell = _SHELLS.get(name)
+    if shell is None:
+        raise BadUsage(
+            f"no completion for the shell {name or '(SHELL is not set)'}",
+            "set SHELL: SHELL=bash gpushare --install-completion; or zsh, or fish",
+            code="unknown_shell",
+        )
+    text = _text(shell)
+    target = _directory(name) / shell.user
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OperationFailed(
+            f"cannot write {target}: {error.strerror or error}", "check the directory", code="not_written"
+        ) from None
+    step = shell.next_step.format(file=target, directory=target.parent)
+    return f"wrote {target}\n" + (f"{step}\n" if step else "") + "start a new shell to use it\n"
+
+
+def _directory(shell: str) -> Path:
+    variable, otherwise = ("XDG_CONFIG_HOME", ".config") if shell == "fish" else ("XDG_DATA_HOME", ".local/share")
+    given = os.environ.get(variable, "")
+    return Path(given) if os.path.isabs(given) else Path.home() / otherwise
+
+
+def _text(shell: _Shell) -> str:
+    import sysconfig
+
+    user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
+    places = [
+        Path(__file__).resolve().parents[2] / "completions" / shell.source,
+        *(Path(prefix) / shell.shared for prefix in (sys.prefix, user, "/usr/local", "/usr")),
+    ]
+    for place in places:
+        if place.is_file():
+            return place.read_text(encoding="utf-8")
+    raise NotFound(
+        "this installation has no completions", "install the wheel: pip install gpushare", code="no_completions"
+    )
