@@ -25,6 +25,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
+from gpushare.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ def bench(
     together, start-up included, or a number that CMD prints (--metric). Slowdown compares one copy with a copy alone;
     waiting in the queue does not count. Where 95 % intervals overlap, there is no difference. The host is left
     unchanged: an MPS daemon is started and stopped; MIG instances are used, never created (gpushare mig create).
-    Ctrl-C ends the copies safely and keeps what was measured.
+    Ctrl-C ends the copies safely and shows what was measured; --to also keeps it.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
     from gpushare.measure.bench_data import check_new, read_bench
@@ -225,10 +226,7 @@ def _result(
     if measurement.interrupted:
         if not measurement.runs:
             raise Ended(number or signal.SIGINT)
-        hint = "the copies were ended and the host was restored"
-        kept_runs = len(measurement.runs)
-        error = Interrupted(f"interrupted; {kept_runs} {'run is' if kept_runs == 1 else 'runs are'} kept", hint)
-        more = {"errors": (error,), "exit_code": 128 + (number or signal.SIGINT)}
+        more = {"exit_code": 128 + (number or signal.SIGINT)}
     if measurement.error is not None:
         more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
     if not more and data["cells"] and all(cell["throughput"] is None for cell in data["cells"]):
@@ -241,10 +239,26 @@ def _result(
     notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
     result = bench_result(data, notes, comparison=comparison, **more)
     failed = _files(result.data, data, kept, picture)
+    if measurement.interrupted and measurement.error is None:
+        result = replace(result, errors=(interrupted(len(measurement.runs), None if failed else kept),))
     if not failed:
         return result
     # The figures are shown even if a file cannot be written.
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
+
+
+def interrupted(runs: int, kept: Path | None) -> Interrupted:
+    """Return the error of a benchmark that a signal ended; ``kept`` is the file that has its runs."""
+    if kept is None:
+        where, hint = (
+            f"{'its' if runs == 1 else 'their'} figures are shown, and no file has them",
+            "; to keep them, give --to FILE",
+        )
+    else:
+        where, hint = f"{kept} has them", ""
+    return Interrupted(
+        f"interrupted after {counted(runs, 'run')}; {where}", f"the copies were ended and the host was restored{hint}"
+    )
 
 
 def _files(

@@ -379,6 +379,8 @@ def _pick(pick: Pick | None) -> dict[str, Any] | None:
         "open_ways": pick.open_ways,
         "gain": _ratio(pick.gain),
         "over": pick.over,
+        # None: its interval overlaps with that of another way, or is not known.
+        "winner": pick.chosen.name if pick.certain and not pick.same else None,
     }
 
 

@@ -13,7 +13,8 @@ from gpushare.errors import BadUsage, NotSupported
 from gpushare.show.result import Column, Result, Table
 from gpushare.units import format_bytes, format_copies, quoted
 
-_MARK: Final = "*"
+# The winner of its number of copies, and each of several ways that are not told apart.
+_MARK, _TIED = "*", "~"
 _MOST_COMMAND: Final = 60
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
@@ -74,24 +75,34 @@ def _answer(data: Mapping[str, Any]) -> list[str]:
     # One copy shares with nothing; the table shows it under each way.
     lines = [_sentence(pick) for pick in data["picks"] if pick["copies"] > 1 or len(data["picks"]) == 1]
     if len(lines) > 1:
-        lines.append(f"Highest throughput: {format_copies(best['copies'])}, {best['way']}.")
+        tied = "" if _winner(best) else " (not told apart from another way)"
+        lines.append(f"Highest throughput: {format_copies(best['copies'])}, {best['way']}{tied}.")
     return lines
+
+
+def _tied(pick: Mapping[str, Any]) -> list[str]:
+    """Return the ways whose intervals overlap with that of the fastest, and the fastest; the one to use comes first."""
+    names = dict.fromkeys((pick["way"], pick["fastest"], *pick["no_difference"]))
+    return list(names) if len(names) > 1 else []
+
+
+def _winner(pick: Mapping[str, Any]) -> bool:
+    return bool(pick["certain"]) and not _tied(pick)
 
 
 def _sentence(pick: Mapping[str, Any]) -> str:
     cap, gain = pick["threads_percent"], pick["gain"]
     way = pick["way"] + (f" ({cap:g} % each)" if cap is not None else "")
-    if gain is not None and pick["over"] not in {None, pick["way"]}:
+    tied = _tied(pick)
+    if gain is not None and pick["over"] not in {None, *(tied or [pick["way"]])}:
         way += f", {gain['value']:.2f} x {pick['over']}"
-    others = dict.fromkeys(name for name in (pick["fastest"], *pick["no_difference"]) if name != pick["way"])
     if not pick["certain"]:
         left = pick.get("open_ways")
         way += f" (not certain: {left} more not measured)" if left else " (not certain: single runs)"
-    elif others and len(others) == pick["ways"] - 1:
-        near = "had the most" if pick["way"] == pick["fastest"] else "is the simplest"
-        return f"{format_copies(pick['copies'])}: no difference between the ways; {pick['way']} {near}."
-    elif others:
-        way += f"; no difference from {', '.join(others)}"
+    elif tied:
+        near = "had the highest mean" if pick["way"] == pick["fastest"] else "is the simplest"
+        names = f"{', '.join(tied[:-1])} and {tied[-1]}"
+        return f"{format_copies(pick['copies'])}: no winner: {names} are not told apart; {pick['way']} {near}{way[len(pick['way']) :]}."
     return f"{format_copies(pick['copies'])}: {way}."
 
 
@@ -100,7 +111,13 @@ def _throughput(data: Mapping[str, Any]) -> Table:
     numbers = sorted({cell["copies"] for cell in data["cells"]})
     ways = list(dict.fromkeys(cell["way"] for cell in data["cells"]))
     cells = {(cell["way"], cell["copies"]): cell for cell in data["cells"]}
-    rows = [{"way": way, **{f"n{number}": _figure(cells.get((way, number))) for number in numbers}} for way in ways]
+    picks = {pick["copies"]: pick for pick in data["picks"]}
+    rows = [
+        {"way": way, **{f"n{number}": _figure(cells.get((way, number)), picks.get(number)) for number in numbers}}
+        for way in ways
+    ]
+    legend = [f"{_MARK} use this"] if any(_winner(pick) for pick in picks.values()) else []
+    legend += [f"{_TIED} not told apart"] if any(pick["certain"] and _tied(pick) for pick in picks.values()) else []
     columns = (
         Column(key="way", title="way"),
         *(
@@ -115,7 +132,7 @@ def _throughput(data: Mapping[str, Any]) -> Table:
     )
     return Table(
         name="throughput",
-        title=f"{_unit(data)}, all copies together ({_MARK} use this)",
+        title=f"{_unit(data)}, all copies together" + (f" ({', '.join(legend)})" if legend else ""),
         columns=columns,
         rows=tuple(rows),
         empty="nothing was measured",
@@ -131,7 +148,7 @@ def _unit(data: Mapping[str, Any]) -> str:
     return "printed number" + ("" if metric["higher_is_better"] else ", lower is better")
 
 
-def _figure(cell: Mapping[str, Any] | None) -> str | None:
+def _figure(cell: Mapping[str, Any] | None, pick: Mapping[str, Any] | None) -> str | None:
     if cell is None:
         return None
     if cell["throughput"] is None:
@@ -140,7 +157,11 @@ def _figure(cell: Mapping[str, Any] | None) -> str | None:
     mean, low, high = figures["mean"], figures["low"], figures["high"]
     # No percentage of zero.
     spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and mean else ""
-    return f"{_MARK + ' ' if cell['chosen'] else ''}{shown(mean)}{spread}"
+    mark = ""
+    if pick is not None and pick["certain"]:
+        tied = _tied(pick)
+        mark = f"{_TIED} " if cell["way"] in tied else f"{_MARK} " if cell["chosen"] and not tied else ""
+    return f"{mark}{shown(mean)}{spread}"
 
 
 def _details(data: Mapping[str, Any]) -> Table:

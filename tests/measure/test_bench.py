@@ -256,7 +256,7 @@ def test_the_document_is_pinned(tmp_path: Path) -> None:
     assert list(data["cells"][0]["throughput"]) == ["mean", "median", "min", "max", "low", "high", "spread", "runs"]
     assert list(data["best"]) == [
         *("copies", "way", "threads_percent", "fastest", "no_difference", "certain"),
-        *("ways", "open_ways", "gain", "over"),
+        *("ways", "open_ways", "gain", "over", "winner"),
     ]
     assert data["cells"][1]["joules"] == pytest.approx(100 / 197, rel=1e-3), "100 W over the mean rate"
     path = tmp_path / "a.json"

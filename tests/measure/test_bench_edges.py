@@ -94,7 +94,7 @@ def test_a_helper_that_ends_a_moment_later_is_none(together: Together, tmp_path:
 
 def test_a_mean_of_nothing_has_no_percentage() -> None:
     cell = {"throughput": {"mean": 0.0, "low": 0.0, "high": 0.0}, "failures": [], "chosen": False}
-    assert _figure(cell) == "0"
+    assert _figure(cell, None) == "0"
 
 
 def request(script: str, ways: str, metric: Metric = RATE) -> Request:

@@ -456,6 +456,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     document = answer.json
     assert document["status"] == "partial"
     assert document["errors"][0]["code"] == "interrupted"
+    assert document["errors"][0]["message"].endswith(f"; {path} has them")
     assert document["data"]["reason"] == "interrupted"
     assert document["data"]["runs"]
     assert json.loads(path.read_text())["runs"] == document["data"]["runs"]
