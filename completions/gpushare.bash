@@ -193,7 +193,7 @@ _gpushare_node() {
       valued='-g --gpu --host -o --output'
       ;;
     'advise')
-      options='--processes --memory --sms --saturating --no-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--processes --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--processes --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
       ;;
     'compare')

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.case import Isolation, Pattern
+from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.recipe import Line, Recipe, limits_sum, recipe
 from gpushare.advice.rules import Kind, Outcome, Verdict, verdicts, winner
 from gpushare.advice.situation import Situation, instances_sentence
@@ -36,6 +36,8 @@ class Alternative:
     field: str
     value: Any
     text: str
+    # Only for a production and an opportunistic job, or only for others; None: for both.
+    pair: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,11 @@ ALTERNATIVES: Final = (
         field="isolation", value=frozenset({Isolation.FAULT}), text="a fault in one process must not end the others"
     ),
     Alternative(field="latency", value=True, text="there is a latency target"),
-    Alternative(field="saturating", value=True, text="one process fills the GPU"),
-    Alternative(field="saturating", value=False, text="no single process fills the GPU"),
+    Alternative(field="saturating", value=True, text="one process fills the GPU", pair=False),
+    Alternative(field="saturating", value=False, text="no single process fills the GPU", pair=False),
+    Alternative(field="saturating", value=True, text="the opportunistic job fills the GPU", pair=True),
+    Alternative(field="production_saturating", value=True, text="production alone fills the GPU", pair=True),
+    Alternative(field="production_saturating", value=False, text="production does not fill the GPU", pair=True),
     Alternative(field="pattern", value=Pattern.INTERACTIVE, text="it is interactive work"),
     Alternative(field="pattern", value=Pattern.STEADY, text="it is steady work"),
     Alternative(field="trusted", value=False, text="they do not trust each other"),
@@ -96,14 +101,17 @@ ALTERNATIVES: Final = (
     Alternative(field="running", value=False, text="they can be restarted"),
     Alternative(field="vms", value=True, text="they are virtual machines"),
     Alternative(field="io_bound", value=True, text="the GPU waits for input"),
-    Alternative(field="bandwidth_bound", value=True, text="the opportunistic job saturates the memory bandwidth"),
+    Alternative(
+        field="bandwidth_bound", value=True, text="the opportunistic job saturates the memory bandwidth", pair=True
+    ),
+    Alternative(field="bandwidth_bound", value=True, text="they saturate the memory bandwidth", pair=False),
     Alternative(field="occupied", value=False, text="the programs on the GPU can be ended (--needs no-occupied)"),
     Alternative(field="destroy", value=True, text="idle MIG instances may be destroyed (--destroy)"),
     Alternative(field="root", value=True, text="you can become root"),
     Alternative(field="root", value=False, text="you cannot become root"),
 )
 # Questions that lower the confidence while unanswered; the others count as "no" until answered.
-DECIDING: Final = ("same_user", "isolation", "saturating", "latency", "pattern")
+DECIDING: Final = ("same_user", "isolation", "saturating", "production_saturating", "latency", "pattern")
 
 # The ones that decide most often.
 _FIRST: Final = frozenset({"same_user", "saturating"})
@@ -222,10 +230,18 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
         # User names that were given would contradict it.
         ones = tuple(replace(one, same_user=value, user=None) for one in case.workloads)
         return situation.variant(case=replace(case, workloads=ones))
-    if field == "bandwidth_bound" and not situation.pair:
-        return situation
-    ones = tuple(replace(one, **{field: value}) for one in case.workloads)
+    # Of a pair, each job has an answer of its own.
+    role = _ROLES.get(field) if situation.pair else None
+    name = "saturating" if field == "production_saturating" else field
+    ones = tuple(replace(one, **{name: value}) if role in {None, one.role} else one for one in case.workloads)
     return situation.variant(case=replace(case, workloads=ones))
+
+
+_ROLES: Final = {
+    "production_saturating": Role.PRODUCTION,
+    "saturating": Role.OPPORTUNISTIC,
+    "bandwidth_bound": Role.OPPORTUNISTIC,
+}
 
 
 def answer_of(situation: Situation, field: str) -> Any:
@@ -240,6 +256,10 @@ def answer_of(situation: Situation, field: str) -> Any:
         return case.wanted_isolation
     if field == "pattern":
         return case.pattern
+    if field == "production_saturating":
+        return situation.saturating
+    if field == "saturating" and situation.pair:
+        return any_of(one.saturating for one in case.workloads if one.role is Role.OPPORTUNISTIC)
     return case.any(field)
 
 
@@ -249,7 +269,7 @@ def other_answers(situation: Situation) -> Iterator[tuple[Alternative, bool, tup
         now = answer_of(situation, other.field)
         if now == other.value or (now is None and other.value is False and other.field == "running"):
             continue
-        if not _applies(situation, other.field):
+        if not _applies(situation, other.field) or other.pair not in {None, situation.pair}:
             continue
         if situation.case.processes == 1 and other.field in {"same_user", "trusted"}:
             continue
@@ -313,6 +333,7 @@ QUESTION_TITLES: Final = {
     "same_user": "same user",
     "isolation": "isolation",
     "saturating": "saturating",
+    "production_saturating": "production saturating",
     "latency": "latency target",
     "pattern": "pattern",
 }
@@ -364,6 +385,8 @@ class Question:
     field: str
     text: str
     answers: tuple[tuple[str, Any], ...]
+    # As of an alternative.
+    pair: bool | None = None
 
 
 _YES_NO: Final = (("yes", True), ("no", False))
@@ -385,6 +408,25 @@ QUESTIONS: Final = (
         field="saturating",
         text="Does one process fill the GPU (measured throughput, not utilization)?",
         answers=_YES_NO,
+        pair=False,
+    ),
+    Question(
+        field="production_saturating",
+        text="Does the production job alone fill the GPU (measured throughput, not utilization)?",
+        answers=_YES_NO,
+        pair=True,
+    ),
+    Question(
+        field="saturating",
+        text="Does the opportunistic job alone fill the GPU?",
+        answers=_YES_NO,
+        pair=True,
+    ),
+    Question(
+        field="bandwidth_bound",
+        text="Does the opportunistic job saturate the memory bandwidth?",
+        answers=_YES_NO,
+        pair=True,
     ),
     Question(
         field="pattern",
@@ -417,7 +459,8 @@ def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Q
 
 def _is_open(situation: Situation, question: Question) -> bool:
     alone = question.field == "same_user" and situation.case.processes == 1
-    return not alone and answer_of(situation, question.field) is None
+    asks = question.pair in {None, situation.pair}
+    return asks and not alone and answer_of(situation, question.field) is None
 
 
 def ways_of(situation: Situation, question: Question) -> set[Way | None]:

@@ -128,6 +128,8 @@ ANSWERED: Final = frozenset(
         "cooperating",
         "saturating",
         "half-a-gpu",
+        "bandwidth-bound",
+        "bandwidth-bound-mps",
         "older-or-many",
         "cuda-graphs",
         "nothing-decides",

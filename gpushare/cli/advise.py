@@ -70,7 +70,12 @@ _PROPERTIES: Final = (
         "Peak memory of one process, without its CUDA context, which is added: 6G or 6GiB; 6GB is 10^9.",
     ),
     ("--sms", "N", "SMs that one process needs."),
-    ("--saturating/--no-saturating", None, "One process alone fills the GPU (measured)."),
+    (
+        "--saturating/--no-saturating",
+        None,
+        "One process alone fills the GPU (measured); of a pair, the opportunistic job.",
+    ),
+    ("--production-saturating/--no-production-saturating", None, "The production job alone fills the GPU."),
     ("--users", "WHO", "same or different."),
     ("--trusted/--untrusted", None, "The processes trust each other."),
     ("--isolation", "KIND", "none, quota, fault or full; or a list: quota,fault."),
@@ -199,6 +204,7 @@ def advise(
 
     words = dict(context.meta["workload"])
     root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
+    fills = words.pop("production_saturating")
     pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
     if program and command is None:
         words["command"] = shlex.join(program)
@@ -224,7 +230,7 @@ def advise(
             code="two_sources",
         )
     case = _case(words, file, root, pair, seen=live or recording is not None)
-    case = case and checked(case)
+    case = case and checked(_production_fills(case, fills))
     host = settings.connect()
     if apply and not settings.dry_run:
         _recover(host)
@@ -238,7 +244,7 @@ def advise(
             if recording is None
             else case_from_recording(recording, chosen.index, root=root)
         )
-        case = checked(overlaid(seen, words))
+        case = checked(_production_fills(overlaid(seen, words), fills))
     case = case if destroy is None else replace(case, destroy=destroy)
     chosen = chosen or _idle_first(case, facts)
     named = gpu is not None or live or recording is not None or measure
@@ -248,6 +254,22 @@ def advise(
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advised(situation), explained, live=live, apply=apply)
+
+
+def _production_fills(case: Case, fills: bool | None) -> Case:
+    """Return the case with whether production alone fills the GPU."""
+    from gpushare.advice.case import Role
+
+    if fills is None:
+        return case
+    if Role.PRODUCTION not in case.roles:
+        raise BadUsage(
+            "--production-saturating needs a production job",
+            "give --production N, or a role in the file",
+            code="no_role",
+        )
+    ones = tuple(replace(one, saturating=fills) if one.role is Role.PRODUCTION else one for one in case.workloads)
+    return replace(case, workloads=ones)
 
 
 def _wanted(

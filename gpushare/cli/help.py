@@ -13,7 +13,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "advise": {
         "Workload": "processes memory sms saturating latency pattern bandwidth-bound io-bound needs command",
         "Users and protection": "users trusted isolation groups",
-        "Roles": "production opportunistic role",
+        "Roles": "production opportunistic role production-saturating",
         "What is possible": "root destroy one-application cooperating code running",
         "Instead of options": "file live from",
         "Measure": "measure copies metric lower-is-better for repeat timeout",

@@ -195,3 +195,26 @@ def test_one_sample_is_one(cli: Any) -> None:
         " 1 sample in "
         in cli("observe", "--for", "0.1s", "--interval", "0.1s", "--to", "one.jsonl", host="sim:t4").ok().out
     )
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_each_job_of_a_pair_is_asked_and_said_for_itself(cli: Any, fills: bool) -> None:
+    """The same answer as an option and to the question leads to the same way."""
+    from gpushare.advice.advise import QUESTIONS, answer_of, with_answer
+    from gpushare.advice.rules import verdicts, winner
+    from tests.advice.conftest import situation_of
+
+    pair = ({"role": "production", "users": "same"}, {"role": "opportunistic", "users": "same"})
+    fields = [one.field for one in QUESTIONS if one.pair]
+    assert fields[:2] == ["production_saturating", "saturating"]
+    for field in fields[:2]:
+        asked = with_answer(situation_of(*pair, host="h200"), field, fills)
+        assert [answer_of(asked, other) for other in fields[:2]] == [
+            fills if one == field else None for one in fields[:2]
+        ]
+        best = winner(verdicts(asked))
+        assert best is not None
+        option = f"--{'' if fills else 'no-'}{field.replace('_', '-')}"
+        words = ("--production", "1", "--opportunistic", "1", "--users", "same", option)
+        assert advice(cli, *words, host="sim:h200")["winner"] == best.way.value
+        assert (best.way.value == "whole-gpu") is (fills and field == "production_saturating")
