@@ -216,10 +216,12 @@ _gpushare_node() {
     'apply')
       options='-f --file --wait -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-f --file --wait --host -o --output'
+      positional='@files'
       ;;
     'diff')
       options='-f --file --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-f --file --host -o --output'
+      positional='@files'
       ;;
     'capture')
       options='-g --gpu --by --schema --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import ChangingCommand, HostFileOption, gpus_of, note, say_step, settings
+from gpushare.cli.options import (
+    ChangingCommand,
+    HostFileArgument,
+    HostFileOption,
+    gpus_of,
+    host_file,
+    note,
+    say_step,
+    settings,
+)
 from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
 
 if TYPE_CHECKING:
@@ -29,7 +38,8 @@ def register(app: typer.Typer) -> None:
 
 
 def apply(
-    file: HostFileOption,
+    path: HostFileArgument = None,
+    file: HostFileOption = None,
     wait: Annotated[
         str | None,
         typer.Option(
@@ -48,7 +58,7 @@ def apply(
     from gpushare.units import parse_seconds
 
     seconds = 0.0 if wait is None else parse_seconds(wait)
-    wanted, text = load(file)
+    wanted, text = load(host_file(path, file, "apply"))
     host = settings.connect()
     journal = Journal(host)
     undone = () if settings.dry_run else _undone(host, journal)

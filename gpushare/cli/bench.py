@@ -357,7 +357,7 @@ def bench_notes(data: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Callable[[Progress], None]]:
     """Yield a progress callback: a bar on a terminal, else nothing."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
@@ -378,7 +378,7 @@ def progress_line(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     )
 
     def tell(now: Progress) -> None:
-        left = "" if now.seconds_left is None else f"about {_guess(now.seconds_left)} left"
+        left = "" if now.seconds_left is None else f"{about} {_guess(now.seconds_left)} left"
         bar.update(task, completed=now.done, total=now.total, description=now.doing, left=left)
         bar.refresh()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -14,6 +14,15 @@ from gpushare.units import quoted
 
 def register(app: typer.Typer) -> None:
     app.command("capture", cls=Command, short_help="Write the sharing of the host as gpushare.yaml.")(capture)
+
+
+# The way to survive a reboot.
+_AT_BOOT: Final = (
+    (
+        "to restore it at every boot: gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; "
+        "gpushare export systemd --to units; sh units/apply.sh"
+    ),
+)
 
 
 def capture(
@@ -48,6 +57,7 @@ def capture(
     if not gpus:
         raise no_gpu()
     file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
+    notes = [*notes, *_AT_BOOT]
     text, errors = text_of(file), gpu_errors(gpus.values())
     return Result(
         command="capture",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpushare.cli.options import Command, HostFileOption, settings
+from gpushare.cli.options import Command, HostFileArgument, HostFileOption, host_file, settings
 from gpushare.errors import GpushareError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     )
 
 
-def diff(file: HostFileOption) -> Any:
+def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 
     Exit code 0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
@@ -36,7 +36,8 @@ def diff(file: HostFileOption) -> Any:
     from gpushare.show.result import Result
     from gpushare.snapshot import HostState
 
-    wanted, _ = load(file)
+    path = host_file(path, file, "diff")
+    wanted, _ = load(path)
     state = HostState(settings.connect())
     found = entries_of(wanted, state.gpus)
     live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in found.entries])
@@ -45,7 +46,7 @@ def diff(file: HostFileOption) -> Any:
     good = all(row["as_requested"] for row in rows)
     # A GPU with a problem would be refused by apply, too.
     fixable = any(not row["as_requested"] and row["problem"] is None for row in rows)
-    notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(file)}") if fixable else found.notes
+    notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else found.notes
     return Result(
         command="diff",
         data={"as_requested": good, "gpus": rows},

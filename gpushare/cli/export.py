@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -256,15 +257,24 @@ def node_name(given: str | None, *, short: bool = False) -> str | None:
     return given
 
 
+# Engines whose commands can be run one after the other.
+_WITH_SCRIPT: Final = frozenset({"k8s", "dra", "karpenter", "systemd"})
+
+
 def exported(engine: str, found: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written."""
-    from gpushare.export.document import printed, write
+    from gpushare.export.document import apply_script, printed, write
     from gpushare.show.result import Result
 
-    written = () if to is None else write(found.documents, Path(to))
+    script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, found)
+    written = () if to is None else write([*found.documents, *([] if script is None else [script])], Path(to))
     where = "" if to is None else f"cd {shlex.quote(to)}; "
-    notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(found.commands)]
-    notes += [f"needs: {one}" for one in found.needs]
+    if script is None:
+        notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(found.commands)]
+        notes += [f"needs: {one}" for one in found.needs]
+    else:
+        node = " NODE" if "${1:" in script.text else ""
+        notes = [f"apply: sh {shlex.quote(os.path.join(str(to), script.name))}{node}; it says what it needs"]
     notes += [f"lost: {one}" for one in found.lost]
     if to is None and len(found.documents) > 1:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")

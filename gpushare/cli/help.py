@@ -130,8 +130,8 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("From a recording", "savings --from week.jsonl --price 2.50"),
     ),
     "apply": (
-        ("Preview", "apply -f gpushare.yaml -n"),
-        ("At boot, wait for the driver", "apply -f gpushare.yaml --wait 60"),
+        ("Preview", "apply gpushare.yaml -n"),
+        ("At boot, wait for the driver", "apply gpushare.yaml --wait 60"),
     ),
     "capture": (("Keep what was set up by hand", "capture > gpushare.yaml"),),
     "export k8s": (

@@ -601,9 +601,28 @@ HungAfter = Annotated[
         "--timeout", metavar="TIME", help="When a run counts as hung. [default: depends on a run of CMD alone]"
     ),
 ]
-HostFileOption = Annotated[
-    str, typer.Option("-f", "--file", metavar="FILE", help="gpushare.yaml, version 1; - is stdin.", show_default=False)
+HostFileArgument = Annotated[
+    str | None, typer.Argument(metavar="[FILE]", help="gpushare.yaml, version 1; - is stdin.", show_default=False)
 ]
+HostFileOption = Annotated[
+    str | None, typer.Option("-f", "--file", metavar="FILE", help="The same as FILE.", show_default=False)
+]
+
+
+def host_file(argument: str | None, option: str | None, verb: str) -> str:
+    """Return the path that is given as an argument or as an option.
+
+    Raises:
+        BadUsage: none or both are given.
+    """
+    if argument is not None and option is not None:
+        raise BadUsage("there are two files", f"give one: gpushare {verb} {quoted(option)}", code="two_sources")
+    path = option if argument is None else argument
+    if path is None:
+        raise BadUsage(
+            "missing file", f"give one: gpushare {verb} gpushare.yaml; gpushare capture writes one", code="usage"
+        )
+    return path
 
 
 def note(text: str) -> None:

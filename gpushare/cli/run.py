@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpushare.host.activity import ActivityRecorder
     from gpushare.host.host import Host
     from gpushare.mps.limits import Limits
-    from gpushare.run.farm import FarmOptions, FarmResult
+    from gpushare.run.farm import Copy, FarmOptions, FarmResult
     from gpushare.run.program import RunOptions
     from gpushare.run.roles import SparedProcess
     from gpushare.selection import Device
@@ -540,16 +540,7 @@ def _say_first(host: Host, device: Device, options: FarmOptions) -> None:
 def _finished(result: FarmResult, options: FarmOptions) -> Any:
     from gpushare.show.run import farm_result
 
-    errors: list[GpushareError] = [
-        OperationFailed(
-            f"copy {copy.number}: {copy.failure}",
-            copy.hint or f"see its output: {copy.log}"
-            if copy.hint or copy.log
-            else "keep its output: --logs DIR; or restart it: --restart 1",
-            code="copy_failed",
-        )
-        for copy in result.failed
-    ]
+    errors = _failures(result)
     unproved = [str(copy.number) for copy in result.copies if copy.attached is False]
     notes = []
     if unproved:
@@ -575,6 +566,27 @@ def _finished(result: FarmResult, options: FarmOptions) -> Any:
     }
     code = 1 if result.failed else 0
     return farm_result(data, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
+
+
+def _failures(result: FarmResult) -> list[GpushareError]:
+    """Return one error for all copies that failed in the same way."""
+    from gpushare.units import ranges
+
+    alike: dict[tuple[str, str | None], list[Copy]] = {}
+    for copy in result.failed:
+        alike.setdefault((str(copy.failure), copy.hint), []).append(copy)
+    found: list[GpushareError] = []
+    for (failure, hint), copies in alike.items():
+        logs = [copy.log for copy in copies if copy.log]
+        seen = f"see {'its' if len(copies) == 1 else 'their'} output: {', '.join(logs[:3])}" if logs else None
+        found.append(
+            OperationFailed(
+                f"{'copy' if len(copies) == 1 else 'copies'} {ranges(copy.number for copy in copies)}: {failure}",
+                hint or seen or "keep its output: --logs DIR; or restart it: --restart 1",
+                code="copy_failed",
+            )
+        )
+    return found
 
 
 def _as_of_run(status: int | None) -> int | None:

@@ -225,13 +225,18 @@ def _factor(text: str) -> float:
 
 @contextlib.contextmanager
 def _reporter() -> Iterator[TuneReporter]:
+    from gpushare.cli.bench import progress_line
+    from gpushare.measure.bench import Progress
     from gpushare.measure.tune import TuneReporter
     from gpushare.show.text import put
     from gpushare.show.tune import factor, share
 
+    terminal = sys.stderr.isatty()
+
     class Lines(TuneReporter):
         def doing(self, what: str) -> None:
-            if not settings.quiet:
+            # On a terminal, the bar names the trial.
+            if not settings.quiet and not (terminal and what.startswith("trial ")):
                 put(sys.stderr, f"gpushare: {what}\n")
 
         def measured(self, report: TrialReport) -> None:
@@ -240,9 +245,14 @@ def _reporter() -> Iterator[TuneReporter]:
                 said += "" if report.trial.p99 is None else f", p99 {factor(report.trial.p99)}"
                 other = report.opportunistic_share
                 said += "" if other is None else f"; the other {share(other)}"
-                put(sys.stderr, f"gpushare:   {said} ({report.rounds} windows)\n")
+                name = f"{report.trial.setting.title}: " if terminal else "  "
+                put(sys.stderr, f"gpushare: {name}{said} ({report.rounds} windows)\n")
 
-    yield Lines()
+        def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
+            tell(Progress(done=done, total=most, doing=what, seconds_left=seconds_left))
+
+    with progress_line(quiet=settings.quiet, about="at most") as tell:
+        yield Lines()
 
 
 # Standard deviation of production's windows alone from which a few windows say little.

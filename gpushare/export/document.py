@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,22 @@ def printed(documents: Sequence[Document]) -> str:
         separator = "---\n" if one.kind == "yaml" and number else ""
         parts.append(f"{separator}# file: {one.name}\n{one.text}")
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+_NODE: Final = re.compile(r"\bnode NODE\b")
+
+
+def apply_script(engine: str, export: Export) -> Document:
+    """Return the commands of an export as a script next to its files; a node that is not known is its argument."""
+    lines = ["#!/bin/sh", f"# Written by gpushare export {engine}. It stops at the first command that fails."]
+    lines += [f"# Needs: {' '.join(one.split())}" for one in export.needs]
+    lines += [f"# Lost: {' '.join(one.split())}" for one in export.lost]
+    lines += ["set -eu", 'cd "$(dirname "$0")"']
+    commands = [_NODE.sub('node "$node"', command) for command in export.commands]
+    if commands != list(export.commands):
+        lines.append("node=${1:?give the name of the node: sh apply.sh NODE}")
+    lines += ["set -x", *commands]
+    return Document(name="apply.sh", text="\n".join(lines) + "\n", kind="sh")
 
 
 def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:

@@ -96,6 +96,9 @@ class TuneReporter:
     def measured(self, report: TrialReport) -> None:
         """A trial was measured."""
 
+    def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
+        """A trial begins; how many were done, and how many and how long it will be at most."""
+
 
 # Two p99s of a few hundred requests differ by this much by chance.
 _P99_SURE: Final = 0.08
@@ -210,9 +213,14 @@ class Tuning:
         self.begin()
         reports: list[TrialReport] = []
         stopped: KeyboardInterrupt | GpushareError | None = None
+        begun = time.monotonic()
         try:
             while (setting := next_setting(self._search(), self._counted(reports))) is not None:
-                self._reporter.doing(f"trial {len(reports) + 1}: {setting.title}")
+                done, most = len(reports), self._search().most
+                what = f"trial {done + 1}: {setting.title}"
+                self._reporter.doing(what)
+                each = (time.monotonic() - begun) / done if done else None
+                self._reporter.expected(what, done, most, None if each is None else each * (most - done))
                 reports += self._tried(setting)
         except (KeyboardInterrupt, GpushareError) as error:
             if not reports:

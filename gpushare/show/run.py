@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 from gpushare.errors import GpushareError
@@ -156,6 +157,7 @@ class CopyLines:
         self._width = len(str(copies - 1))
         self._drawn = False
         self._next = 0.0
+        self._failures: set[str] = set()
 
     def line(self, copy: int, text: str) -> None:
         """Print a line of a copy."""
@@ -166,11 +168,13 @@ class CopyLines:
         """Say nothing."""
 
     def ended(self, copy: Copy, *, again: bool) -> None:
-        """Say how a copy failed."""
+        """Say how a copy failed; not again what others have failed with."""
         if copy.failure is not None:
             self.clear()
             more = "; restarting it" if again else ""
-            self._note(f"copy {copy.number} failed: {copy.failure}{more}")
+            how = " in the same way" if copy.failure in self._failures else f": {copy.failure}"
+            self._failures.add(copy.failure)
+            self._note(f"copy {copy.number} failed{how}{more}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """Say what a copy left running."""
@@ -214,10 +218,13 @@ def farm_result(
         Column(key="failure", title="failure", least=10, optional=True),
         Column(key="log", title="log", rank=3, least=10, optional=True),
     )
+    table = Table(name="copies", title="copies", columns=columns, rows=tuple(data["copies"]))
     return Result(
         command="run",
         data=data,
-        tables=(Table(name="copies", title="copies", columns=columns, rows=tuple(data["copies"])),),
+        # The errors say how copies failed.
+        tables=(replace(table, columns=tuple(one for one in columns if one.key != "failure")),),
+        csv=table,
         errors=tuple(errors),
         notes=tuple(notes),
         exit_code=exit_code,

@@ -81,6 +81,14 @@ COLUMNS = (
 )
 
 
+_LEGEND: Final = (
+    (
+        "production, opportunistic: the share of its rate alone that each job has; p99: the latency relative to alone; "
+        "std. error: of production's share; meets: reaches the goal; safely: by more than the scatter of the figures"
+    ),
+)
+
+
 def _text(data: Mapping[str, Any]) -> str:
     goal = f"production keeps {100 * data['keep']:g} % of its rate alone"
     if data["p99_factor"] is not None:
@@ -98,6 +106,7 @@ def _text(data: Mapping[str, Any]) -> str:
         if best is not None and not best["low_priority"]:
             helps += ", and leaves the other less than a lower cap without it"
         lines.append(helps if data["low_priority_helps"] else "low priority makes no difference")
+    lines += _LEGEND if data["curve"] else []
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  "))
 
 

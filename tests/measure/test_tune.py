@@ -319,6 +319,21 @@ def test_a_production_job_that_stops_printing_is_no_measurement(host: Host, monk
 
 
 @pytest.mark.usefixtures("told")
+def test_each_trial_tells_how_many_and_how_long_it_will_be_at_most(host: Host) -> None:
+    heard: list[tuple[str, int, int, float | None]] = []
+
+    class Hearing(TuneReporter):
+        def expected(self, what: str, done: int, most: int, seconds_left: float | None) -> None:
+            heard.append((what, done, most, seconds_left))
+
+    result = tune(host, device_of(host), options(job(30), job(95)), Hearing())
+    assert [done for _, done, _, _ in heard] == list(range(len(result.trials)))
+    assert all(done < most for _, done, most, _ in heard)
+    assert [left is None for *_, left in heard] == [True] + [False] * (len(heard) - 1)
+    assert heard[0][0].startswith("trial 1: cap 60 %")
+
+
+@pytest.mark.usefixtures("told")
 def test_an_opportunistic_job_whose_rate_is_nothing_is_no_measurement(host: Host) -> None:
     idle = job(95, "--rate", "0")
     with pytest.raises(OperationFailed, match="only rates of 0"):

@@ -281,6 +281,21 @@ def test_the_file_may_come_from_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     assert World(TWO).state.gpus[0].time_slice == 3
 
 
+def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Callable[..., str], write: Write) -> None:
+    path = write("version: 1\ngpus:\n  - match: {index: 0}\n    timeslice: short\n")
+    assert cli("diff", path).code == 7
+    cli("apply", path).ok()
+    cli("diff", path).ok()
+    for verb in ("apply", "diff"):
+        assert "missing file" in refused(verb, code="usage", exit_code=2)
+        assert "there are two files" in refused(verb, path, "-f", path, code="two_sources", exit_code=2)
+
+
+def test_capture_says_how_to_survive_a_reboot(cli: Cli) -> None:
+    (note,) = [line for line in cli("capture").ok().lines("note") if "at every boot" in line]
+    assert "gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; gpushare export systemd" in note
+
+
 # -- capture -----------------------------------------------------------------------------------------
 
 

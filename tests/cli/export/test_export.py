@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,11 +187,21 @@ def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: st
     cli("mps", "start", "-g", "all", host=T4S).ok()
     done = cli("export", engine, "--to", str(there), host=T4S).ok()
     data = cli("export", engine, host=T4S, output="json").ok().data
-    assert {path.name: path.read_text() for path in there.iterdir()} == {
+    script = there / "apply.sh"
+    assert {path.name: path.read_text() for path in there.iterdir() if path != script} == {
         one["name"]: one["text"] for one in data["documents"]
     }
     assert sorted(done.out.splitlines()) == sorted(str(path) for path in there.iterdir())
-    assert f"note: apply: cd '{there}'" in done.err
+    if script.exists():
+        assert [line for line in done.err.splitlines() if line.startswith("note: apply: ")] == [
+            f"note: apply: sh '{script}'{' NODE' if engine == 'k8s' else ''}; it says what it needs"
+        ]
+        commands = [line.replace("node NODE", 'node "$node"') for line in data["commands"]]
+        assert script.read_text().splitlines()[-len(commands) :] == commands
+        assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+        assert script.stat().st_mode & 0o100
+    else:
+        assert f"note: apply: cd '{there}'" in done.err
     for one in data["documents"]:
         assert bool((there / one["name"]).stat().st_mode & 0o100) is (one["kind"] == "sh")
     # Nothing that is there is written over.

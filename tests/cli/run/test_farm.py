@@ -117,3 +117,14 @@ def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None
 )
 def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("run", *words, code=code, exit_code=exit_code)
+
+
+def test_copies_that_fail_alike_are_told_once(cli: Cli) -> None:
+    answer = cli("run", "--copies", "3", "--restart", "1", "--", "sh", "-c", "echo boom >&2; exit 3")
+    assert answer.code == 1
+    assert answer.lines("error") == ["error: copies 0-2: exit code 3: boom"]
+    assert len(answer.lines("hint")) == 1
+    assert answer.err.count("exit code 3: boom") == 2
+    assert "boom" not in answer.out[answer.out.index("# copies") :]
+    document = cli("run", "--copies", "2", "--", "sh", "-c", "exit 3", output="json").json
+    assert [copy["failure"] for copy in document["data"]["copies"]] == ["exit code 3"] * 2
