@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -72,8 +72,14 @@ class Workload:
     trusted: bool | None = None
     isolation: frozenset[Isolation] | None = None
     bandwidth_qos: bool | None = None
-    # Unequal shares of time are required.
+    # Unequal shares of time are required; ``shares`` are their percentages, where known.
     weights: bool | None = None
+    shares: tuple[float, ...] | None = None
+    # The shares change often.
+    resizing: bool | None = None
+    # They are copies of one model; one process serves several models.
+    replicas: bool | None = None
+    multi_model: bool | None = None
     # There is a latency target per request; ``latency_seconds`` is its value, where known.
     latency: bool | None = None
     latency_seconds: float | None = None
@@ -210,14 +216,15 @@ _YES: Final = {"yes": True, "true": True, "on": True, "no": False, "false": Fals
 # Properties given as a list: needs: [nccl, no-p2p]; each may also be a property of its own.
 NEEDS: Final = (
     *("nccl", "p2p", "ipc", "graphics", "profiler", "dynamic_parallelism", "cuda_graphs"),
-    *("bandwidth_qos", "weights", "containment", "vms", "containers", "kubernetes", "occupied"),
+    *("bandwidth_qos", "weights", "resizing", "containment", "vms", "containers", "kubernetes", "occupied"),
+    *("replicas", "multi_model"),
 )
 # The names of a workload's properties in a file and on the command line.
 KEYS: Final = (
     *(
         "users" if field.name == "same_user" else field.name
         for field in fields(Workload)
-        if field.name != "latency_seconds"
+        if field.name not in {"latency_seconds", "shares"}
     ),
     "needs",
 )
@@ -237,6 +244,16 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
         if value is not None:
             values.update(_value(key, value))
     found = Workload(**values)
+    if found.shares is not None:
+        if found.processes not in {None, len(found.shares)}:
+            raise BadUsage(
+                f"{len(found.shares)} shares for {found.processes} processes",
+                "give one share for each process: weights=30:70",
+                code="bad_count",
+            )
+        found = replace(found, processes=len(found.shares))
+    if found.multi_model and found.processes is None:
+        found = replace(found, processes=1)
     if found.processes is not None and found.groups is not None and found.groups > found.processes:
         raise BadUsage(
             f"{found.groups} groups of {found.processes} processes",
@@ -261,17 +278,8 @@ def _value(key: str, value: Any) -> dict[str, Any]:
         return {key: _count(key, value)}
     if key in _CHOICES:
         return {key: _choice(key, value, [one.value for one in _CHOICES[key]], _CHOICES[key])}
-    if key == "users":
-        return {"same_user": _choice(key, value, ["same", "different"], str) == "same"}
-    if key == "memory":
-        return {"memory": value if isinstance(value, int) and value > 1024 else _memory(str(value))}
-    if key == "isolation":
-        return {"isolation": _isolation(value)}
-    if key == "latency":
-        return _latency(value)
-    if key == "needs":
-        return dict(_need(word) for word in _listed(value))
-    return {key: _yes_or_no(key, value)}
+    reader = _READERS.get(key)
+    return {key: _yes_or_no(key, value)} if reader is None else reader(value)
 
 
 def _text(key: str, value: Any) -> str:
@@ -332,14 +340,40 @@ def _listed(value: Any) -> list[str]:
     return [str(word).strip().lower() for word in words]
 
 
-def _need(text: str) -> tuple[str, bool]:
+def _need(text: str) -> dict[str, Any]:
+    if text.startswith("weights="):
+        return _shares(text.removeprefix("weights=").split(":"))
     word = text.replace("_", "-")
     names = {name.replace("_", "-"): name for name in NEEDS}
     needed = not word.startswith("no-")
     name = word if needed else word.removeprefix("no-")
     if name not in names:
         raise BadUsage(f"unknown need {quoted(text)}", _close(name, names), code="bad_value")
-    return names[name], needed
+    return {names[name]: needed}
+
+
+_SHARE: Final = r"\d{1,3}(\.\d{1,3})?"
+
+
+def _shares(texts: list[Any]) -> dict[str, Any]:
+    """Return unequal shares in percent; one for each process."""
+    words = [str(text).strip().removesuffix("%").strip() for text in texts]
+    hint = "give a percentage for each process, together at most 100: weights=30:70"
+    if len(words) < _TWO or not all(re.fullmatch(_SHARE, word, re.ASCII) for word in words):
+        raise BadUsage(f"'{':'.join(words)[:40]}' are not shares", hint, code="bad_value")
+    shares = tuple(float(word) for word in words)
+    if min(shares) <= 0 or sum(shares) > _ALL:
+        raise BadUsage(f"shares of {':'.join(words)[:40]} are not possible", hint, code="bad_value")
+    return {"weights": True, "shares": shares}
+
+
+_TWO, _ALL = 2, 100
+
+
+def _weights(value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return _shares(value)
+    return _shares(str(value).split(":")) if ":" in str(value) else {"weights": _yes_or_no("weights", value)}
 
 
 def _isolation(value: Any) -> frozenset[Isolation]:
@@ -370,6 +404,16 @@ def _latency(value: Any) -> dict[str, Any]:
     if seconds <= 0:
         raise BadUsage(f"a latency target of {text[:40]} cannot be met", hint, code="bad_value")
     return {"latency": True, "latency_seconds": seconds}
+
+
+_READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    "users": lambda value: {"same_user": _choice("users", value, ["same", "different"], str) == "same"},
+    "memory": lambda value: {"memory": value if isinstance(value, int) and value > 1024 else _memory(str(value))},
+    "isolation": lambda value: {"isolation": _isolation(value)},
+    "latency": _latency,
+    "weights": _weights,
+    "needs": lambda value: {name: said for word in _listed(value) for name, said in _need(word).items()},
+}
 
 
 _HINT: Final = "write for example: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]"

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.rules import batched as _batched
 from gpushare.advice.rules import verdicts
 from gpushare.advice.situation import HOPPER, addable, equal_limit, limit_for
 from gpushare.advice.table import Mechanism
@@ -343,7 +344,13 @@ def _threads_for(situation: Situation, processes: int) -> float:
 
     NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
     """
-    return situation.cap if situation.cap is not None else min(100.0, threads_together(situation) / processes)
+    if situation.cap is not None:
+        return situation.cap
+    (one, *more), total = situation.case.workloads, situation.gpu.multiprocessors
+    if one.sms is not None and not more and total and one.sms * processes <= total:
+        # As much as the others leave, which is at least what it needs.
+        return 100.0 * (total - one.sms * (processes - 1)) / total
+    return min(100.0, threads_together(situation) / processes)
 
 
 def threads_together(situation: Situation) -> int:
@@ -460,7 +467,14 @@ _OTHER_CAPS: Final = "the same with --threads 100 and with half the cap: the bes
 
 
 def _weighted(situation: Situation, processes: int, limit: int | None) -> list[Line]:
-    """Return the lines for unequal shares: one process gets twice the share of each other one, together 100 %."""
+    """Return the lines for unequal shares: those that were given, else one gets twice the share of each other one."""
+    given = situation.case.workloads[0].shares
+    if given is not None and len(given) == processes:
+        runs = [
+            _run(situation, f"the program with {share:g} %", situation.case.workloads[0], _limits(share, limit))
+            for share in given
+        ]
+        return [_daemon(situation, "start MPS"), *runs]
     one, small = situation.case.workloads[0], 100.0 / (processes + 1)
     larger = "the program with the larger share (any shares that add up to 100)"
     return [
@@ -644,6 +658,9 @@ def _one_each(situation: Situation) -> Recipe:
 def recipe(situation: Situation, way: Way) -> Recipe:
     found = _RECIPES[way](situation)
     found = _without_mps(situation, way, replace(found, lines=(*found.lines, *_elsewhere(situation, way))))
+    served = any(map(situation.case.any, ("replicas", "multi_model", "cuda_graphs")))
+    if served and way is not Way.FIX:
+        found = replace(found, measure=(*found.measure, *_one_server(situation)))
     if any(line in found.lines for line in _off_first(situation)):
         inside = (
             [Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each", None)]
@@ -652,6 +669,18 @@ def recipe(situation: Situation, way: Way) -> Recipe:
         )
         return replace(found, undo=(*found.undo, *_mig_as_it_was(situation), *inside))
     return found
+
+
+def _one_server(situation: Situation) -> list[str]:
+    """Return what to compare with where an inference server may do the sharing itself."""
+    if situation.case.any("multi_model"):
+        return ["instances of each model and dynamic batching in the server itself"]
+    if not situation.several or situation.apart:
+        return []
+    kind = "one engine with continuous batching (vLLM, TensorRT-LLM, SGLang)"
+    if situation.case.any("replicas") and not situation.case.any("cuda_graphs"):
+        kind = "one server with several instances of the model and dynamic batching; for an LLM, " + kind
+    return [f"several copies of one model, against {kind}"]
 
 
 def _elsewhere(situation: Situation, way: Way) -> list[Line]:
@@ -780,6 +809,16 @@ def _bench_ways(situation: Situation) -> str:
 
 
 def _fix(situation: Situation) -> Recipe:
+    if _batched(situation):
+        one = situation.case.workloads[0]
+        engine = "run one engine with continuous batching instead of the copies: it batches the requests of all of them"
+        return Recipe(
+            lines=(
+                Line(f"{engine} (vLLM, TensorRT-LLM, SGLang)", None),
+                Line("one engine, with the memory of all copies", f"{_visible_to(situation)} {_program(one)}"),
+            ),
+            measure=("requests per second and p99 at the load of all copies, with one engine and with the copies",),
+        )
     return Recipe(
         lines=(
             Line(

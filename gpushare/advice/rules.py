@@ -463,6 +463,12 @@ CONDITIONS: Final = (
     _condition("mig-ipc", (Way.MIG_MPS, Way.MIG_TIMESLICE),
         "processes that share GPU memory through CUDA IPC must be in the same instance",
         f"{_MIG_GUIDE} (no CUDA IPC across GPU instances)", said("ipc")),
+    _condition("mig-fixed-sizes", ALL_MIG,
+        "instances come in fixed sizes: choose the profiles nearest to the shares (gpushare mig profiles)",
+        f"{_MIG_GUIDE}, profiles", lambda s: s.several and s.case.any("weights")),
+    _condition("mig-sms-short", ALL_MIG,
+        "{short}: try whether that is enough", f"{_MIG_GUIDE}, profiles",
+        when_way=lambda s, way: bool(s.short_of_sms(way)), words=lambda s, way: {"short": s.short_of_sms(way)}),
     _condition("mps-without-limits", (Way.MPS, Way.MPS_STREAMS),
         "before Volta, MPS has no thread or memory limits, and a single address space", "NVIDIA MPS guide",
         lambda s: s.before_volta),
@@ -492,7 +498,7 @@ CONDITIONS: Final = (
         lambda s: not s.case.any("cuda_graphs")),
     _condition("fix-only-io", (Way.FIX,),
         "only if the GPU waits for input, the CPU or the disk", "CIP203",
-        denied("io_bound"), unknown="only if the GPU waits for input, the CPU or the disk"),
+        lambda s: False if batched(s) else denied("io_bound")(s), unknown="only if the GPU waits for input, the CPU or the disk"),
 )
 # fmt: on
 
@@ -547,6 +553,12 @@ def _free_to_measure(s: Situation) -> bool:
     # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
     one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
     return s.several and not s.pair and not hard and s.trusted and one_gpu
+
+
+def batched(s: Situation) -> bool:
+    """Return whether one engine with continuous batching can replace the copies of one LLM."""
+    llm = bool(s.case.any("replicas")) and s.case.any("cuda_graphs") is not False
+    return llm and s.several and not s.apart and not s.pair and bool(s.case.any("cuda_graphs") or s.saturating)
 
 
 def _production(s: Situation) -> bool:
@@ -650,6 +662,18 @@ PREFERENCES: Final = (
     _for("waits-for-input", {Way.FIX: 200},
         "the GPU waits for input: sharing hides that, more loader workers or larger batches fix it", "CIP203",
         said("io_bound")),
+    _for("one-engine", {Way.FIX: 250},
+        "several copies of one model: one engine with continuous batching serves the requests of all of them",
+        "vLLM; NVIDIA Triton (dynamic batching)", batched),
+    _for("multi-model", {Way.WHOLE: 40},
+        "one server process runs its models next to each other by itself: it needs no other way of sharing",
+        "NVIDIA Triton (concurrent model execution)", lambda s: _one_process(s) and s.case.any("multi_model")),
+    _for("resizing", {Way.MPS: 25, Way.TIMESLICE: 10},
+        "shares change often: a new limit needs only a restart of the program, time-slicing nothing at all",
+        "NVIDIA MPS guide", lambda s: s.several and s.case.any("resizing")),
+    _against("resizing-idle", {Way.MIG: 60, Way.MIG_MPS: 60, Way.MIG_TIMESLICE: 60, Way.MPS_STATIC: 30},
+        "shares change often, and an instance is changed only while it is idle", "NVIDIA table 2022 (when idle)",
+        lambda s: s.several and s.case.any("resizing")),
     _for("virtual-machines", {Way.VGPU: 400},
         "the parties are virtual machines", "NVIDIA table 2022", said("vms")),
     _for("not-trusted", {Way.MIG: 70, Way.WHOLE: 45},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -179,7 +180,21 @@ class Slices:
         return [str(request) for request in self.wish]
 
 
+# A share of SMs that an instance nearly has may be enough: a 3g of an A100 has 42 SMs, and 44 are asked for.
+_NEARLY: Final = 0.9
+
+
 def slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> Slices:
+    """Return the largest instances that fit these shares next to those that are kept, if need be with nearly the SMs."""
+    found = _slices_for(layout, shares, kept)
+    if found.why_not is None or not any(share.sms for share in shares):
+        return found
+    nearly = tuple(replace(share, sms=math.ceil(share.sms * _NEARLY)) for share in shares)
+    near = _slices_for(layout, nearly, kept)
+    return found if near.why_not is not None else near
+
+
+def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...]) -> Slices:
     """Return the largest instances that fit these shares next to those that are kept.
 
     Equal shares get equal instances. Larger than needed is better: unassigned slices would be idle.
@@ -546,6 +561,17 @@ class Situation:
             if half.why_not is None:
                 return replace(half, profiles=half.profiles[:1])
         return slices_for(layout, shares)
+
+    def short_of_sms(self, way: Way) -> str | None:
+        """Return which profile has fewer SMs than asked for, in words."""
+        free, found, shares = self.free_instances(way), self.slices(way), self.shares(way)
+        profiles = [one.profile for one in free] if free is not None else found.profiles if found else ()
+        short = {
+            f"{profile.name} has {profile.multiprocessors} of the {share.sms} SMs"
+            for profile, share in zip(profiles, shares, strict=False)
+            if (profile.multiprocessors or share.sms) < share.sms
+        }
+        return ", ".join(sorted(short)) or None
 
     def free_instances(self, way: Way) -> list[GpuInstance] | None:
         """Return an existing idle instance for each share of a way, or None."""

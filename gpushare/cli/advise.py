@@ -78,7 +78,11 @@ _PROPERTIES: Final = (
     ("--production-saturating/--no-production-saturating", None, "The production job alone fills the GPU."),
     ("--users", "WHO", "same or different."),
     ("--trusted/--untrusted", None, "The processes trust each other."),
-    ("--isolation", "KIND", "none, quota, fault or full; or a list: quota,fault."),
+    (
+        "--isolation",
+        "KIND",
+        "none, quota (memory), fault, or full (memory, faults and SMs of their own); or a list: quota,fault.",
+    ),
     ("--groups", "N", "Number of groups to be kept apart."),
     ("--latency", "TIME", "Latency target per request, like 20ms; or yes, none."),
     ("--pattern", "KIND", "interactive, bursty or steady."),
@@ -98,8 +102,9 @@ _PROPERTIES: Final = (
         "LIST",
         (
             "What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
-            "cuda-graphs, bandwidth-qos, weights (unequal shares), containment (no use of idle shares), vms, "
-            "containers, kubernetes, occupied (the programs on the GPU cannot be ended). no-NAME: they do not. "
+            "cuda-graphs, bandwidth-qos, weights (unequal shares; weights=30:70), resizing (shares change often), "
+            "containment (no use of idle shares), replicas (copies of one model), multi-model (one server, several "
+            "models), vms, containers, kubernetes, occupied (the programs on the GPU cannot be ended). no-NAME: they do not. "
             "[for example: nccl,no-graphics]"
         ),
     ),

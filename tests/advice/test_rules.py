@@ -115,6 +115,12 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mps-containers": ("mps", four(containers=True), four()),
     "kubernetes-mps-mig": ("mig+mps", four(kubernetes=True), four(containers=True)),
     "priority-needs-pair": ("mps-priority", four(), of(*PAIR)),
+    "mig-fixed-sizes": ("mig", four(weights="30:20:20:30"), four()),
+    "mig-sms-short": ("mig", of({**FOUR, "processes": 2, "sms": 44}), of({**FOUR, "processes": 2, "sms": 42})),
+    "one-engine": ("fix-app", four(replicas=True, cuda_graphs=True), four(replicas=True)),
+    "multi-model": ("whole-gpu", of({"needs": "multi-model"}), one()),
+    "resizing": ("mps", four(resizing=True), four()),
+    "resizing-idle": ("mig", four(resizing=True), four()),
     "mps-bandwidth": ("mps", four(bandwidth_bound=True), four()),
     "bandwidth-bound": ("mig", four(bandwidth_bound=True), four()),
     "bandwidth-bound-mps": ("mps", four(bandwidth_bound=True), of(PAIR[0], {**PAIR[1], "bandwidth_bound": True})),
@@ -341,3 +347,18 @@ def test_what_all_lack_together_is_said_in_numbers() -> None:
     assert total == pytest.approx(80, abs=2)
     assert short == pytest.approx(needed - total, abs=3)
     assert "2 fit at the same time" in reason.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"weights": "30"}, "'30' is not a valid value for weights"),
+        ({"weights": "30:80"}, "shares of 30:80 are not possible"),
+        ({"weights": "30:x"}, "'30:x' are not shares"),
+        ({"needs": "weights=1"}, "'1' are not shares"),
+        ({"weights": "30:70", "processes": 3}, "2 shares for 3 processes"),
+    ],
+)
+def test_shares_that_are_not_possible(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadUsage, match=message):
+        workload_of(words)
