@@ -58,7 +58,7 @@ _gpushare_node() {
       valued='--listen --host -o --output'
       ;;
     'run')
-      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --copies --logs --restart --stall --bench -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --mig --threads --memory --priority --strict --grace --production --opportunistic --for --pause --duty-cycle --copies --logs --restart --stall --bench -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --mig --threads --memory --priority --grace --production --for --duty-cycle --copies --logs --restart --stall --bench --host -o --output'
       positional='@program'
       ;;
@@ -68,7 +68,7 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'mps start')
-      options='-g --gpu --threads --memory --priority --exclusive -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --threads --memory --priority --exclusive -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --threads --memory --priority --host -o --output'
       ;;
     'mps stop')
@@ -80,7 +80,7 @@ _gpushare_node() {
       valued='-g --gpu --host -o --output'
       ;;
     'mps set')
-      options='-g --gpu --threads --memory --priority -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --threads --memory --priority -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --threads --memory --priority --host -o --output'
       ;;
     'mps kill')
@@ -120,7 +120,7 @@ _gpushare_node() {
       positional='@profiles'
       ;;
     'mig create')
-      options='-g --gpu --name --memory --sm --refresh-cdi -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --name --memory --sm --refresh-cdi -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --name --memory --sm --host -o --output'
       positional='@profiles'
       ;;
@@ -143,7 +143,7 @@ _gpushare_node() {
       valued='-g --gpu --evict --host -o --output'
       ;;
     'mig recover')
-      options='--forget -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--forget -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       ;;
     'mig check')
@@ -161,7 +161,7 @@ _gpushare_node() {
       positional='@names'
       ;;
     'mig grant')
-      options='-n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--host -o --output'
       positional='@names'
       ;;
@@ -184,12 +184,12 @@ _gpushare_node() {
       valued='-g --gpu --host -o --output'
       ;;
     'timeslice set')
-      options='-g --gpu --beside-mps -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --beside-mps -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
       positional='default short medium long'
       ;;
     'timeslice reset')
-      options='-g --gpu -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
       ;;
     'advise')
@@ -202,7 +202,7 @@ _gpushare_node() {
       positional='streams mps timeslice mig vgpu'
       ;;
     'bench')
-      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='--copies --ways --repeat -g --gpu --metric --lower-is-better --lower --higher-is-better --latency --for --timeout --size --cpu --footprint --to --compare --plot -n --dry-run --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='--copies --ways --repeat -g --gpu --metric --latency --for --timeout --size --footprint --to --compare --plot --host -o --output'
       ;;
     'tune')

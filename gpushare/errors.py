@@ -153,6 +153,21 @@ class InUse(GpushareError):
     exit_code = ExitCode.IN_USE
 
 
+class NeedsConsent(InUse):
+    """What the plan destroys, stops or ends is named, granted, busy or not ours, and nobody agreed.
+
+    ``data`` is the plan, as `show.plan.plan_result` gives it.
+    """
+
+    code = "needs_consent"
+
+    def __init__(
+        self, message: str, hint: str, *, gpu: str | None = None, code: str | None = None, data: object = None
+    ) -> None:
+        super().__init__(message, hint, gpu=gpu, code=code)
+        self.data: Final = data
+
+
 class GpuLost(NotFound):
     """The GPU fell off the bus or is otherwise inaccessible (NVML_ERROR_GPU_IS_LOST, 15)."""
 

@@ -38,13 +38,58 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Something that a plan takes and that somebody may miss, so that the user is asked first.
+
+    In the question: ``destroys 1g.10gb:6 on GPU 0 (named 'train', granted to alice)``: ``action``, ``what``, ``why``.
+    What is idle, unnamed, ungranted and made by gpushare for this user is no loss.
+    """
+
+    action: str
+    what: str
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what} ({', '.join(self.why)})" if self.why else self.what
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Steps in order; ``undo`` is the gpushare command that reverts all of them."""
+    """Steps in order; ``undo`` is the gpushare command that reverts all of them, ``consent`` what they take."""
 
     title: str
     steps: tuple[Step, ...]
     undo: str | None = None
     notes: tuple[str, ...] = ()
+    consent: tuple[Loss, ...] = ()
+
+
+def not_agreed(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ...]:
+    """Return the losses that nobody agreed to: others, or those with a further reason (a new holder)."""
+    known = {(one.action, one.what): set(one.why) for one in agreed}
+    return tuple(
+        one
+        for one in losses
+        if (one.action, one.what) not in known or not set(one.why) <= known[(one.action, one.what)]
+    )
+
+
+# How many losses and reasons a question names; the plan has all of them.
+_NAMED: Final = 6
+
+
+def taken(losses: Sequence[Loss]) -> str:
+    """Return losses in words: ``destroys A (named 'train') and B (granted to alice), and ends C``."""
+    shown = losses if len(losses) <= _NAMED else losses[: _NAMED - 1]
+    actions = list(dict.fromkeys(one.action for one in shown))
+    parts = [f"{action} {_listed([str(one) for one in shown if one.action == action])}" for action in actions]
+    if len(shown) < len(losses):
+        parts.append(f"takes {len(losses) - len(shown)} more")
+    return _listed(parts, ", and " if len(parts) > 1 and len(shown) > 2 else " and ")
+
+
+def _listed(words: Sequence[str], last: str = " and ") -> str:
+    return last.join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def setting_step(

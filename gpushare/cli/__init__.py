@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code. All errors are handled here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
+    common.settings.words = tuple(words)
     common.open_closed_streams()
     common.outlive_the_terminal()
     try:

@@ -17,7 +17,7 @@ from typer.core import TyperOption
 
 from gpushare.cli.options import (
     CONTEXT,
-    ChangingCommand,
+    AskingCommand,
     HungAfter,
     LowerIsBetter,
     MeasuredTime,
@@ -112,7 +112,7 @@ _PROPERTIES: Final = (
 )
 
 
-class _AdviseCommand(ChangingCommand):
+class _AdviseCommand(AskingCommand):
     """Adds the properties of a workload as options, and for each word of ``--needs`` a hidden older flag like ``--nccl``."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.options import (
-    ChangingCommand,
+    AskingCommand,
     HostFileArgument,
     HostFileOption,
+    consented,
     gpus_of,
     host_file,
+    is_agreed,
     note,
+    one_plan,
     say_step,
     settings,
 )
-from gpushare.errors import BadUsage, GpushareError, InUse, NoPermission, NotSupported
+from gpushare.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.hostfile.apply import GpuApply
     from gpushare.hostfile.file import Entry, HostFile, Matched
     from gpushare.mig.journal import Journal
+    from gpushare.plan import Loss, Plan
     from gpushare.show.result import Result
 
 # The file can never be applied here: then nothing is changed.
@@ -34,7 +38,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    app.command("apply", cls=ChangingCommand, short_help="Set up the host as gpushare.yaml says.")(apply)
+    app.command("apply", cls=AskingCommand, short_help="Set up the host as gpushare.yaml says.")(apply)
 
 
 def apply(
@@ -51,7 +55,8 @@ def apply(
 
     What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be
     applied here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in
-    use is refused, the others are changed. An applied file is kept: `gpushare export systemd` applies it at boot.
+    use is refused, the others are changed. It asks before a name, a grant, or an instance that gpushare did not make
+    goes. An applied file is kept: `gpushare export systemd` applies it at boot.
     """
     from gpushare.hostfile.load import load
     from gpushare.mig.journal import Journal
@@ -73,7 +78,7 @@ def apply(
     if any(row.steps for row in rows):
         _need_root(host, rows)
         _say_plan(rows)
-        rows, found, notes = _carried(host, journal, wanted)
+        rows, found, notes = _carried(host, journal, wanted, rows)
         undone += notes
     found = replace(found, notes=(*undone, *found.notes))
     holds = not found.missing and all(row.error is None for row in rows)
@@ -159,20 +164,34 @@ def _need_root(host: Host, rows: Sequence[_Row]) -> None:
         )
 
 
-def _carried(host: Host, journal: Journal, wanted: HostFile) -> tuple[list[_Row], Matched, tuple[str, ...]]:
-    """Plan again and carry out under the lock. A GPU that fails is rolled back, and the next one follows."""
+def _carried(
+    host: Host, journal: Journal, wanted: HostFile, rows: list[_Row]
+) -> tuple[list[_Row], Matched, tuple[str, ...]]:
+    """Ask for what goes, plan again and carry out under the lock. A GPU that fails is rolled back; the next follows."""
     from gpushare.hostfile.load import entries_of
     from gpushare.mig.recover import recover
 
-    with journal.locked():
-        notes = recover(host, journal)
-        found = entries_of(wanted, gpus_of(host))
-        # Plan all before the first change: an error found now still changes nothing.
-        rows = [_row(host, journal, index, found, wanted) for index in found.entries]
-        return [_done(host, journal, row, found) for row in rows], found, notes
+    agreed: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
+    while True:
+        agreed = consented(_whole(rows), agreed)
+        with journal.locked():
+            notes += recover(host, journal)
+            found = entries_of(wanted, gpus_of(host))
+            # Plan all before the first change: an error found now still changes nothing.
+            rows = [_row(host, journal, index, found, wanted) for index in found.entries]
+            if is_agreed(_whole(rows), agreed):
+                return [_done(host, journal, row, found, agreed) for row in rows], found, notes
 
 
-def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
+def _whole(rows: Sequence[_Row]) -> Plan:
+    from gpushare.plan import Plan
+
+    plans = [row.plan.change.plan for row in rows if row.plan is not None]
+    return one_plan(plans) if plans else Plan(title="apply", steps=())
+
+
+def _done(host: Host, journal: Journal, row: _Row, found: Matched, agreed: Sequence[Loss]) -> _Row:
     from gpushare.mig.change import transact
     from gpushare.plan import carry_out
 
@@ -181,6 +200,8 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
     try:
         # Earlier GPUs may have given up a name, or a program may have started.
         plan = _plan(host, journal, row.gpu, found)
+        if not is_agreed(plan.change.plan, agreed):
+            raise _not_agreed(row.gpu, plan.change.plan.consent, agreed)
         on_step = say_step if settings.verbose else None
         if plan.change.gpus:
             transact(host, journal, plan.change, on_step)
@@ -190,6 +211,16 @@ def _done(host: Host, journal: Journal, row: _Row, found: Matched) -> _Row:
     except GpushareError as error:
         return replace(row, plan=None, error=error)
     return replace(row, plan=plan, done=True)
+
+
+def _not_agreed(gpu: int, losses: Sequence[Loss], agreed: Sequence[Loss]) -> NeedsConsent:
+    from gpushare.plan import not_agreed, taken
+
+    return NeedsConsent(
+        f"GPU {gpu} has changed since the question: applying the file {taken(not_agreed(losses, agreed))}",
+        "run it again: it asks for this too; or agree to everything: -y",
+        gpu=str(gpu),
+    )
 
 
 def _forgotten(host: Host, found: Matched) -> list[str]:
@@ -231,7 +262,8 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool) -> Result:
         raise errors[0]
     steps = [step for row in rows for step in row.steps]
     notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
-    result = plan_result("apply", steps, dry_run=dry_run, notes=list(dict.fromkeys(notes)))
+    consent = _whole(rows).consent
+    result = plan_result("apply", steps, dry_run=dry_run, notes=list(dict.fromkeys(notes)), consent=consent)
     if errors:
         # With an error, no steps does not mean that everything is as requested.
         result = replace(result, tables=tuple(replace(one, empty="nothing is changed") for one in result.tables))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpushare.cli.options import (
+    AskingCommand,
     ChangingCommand,
     GpuOption,
     NeededMemory,
@@ -19,7 +20,9 @@ from gpushare.cli.options import (
     PartedFile,
     Wishes,
     carried_out,
+    consented,
     gpus_of,
+    is_agreed,
     note,
     say_step,
     settings,
@@ -107,15 +110,20 @@ def carried(command: str, make: Callable[[Host, Journal], MigChange], *, refresh
         if left is not None and not is_complete(host, left):
             notes = (f"first '{left.title}', which was interrupted, would be undone",)
         return _shown(host, command, change, notes, dry_run=True)
-    if journal.left() is None:
-        # Planned before the lock, too: a change that is refused then needs neither root nor lock.
-        make(host, journal)
-    # An interrupted change is undone first: it may be the only obstacle.
+    # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
+    # is undone first: it may be the only obstacle.
+    first = make(host, journal).plan if journal.left() is None else None
     need_root(host)
-    with recovered(host, journal) as notes:
-        change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
-        transact(host, journal, change, say_step if settings.verbose else None)
-        return _shown(host, command, change, notes, dry_run=False)
+    agreed = () if first is None else consented(first)
+    said: list[str] = []
+    while True:
+        with recovered(host, journal) as notes:
+            said += notes
+            change = _with_cdi(host, make(host, journal), refresh=refresh_cdi)
+            if is_agreed(change.plan, agreed):
+                transact(host, journal, change, say_step if settings.verbose else None)
+                return _shown(host, command, change, said, dry_run=False)
+        agreed = consented(change.plan, agreed)
 
 
 @contextlib.contextmanager
@@ -173,7 +181,8 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
         said += _after(host, change)
         undo = _undo(change)
         said.append(f"undo: {undo}")
-    result = plan_result(command, change.plan.steps, dry_run=dry_run, notes=list(dict.fromkeys(said)))
+    notes = list(dict.fromkeys(said))
+    result = plan_result(command, change.plan.steps, dry_run=dry_run, notes=notes, consent=change.plan.consent)
     plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
     picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
     lines = [f"{one['profile']}:{one['start']} on GPU {one['gpu']}: {', '.join(one['uuids'])}" for one in made]
@@ -221,7 +230,11 @@ def _after(host: Host, change: MigChange) -> list[str]:
 
 
 def _undo(change: MigChange) -> str:
-    return "; ".join(command for one in change.gpus if one.changes for command in _undo_of(one))
+    undo = [_undo_of(one) for one in change.gpus if one.changes]
+    # It takes back what this change has named, so it does not ask.
+    return "; ".join(
+        f"{words[0]} -y" if change.names and n == 0 else word for words in undo for n, word in enumerate(words)
+    )
 
 
 def _undo_of(change: GpuChange) -> list[str]:
@@ -324,7 +337,8 @@ def add_changes(group: typer.Typer) -> None:
         (disable, "Switch MIG mode off."),
         (recover, "Undo a change that was interrupted."),
     ):
-        group.command(function.__name__, cls=ChangingCommand, short_help=help_text)(function)
+        asks = function in {destroy, apply, enable, disable}
+        group.command(function.__name__, cls=AskingCommand if asks else ChangingCommand, short_help=help_text)(function)
 
 
 def create(
@@ -590,7 +604,7 @@ def _tells_gpu(word: str) -> bool:
 
 def add_name(group: typer.Typer) -> None:
     """Add the command to ``gpushare mig``."""
-    group.command("name", cls=ChangingCommand, short_help="Name an instance, or forget a name.")(name)
+    group.command("name", cls=AskingCommand, short_help="Name an instance, or forget a name.")(name)
 
 
 def name(
@@ -613,8 +627,9 @@ def name(
             "for example: gpushare mig name train 0/2; gpushare mig name --forget train",
             code="no_name",
         )
-    plan = _binding(name or "", instance or "", gpu) if forget is None else _forgetting(forget)
-    return carried_out("mig name", plan)
+    if forget is not None:
+        return carried_out("mig name", _forgetting(forget), again=lambda: _forgetting(forget))
+    return carried_out("mig name", _binding(name or "", instance or "", gpu))
 
 
 def _binding(name: str, instance: str, gpu: str | None) -> Plan:
@@ -659,7 +674,7 @@ def _forgetting(name: str) -> Plan:
     from gpushare.mig.grant import forget_step
     from gpushare.mig.names import names_of
     from gpushare.mig.target import need_name
-    from gpushare.plan import Plan
+    from gpushare.plan import Loss, Plan
 
     host = settings.connect()
     found = names_of(host).get(name)
@@ -670,7 +685,8 @@ def _forgetting(name: str) -> Plan:
         except BadUsage as error:
             raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
-    return Plan(title=f"forget {name}", steps=(forget_step(host, found),))
+    lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(found.users)}",))
+    return Plan(title=f"forget {name}", steps=(forget_step(host, found),), consent=(lost,) if found.users else ())
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]
@@ -679,7 +695,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the insta
 def add_grants(group: Typer) -> None:
     """Add both commands to ``gpushare mig``."""
     group.command("grant", cls=ChangingCommand, short_help="Let only named users use an instance.")(grant)
-    group.command("revoke", cls=ChangingCommand, short_help="Revoke a grant.")(revoke)
+    group.command("revoke", cls=AskingCommand, short_help="Revoke a grant.")(revoke)
 
 
 def grant(
@@ -710,17 +726,14 @@ def revoke(
 
 def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
     """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
-    from gpushare.cli.options import carried_out
     from gpushare.mig.journal import Journal
+    from gpushare.plan import Plan
 
     host = settings.connect()
     journal = Journal(host)
     if settings.dry_run or host.uid != 0:
         # Without root only the record of an instance that is gone can be changed.
         return carried_out(command, make(host))
-    if journal.left() is None:
-        # Planned before the lock, too: a refused change must not wait for it.
-        make(host)
-    with recovered(host, journal) as notes:
-        plan = make(host)
-        return carried_out(command, replace(plan, notes=(*notes, *plan.notes)))
+    # Planned before the lock, too, unless an interrupted change is undone first: a refused change must not wait for it.
+    first = make(host) if journal.left() is None else Plan(title=command, steps=())
+    return carried_out(command, first, again=lambda: make(host), locked=lambda: recovered(host, journal))

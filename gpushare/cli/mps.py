@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from gpushare.cli.options import (
+    AskingCommand,
     ChangingCommand,
     ClientMemory,
     ClientThreads,
@@ -16,7 +17,7 @@ from gpushare.cli.options import (
     GpuOption,
     Group,
     PriorityOption,
-    confirm,
+    consented,
     gpus_of,
     note,
     settings,
@@ -223,10 +224,10 @@ def register(app: typer.Typer) -> None:
     """Add the group."""
     app.add_typer(group, name="mps", cls=Group, short_help="Start, limit, watch and stop MPS daemons.")
     group.command("start", cls=ChangingCommand, short_help="Start a daemon per GPU, with limits.")(start)
-    group.command("stop", cls=ChangingCommand, short_help="Stop a daemon, and check that it is gone.")(stop)
+    group.command("stop", cls=AskingCommand, short_help="Stop a daemon, and check that it is gone.")(stop)
     group.command("status", cls=Command, short_help="Show daemons, servers and clients.")(status)
     group.command("set", cls=ChangingCommand, short_help="Change the limits of future clients.")(set_limits)
-    group.command("kill", cls=ChangingCommand, short_help="End one client without harm to its neighbours.")(kill)
+    group.command("kill", cls=AskingCommand, short_help="End one client without harm to its neighbours.")(kill)
     group.command("logs", cls=Command, short_help="Show the logs of a daemon.")(logs)
     group.command("env", cls=Command, short_help="Print the environment of a client.")(env)
 
@@ -313,13 +314,14 @@ def stop(
 ) -> Any:
     """Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone.
 
-    When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is stopped only with
-    --pipe-directory and --yes.
+    When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is named by
+    --pipe-directory. It asks before it takes the GPU from clients, or stops a daemon that is not yours.
     """
     from dataclasses import replace
 
     from gpushare.host.records import sweep_leftovers
     from gpushare.mps.stop import Stop, daemons_to_stop
+    from gpushare.plan import Plan
     from gpushare.show.plan import plan_result
     from gpushare.show.result import Result
     from gpushare.units import parse_seconds
@@ -330,18 +332,24 @@ def stop(
         # First: a stop that finds nothing to do clears leftovers too.
         sweep_leftovers(host)
     gpus = gpus_of(host)
-    chosen = daemons_to_stop(host, gpus, gpu, pipe_directory, foreign=settings.yes or settings.dry_run)
+    chosen = daemons_to_stop(host, gpus, gpu, pipe_directory)
     forces = force or drain is not None
+    works = [
+        (Stop(host, one, device, drain_seconds=seconds, force=forces, on_wait=_waiting()), one)
+        for one, device in chosen
+    ]
+    steps = tuple(step for work, _ in works for step in work.steps)
+    losses = () if settings.yes else tuple(loss for work, _ in works for loss in work.losses())
+    plan = Plan(title="stop MPS daemons", steps=steps, consent=losses)
     if settings.dry_run:
-        works = [(Stop(host, found, device, drain_seconds=seconds, force=forces), found) for found, device in chosen]
-        planned = plan_result("mps stop", [step for work, _ in works for step in work.steps], dry_run=True)
+        planned = plan_result("mps stop", steps, dry_run=True, consent=losses)
         return replace(planned, data={**planned.data, "stopped": [stop_row(work, found) for work, found in works]})
+    consented(plan)
     rows, errors = [], []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + seconds
-    for found, device in chosen:
-        left = max(0.0, deadline - time.monotonic())
-        work = Stop(host, found, device, drain_seconds=left, force=forces, on_wait=_waiting())
+    for work, found in works:
+        work.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
             rows.append(stop_row(work, found, work.run()))
         except GpushareError as error:
@@ -384,22 +392,10 @@ def kill(
     client = find_client(host, gpus, pid)
     work = Kill(host, client, gpus, bound)
     if settings.dry_run:
-        return plan_result("mps kill", work.plan.steps, dry_run=True)
-    confirm_other_user(host.uid, client.client.user, pid)
+        return plan_result("mps kill", work.plan.steps, dry_run=True, consent=work.plan.consent)
+    consented(work.plan)
     done = work.run()
     return Result(command="mps kill", data=done, text=killed_sentence(done))
-
-
-def confirm_other_user(uid: int, user: str | None, pid: int) -> None:
-    """Ask before ending another user's client, which root may not have meant."""
-    import pwd
-
-    try:
-        own = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        own = str(uid)
-    if user is not None and user != own:
-        confirm(f"Process {pid} belongs to {user}. End it?")
 
 
 def killed_sentence(done: Any) -> str:

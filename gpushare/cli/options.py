@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from gpushare.errors import BadCombination, BadUsage, Interrupted, cut
-from gpushare.show.text import NotWritten, put
+from gpushare.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
+from gpushare.show.text import NotWritten, one_line, put
 from gpushare.units import quoted
 from gpushare.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from gpushare.host.host import Host
     from gpushare.model import Gpu
     from gpushare.mps.home import DaemonHome
-    from gpushare.plan import Plan, Step
+    from gpushare.plan import Loss, Plan, Step
     from gpushare.show.result import OutputFormat, Result
 
 
@@ -48,6 +50,8 @@ class Settings:
     changes: bool = False
     # The command, as far as it was parsed: ``mps start``.
     command: str = ""
+    # All words of the command line.
+    words: tuple[str, ...] = ()
     connected: Host | None = None
 
     def connect(self) -> Host:
@@ -161,10 +165,11 @@ def _install_completion(ctx: Any, _parameter: Any, value: bool) -> None:
         ctx.exit()
 
 
-def _flag(name: str, help_text: str, *declarations: str) -> TyperOption:
+def _flag(name: str, help_text: str, *declarations: str, hidden: bool = False) -> TyperOption:
     return TyperOption(
         param_decls=[*declarations, f"shared_{name}"],
         is_flag=True,
+        hidden=hidden,
         default=False,
         expose_value=False,
         callback=_set(name),
@@ -195,11 +200,11 @@ def common_options() -> list[TyperOption]:
     ]
 
 
-def change_options() -> list[TyperOption]:
-    """Return the options of commands that change something."""
+def change_options(*, asks: bool) -> list[TyperOption]:
+    """Return the options of commands that change something; ``asks``: it may take what somebody would miss."""
     return [
         _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
-        _flag("yes", "Do not ask.", "-y", "--yes"),
+        _flag("yes", "Do not ask before something named, granted or in use goes.", "-y", "--yes", hidden=not asks),
     ]
 
 
@@ -468,16 +473,25 @@ class Command(Interruptible):
 
 
 class ChangingCommand(Interruptible):
-    """A command that changes something."""
+    """A command that changes something. It takes nothing that anybody would miss, so ``--yes`` is not in its help."""
+
+    asks = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        named["params"] = [*(named.get("params") or []), *change_options(), *common_options()]
+        changing = change_options(asks=self.asks)
+        named["params"] = [*(named.get("params") or []), *changing, *common_options()]
         super().__init__(*arguments, **named)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and note that it changes something; as `Interruptible.invoke`."""
         settings.changes = True
         return super().invoke(ctx)
+
+
+class AskingCommand(ChangingCommand):
+    """A command that asks before something named, granted, busy or not ours goes (`consented`)."""
+
+    asks = True
 
 
 class Group(Helped, TyperGroup):
@@ -658,24 +672,43 @@ def answered(prompt: str) -> str:
     return line
 
 
-def confirm(question: str) -> None:
-    """Ask on a terminal; elsewhere, require ``--yes``.
+def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
+    """Ask for what a plan takes and nobody agreed to yet, and return all that is agreed to by now.
+
+    Call it after planning and before the first change. Then plan again under the locks; if `is_agreed` is false of the
+    new plan, something else would go by now: ask again.
 
     Raises:
-        BadUsage: there is no terminal, or the answer is no.
+        NeedsConsent: the answer is no (code ``not_confirmed``), or there is no terminal to ask on.
     """
-    if settings.yes or settings.dry_run:
-        return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise BadUsage(
-            f"{question} There is no terminal to ask on",
-            "confirm with --yes; or preview with --dry-run",
-            code="not_confirmed",
-        )
-    if answered(f"{question} [y/N] ").strip().lower() not in {"y", "yes"}:
-        raise BadUsage(
-            "not confirmed; nothing was changed", "confirm with --yes; or preview with --dry-run", code="not_confirmed"
-        )
+    from gpushare.plan import not_agreed, taken
+
+    missing = () if settings.yes or settings.dry_run else not_agreed(plan.consent, agreed)
+    if missing:
+        from gpushare.show.plan import plan_data
+
+        data = {"dry_run": False, **plan_data(plan)}
+        hint = f"to do it: {_with_yes()}; to see the plan: --dry-run"
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise NeedsConsent(f"this {taken(missing)}, and there is no terminal to ask on", hint, data=data)
+        if answered(f"{one_line(f'This {taken(missing)}.')} Continue? [y/N] ").strip().lower() not in {"y", "yes"}:
+            raise NeedsConsent("not confirmed; nothing was changed", hint, code="not_confirmed", data=data)
+    return (*agreed, *plan.consent)
+
+
+def is_agreed(plan: Plan, agreed: Sequence[Loss]) -> bool:
+    """Return whether a plan takes only what the user has agreed to."""
+    from gpushare.plan import not_agreed
+
+    return settings.yes or not not_agreed(plan.consent, agreed)
+
+
+def _with_yes() -> str:
+    """Return this command line with ``-y``, before the words of a program that it runs."""
+    words, at = list(settings.words), 0
+    for word in settings.command.split():
+        at = words.index(word, at) + 1 if word in words[at:] else at
+    return shlex.join(["gpushare", *words[:at], "-y", *words[at:]])
 
 
 def one_plan(plans: Sequence[Plan]) -> Plan:
@@ -689,35 +722,50 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
         steps=tuple(step for plan in plans for step in plan.steps),
         undo="; ".join(plan.undo for plan in plans if plan.undo) or None,
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        consent=tuple(one for plan in plans for one in plan.consent),
     )
 
 
 def carried_out(
-    command: str, plan: Plan, *, homes: Sequence[DaemonHome] = (), again: Callable[[], Plan] | None = None
+    command: str,
+    plan: Plan,
+    *,
+    homes: Sequence[DaemonHome] = (),
+    again: Callable[[], Plan] | None = None,
+    locked: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: contextlib.nullcontext(()),
 ) -> Result:
     """Carry out a plan, or with --dry-run only show it, and return the result with the undo.
 
-    The locks of ``homes`` are held meanwhile, so that no other gpushare starts or stops their daemons. ``again`` plans
-    again under the locks, because the host may have changed before.
+    First it asks for what the plan takes. The locks of ``homes``, and ``locked``, which yields notes, are held
+    meanwhile, so that no other gpushare changes the same. ``again`` plans again under the locks, because the host may
+    have changed before.
     """
     from gpushare.show.plan import plan_result
 
+    said: list[str] = []
     if not settings.dry_run:
         from gpushare.host.records import sweep_leftovers
         from gpushare.plan import carry_out
 
         sweep_leftovers(settings.connect())
-        with contextlib.ExitStack() as locks:
-            # In a fixed order, so that two commands cannot wait for each other's locks.
-            for home in sorted(homes, key=lambda home: home.directory):
-                locks.enter_context(home.locked())
-            if again is not None:
-                plan = again()
-            carry_out(plan, say_step if settings.verbose else None)
-    notes = list(plan.notes)
+        agreed, done = consented(plan), False
+        while not done:
+            with contextlib.ExitStack() as locks:
+                said += locks.enter_context(locked())
+                # In a fixed order, so that two commands cannot wait for each other's locks.
+                for home in sorted(homes, key=lambda home: home.directory):
+                    locks.enter_context(home.locked())
+                if again is not None:
+                    plan = again()
+                done = is_agreed(plan, agreed)
+                if done:
+                    carry_out(plan, say_step if settings.verbose else None)
+            if not done:
+                agreed = consented(plan, agreed)
+    notes = [*said, *plan.notes]
     if not settings.dry_run and plan.undo and plan.steps:
         notes.append(f"undo: {plan.undo}")
-    return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes)
+    return plan_result(command, plan.steps, dry_run=settings.dry_run, notes=notes, consent=plan.consent)
 
 
 def say_step(step: Step) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.cli.options import ChangingCommand, Command, Group, confirm, settings
+from gpushare.cli.options import AskingCommand, Command, Group, consented, settings
 from gpushare.errors import BadUsage
 from gpushare.units import quoted
 
@@ -88,7 +88,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="sim", cls=Group, short_help="Simulated hosts to try everything on.")
     group.command("list", cls=Command, short_help="List used hosts, or all GPU models.")(list_hosts)
     group.command("show", cls=Command, short_help="Show the state of a host.")(show)
-    group.command("reset", cls=ChangingCommand, short_help="Delete a host.")(reset)
+    group.command("reset", cls=AskingCommand, short_help="Delete a host.")(reset)
     group.command("add", cls=Command, short_help="Put a simulated process on a GPU.")(add)
     group.command("end", cls=Command, short_help="End a simulated process.")(end)
     group.command("mig", cls=Command, short_help="Give a GPU MIG instances.")(mig)
@@ -233,12 +233,15 @@ def reset(
     everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
 ) -> Any:
     """Delete a simulated host with its processes and state. Real programs on it are left alone."""
+    from gpushare.plan import Loss, Plan
     from gpushare.show.result import Result
     from gpushare.sim import admin
+    from gpushare.units import counted
 
     specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
     if everything and specs:
-        confirm(f"Delete {len(specs)} simulated hosts ({', '.join(specs)})?")
+        what = f"{counted(len(specs), 'simulated host')}: {', '.join(specs)}"
+        consented(Plan(title="delete all hosts", steps=(), consent=(Loss(action="deletes", what=what),)))
     if settings.dry_run:
         return Result(
             command="sim reset",

@@ -136,7 +136,7 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
         "RemainAfterExit=yes",
         # Without MIG on, this driver does not list the profiles.
         *([f"ExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes"] if with_mig else []),
-        f"ExecStart={program} apply -f {file}",
+        f"ExecStart={program} apply -f {file} --yes",
         f"TimeoutStartSec={APPLY_SECONDS}",
         # A restart applies the file again; MPS daemons that it started keep running, and so do their clients.
         "KillMode=process",
@@ -175,7 +175,7 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsDescripti
         f"RuntimeDirectoryMode={'0750' if mps.users else '0755'}",
         f"LogsDirectory={UNIT_RUNTIME}/{key}",
         # A daemon that `gpushare apply` started is stopped once its clients have left. 6: there is none.
-        f"ExecStartPre=/bin/sh -c '{program} mps stop -g {uuid} || [ $$? -eq 6 ]'",
+        f"ExecStartPre=/bin/sh -c '{program} mps stop -g {uuid} --yes || [ $$? -eq 6 ]'",
         *([f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS"] if exclusive else []),
         *([f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}"] if mps.users else []),
         "ExecStart=/usr/bin/nvidia-cuda-mps-control -f",

@@ -569,3 +569,19 @@ def signal_known(processes: Processes, pid: int, started_at: float, number: int)
     except NotFound:
         return False
     return True
+
+
+def named(processes: Processes, pids: Iterable[int], most: int = 4) -> str:
+    """Return processes in words: ``7 (train.py, user alice: python3 train.py)``."""
+    pids = sorted(set(pids))
+    words = [_in_words(processes, pid) for pid in pids[:most]]
+    return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
+
+
+def _in_words(processes: Processes, pid: int) -> str:
+    info = processes.describe(pid)
+    if info is None:
+        return str(pid)
+    facts = ", ".join(filter(None, [info.name, f"user {info.user}" if info.user else None]))
+    command = " ".join(info.command_line or ())
+    return f"{pid} ({facts or 'unknown'}{f': {command[:80]}' if command else ''})"

@@ -32,15 +32,15 @@ from gpushare.hostfile.steps import (
     revoke_steps,
 )
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
-from gpushare.mig.daemons import idle_daemon_pids, refuse_foreign
-from gpushare.mig.grant import name_taken
+from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
+from gpushare.mig.grant import name_taken, revoked
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.names import names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
 from gpushare.mig.target import difference
 from gpushare.model import ComputeMode, Sharing, TimeSlice
-from gpushare.plan import Plan, Step
+from gpushare.plan import Loss, Plan, Step
 from gpushare.selection import Device
 from gpushare.snapshot import HostState
 
@@ -94,7 +94,8 @@ def plan_gpu(host: Host, journal: Journal, index: int, entry: Entry, *, others: 
     change = plan_change(host, changes, journal, title=title, first=[*stops, *first], after=[*after, *daemons, check])
     exclusive = entry.mps is not None and entry.mps.exclusive
     root = bool(changes or first or after or (daemons and exclusive))
-    return GpuApply(replace(change, names=work.new_names), root)
+    plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
+    return GpuApply(replace(change, plan=plan, names=work.new_names), root)
 
 
 def _look_again(host: Host, index: int) -> LiveGpu:
@@ -194,6 +195,21 @@ class _GpuWork:
             # Enabling MIG stops the daemon of the whole GPU.
             handled.add(self.live.gpu.uuid or "")
         return host_mps.stop_steps(self.host, self.live, self.restarted - handled)
+
+    def losses(self) -> list[Loss]:
+        """Return what goes besides instances: names and grants of those that stay, and daemons of other users."""
+        index, staying = self.live.gpu.index, {(one.profile, one.start) for one in self.to_be}
+        want = {(one.name, one.profile, one.start): one.users for one in self.names}
+        found: list[Loss] = []
+        for one in self.live.names:
+            users = want.get((one.name, one.profile, one.start))
+            if users is None and (one.profile, one.start) in staying:
+                why = (f"granted to {', '.join(one.users)}",) if one.users else ()
+                what = f"the name '{one.name}' of {one.profile}:{one.start} on GPU {index}"
+                found.append(Loss(action="forgets", what=what, why=why))
+            elif users is not None:
+                found += [revoked(one.name, user, opens=not users) for user in one.users if user not in users]
+        return [*found, *daemons_of_others(self.host, self.live.gpu, self.restarted)]
 
     def before(self) -> list[Step]:
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:

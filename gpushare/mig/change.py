@@ -13,14 +13,16 @@ from gpushare.errors import GpushareError, InUse, NoPermission, NotFound, NotHel
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
-from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, idle_daemon_pids
+from gpushare.host.process import named
+from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
-from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, named, remedy
+from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
+from gpushare.mig.made import note_made
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import begun_by, look, made_by, perform, restore
 from gpushare.model import ComputeMode, GpuProcess, Holder
-from gpushare.plan import NotUndone, Plan, Step, carry_out
+from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 from gpushare.selection import Device, no_mig
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
 
 def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
     return InUse(
-        f"GPU {gpu.index}: {title} is claimed by process {named(host, [pid])}{then}; "
+        f"GPU {gpu.index}: {title} is claimed by process {named(host.processes, [pid])}{then}; "
         "the driver does not list it there, so --evict does not end it",
         f"wait until it ends, or check it and end it yourself: ps -fp {pid}",
         gpu=str(gpu.index),
@@ -183,7 +185,7 @@ class Eviction:
         self._check()
         pids = sorted(self.started)
         count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
-        who = named(self._host, pids, most=len(pids))
+        who = named(self._host.processes, pids, most=len(pids))
         return Step(
             what=f"end {count} in {self.title} on GPU {self._gpu.index}: {who}",
             command=f"kill {' '.join(map(str, pids))}",
@@ -220,7 +222,7 @@ class Eviction:
         left = self._signalled(left, signal.SIGKILL, _KILL_SECONDS)
         if left:
             raise InUse(
-                f"GPU {self._gpu.index}: {named(self._host, left)} in {self.title} would not end",
+                f"GPU {self._gpu.index}: {named(self._host.processes, left)} in {self.title} would not end",
                 f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, left))}",
                 gpu=str(self._gpu.index),
             )
@@ -285,7 +287,7 @@ class Eviction:
 
     def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
         return InUse(
-            f"GPU {self._gpu.index}: {named(self._host, pids)} in {self.title} {why}; --evict does not end it",
+            f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {why}; --evict does not end it",
             hint,
             gpu=str(self._gpu.index),
             code="not_evictable",
@@ -367,6 +369,7 @@ def plan_change(
     notes: list[str] = []
     instances: list[_Instances] = []
     evictions: list[Eviction] = []
+    losses: list[Loss] = []
     for change in changes:
         if not change.changes:
             continue
@@ -376,7 +379,8 @@ def plan_change(
             ending = [pid for gone in evicted for pid in holders_of(gone)]
             bare = not change.plan.created
             notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending)
-        stopping, starting, forgetting = _daemon_steps(host, change, evicted)
+        stopping, starting, forgetting, others = _daemon_steps(host, change, evicted)
+        losses += [*_losses(host, change), *others]
         for gone in evicted:
             refuse_claimed(host, gpu, gone)
         ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
@@ -394,7 +398,7 @@ def plan_change(
     return MigChange(
         gpus=tuple(changes),
         # The records of stopped daemons are removed last: an undo needs them.
-        plan=Plan(title=title, steps=(*first, *steps, *daemons, *after, *last)),
+        plan=Plan(title=title, steps=(*first, *steps, *daemons, *after, *last), consent=tuple(losses)),
         notes=tuple(notes),
         instances=tuple(instances),
         evictions=tuple(evictions),
@@ -403,8 +407,11 @@ def plan_change(
 
 def _daemon_steps(
     host: Host, change: GpuChange, evicted: Sequence[InstanceChange]
-) -> tuple[Sequence[Step], Sequence[Step], Sequence[Step]]:
-    """Return the steps that stop MPS daemons, that start them when all instances exist, and that come last."""
+) -> tuple[Sequence[Step], Sequence[Step], Sequence[Step], Sequence[Loss]]:
+    """Return the steps that stop MPS daemons, that start them when all instances exist, and that come last.
+
+    Then the daemons of other users among those that stop.
+    """
     gpu = change.gpu
     going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
     if change.enable and gpu.uuid:
@@ -420,7 +427,24 @@ def _daemon_steps(
         gone=going - back,
         stayed=[device for uuid, device in devices.items() if uuid not in going],
     )
-    return stopping, starting, last
+    return stopping, starting, last, daemons_of_others(host, gpu, going)
+
+
+def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
+    """Yield what a change destroys that is named, granted, busy, or not made by gpushare."""
+    for gone in change.plan.destroyed:
+        one = gone.instance
+        parts = [f"{part.profile.name}.{one}" for part in gone.compute]
+        what = f"{one if gone.whole else ', '.join(parts)} on GPU {change.gpu.index}"
+        inside = sorted({holder.pid for holder in _all(gone)})
+        why = [
+            *([f"named '{one.name}'"] if one.name else []),
+            *([f"granted to {', '.join(one.granted)}"] if one.granted else []),
+            *([f"in use by {named(host.processes, [pid])}" for pid in inside]),
+            *([] if one.made else ["not made by gpushare"]),
+        ]
+        if why:
+            yield Loss(action="destroys", what=what, why=tuple(why))
 
 
 def _coming_back(plan: GpuPlan) -> Iterator[str]:
@@ -506,7 +530,7 @@ def transact(host: Host, journal: Journal, change: MigChange, on_step: Callable[
         for one in change.evictions:
             claims.enter_context(one.held)
         _take_claims(host, change, claims)
-        _carry_out(journal, change, on_step)
+        _carry_out(host, journal, change, on_step)
 
 
 def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
@@ -519,14 +543,14 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
                 claim = take_claim(host, part.uuid)
                 if isinstance(claim, Claim):
                     raise InUse(
-                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host, [claim.pid])}",
+                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host.processes, [claim.pid])}",
                         f"see who: gpushare mig status -g {one.gpu.index}",
                         gpu=str(one.gpu.index),
                     )
                 claims.callback(claim.release)
 
 
-def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
+def _carry_out(host: Host, journal: Journal, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
     touched = [one for one in change.gpus if one.changes]
     shapes = [one.before for one in touched], [one.after for one in touched]
     journal.begin(change.plan.title, *shapes, names=change.names)
@@ -543,6 +567,8 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     try:
         carry_out(change.plan, begin)
         over = journal.end
+        new = [(gpu.uuid, *one.instance.place) for gpu, one in _created(touched)]
+        note_made(host, *shapes, new)
     except NotUndone as error:
         if last is not None:
             raise error.restated(message=f"could not {last.what}: {error.message}") from error
@@ -558,6 +584,10 @@ def _carry_out(journal: Journal, change: MigChange, on_step: Callable[[Step], No
     finally:
         # When this process is killed the journal stays: the change was interrupted.
         over()
+
+
+def _created(changes: Sequence[GpuChange]) -> Iterator[tuple[GpuShape, InstanceChange]]:
+    return ((one.before, new) for one in changes for new in one.plan.created if new.whole)
 
 
 def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:

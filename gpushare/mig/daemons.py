@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpushare.errors import GpushareError, InUse, NotFound, OperationFailed
+from gpushare.host.capabilities import user_name
 from gpushare.model import Gpu, MigInstance
 from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command, not_your_daemon
@@ -20,7 +21,7 @@ from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_r
 from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, home_of, homes_in, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
-from gpushare.plan import Step, carry_out
+from gpushare.plan import Loss, Step, carry_out
 from gpushare.selection import Device
 from gpushare.units import counted
 
@@ -158,6 +159,18 @@ def daemon_steps_before(
             refuse_used(host, own, force=force)
             steps.append(_stop_step(host, own, force=force))
     return tuple(steps)
+
+
+def daemons_of_others(host: Host, gpu: Gpu, going: Collection[str]) -> tuple[Loss, ...]:
+    """Return the MPS daemons on devices that go which another user started with gpushare; root may stop them."""
+    found = [own for own in own_daemons(host, gpu) if own.device.uuid in going] if going else []
+    return tuple(daemon_loss(own) for own in found if own.record.uid != host.uid)
+
+
+def daemon_loss(own: OwnDaemon) -> Loss:
+    """Return what the stop of another user's daemon takes."""
+    what = f"the MPS daemon {own.found.daemon.pid} of {own.device.title}"
+    return Loss(action="stops", what=what, why=(f"started by {user_name(own.record.uid)}",))
 
 
 def daemon_steps_after(

@@ -20,7 +20,7 @@ from gpushare.mig.driver import MigReader
 from gpushare.mig.names import NamedInstance, check_name, names_changed, names_of
 from gpushare.mig.places import unknown_name
 from gpushare.mig.target import need_name
-from gpushare.plan import Plan, Step, deferred, setting_step
+from gpushare.plan import Loss, Plan, Step, deferred, setting_step
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -57,7 +57,8 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     return Plan(
         title=f"grant {name} to {granted}",
         steps=tuple(steps),
-        undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)}",
+        # It takes back what this gives, so it does not ask.
+        undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
         notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
     )
 
@@ -90,7 +91,14 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
         steps=tuple(steps),
         undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(one)}" for one in gone) or None,
         notes=tuple(notes),
+        consent=tuple(revoked(name, one, opens=not users) for one in gone) if steps else (),
     )
+
+
+def revoked(name: str, user: str, *, opens: bool) -> Loss:
+    """Return what the loss of a grant means; ``opens``: it is the last one."""
+    why = (f"every local user may then use '{name}'",) if opens else ()
+    return Loss(action="revokes", what=f"the grant of '{name}' to {user}", why=why)
 
 
 def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]:

@@ -119,22 +119,6 @@ def holder_of(host: Host, claim: Claim) -> Holder:
     return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
 
 
-def named(host: Host, pids: Iterable[int], most: int = 4) -> str:
-    """Return processes in words: ``7 (train.py, user alice: python3 train.py)``."""
-    pids = sorted(set(pids))
-    words = [_named(host, pid) for pid in pids[:most]]
-    return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
-
-
-def _named(host: Host, pid: int) -> str:
-    info = host.processes.describe(pid)
-    if info is None:
-        return str(pid)
-    facts = ", ".join(filter(None, [info.name, f"user {info.user}" if info.user else None]))
-    command = " ".join(info.command_line or ())
-    return f"{pid} ({facts or 'unknown'}{f': {command[:80]}' if command else ''})"
-
-
 def blocking(holders: Iterable[Holder]) -> str:
     """Return holders in words: ``nv-hostengine (pid 812, root)``; each process once."""
     once = {holder.pid: holder for holder in holders}

@@ -11,6 +11,7 @@ from gpushare.errors import GpushareError, NoPermission
 from gpushare.mig.daemons import idle_daemon_pids
 from gpushare.mig.driver import HIDDEN, MigReader
 from gpushare.mig.holders import claimed_instances, instance_holders, look
+from gpushare.mig.made import Made, made_by_gpushare
 from gpushare.mig.names import NamedInstance, names_of
 from gpushare.mig.profile import Layout
 
@@ -42,7 +43,7 @@ def layouts_of(
     leases = None if claims is None else {uuid: one for uuid, one in claims.items() if one.pid != os.getpid()}
     # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
     blind = host.processes.namespace_is_host() is False
-    found, files = [], None
+    found, files, made = [], None, None
     for gpu in gpus:
         try:
             layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
@@ -53,7 +54,8 @@ def layouts_of(
             layout = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=())
         if layout.instances:
             files = files or look(host)
-            seen = _Seen(host, gpu, names, leases, files)
+            made = made_by_gpushare(host) if made is None else made
+            seen = _Seen(host, gpu, names, leases, files, made)
             layout = replace(layout, instances=tuple(seen.instance(one) for one in layout.instances))
         found.append(layout)
     return found
@@ -69,8 +71,9 @@ class _Seen:
         names: Mapping[str, NamedInstance],
         leases: Mapping[str, Holder] | None,
         files: OpenFiles,
+        made: frozenset[Made],
     ) -> None:
-        self._host, self._gpu, self._leases = host, gpu, leases
+        self._host, self._gpu, self._leases, self._made = host, gpu, leases, made
         self._names = {one.place: one for one in names.values() if one.gpu_uuid == gpu.uuid}
         self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
 
@@ -80,6 +83,7 @@ class _Seen:
             one,
             name=None if named is None else named.name,
             granted=() if named is None else named.users,
+            made=(self._gpu.uuid, *one.place) in self._made,
             holders=self._joined(one.holders, self._held.get((one.id, None), ())),
             compute=tuple(self._compute(one.id, part) for part in one.compute),
         )

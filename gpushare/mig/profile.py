@@ -195,6 +195,8 @@ class GpuInstance:
     name: str | None = None
     # The users that it is granted to; empty: open to everybody.
     granted: tuple[str, ...] = ()
+    # gpushare created it.
+    made: bool = False
 
     def __str__(self) -> str:
         return f"{self.profile.name}:{self.start}"

@@ -9,6 +9,7 @@ from gpushare.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.mig.daemons import forget_gone, recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import forget, regrant
+from gpushare.mig.made import note_made
 from gpushare.mig.names import names_of
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mig.undo import CallFailed, as_command, look, restore
@@ -181,6 +182,7 @@ def _recovered(host: Host, journal: Journal, entry: JournalEntry) -> tuple[str, 
     try:
         entry = _found_again(host, entry)
         if _is_done(host, entry):
+            _note_made(host, entry)
             said = [f"'{entry.title}', which was interrupted, was complete; nothing had to be undone"]
         else:
             said = [f"'{entry.title}', which was interrupted at '{entry.step or 'its start'}', was undone"]
@@ -248,6 +250,11 @@ def _forget_lost(host: Host, entry: JournalEntry) -> None:
             if place in gone or (name in entry.names and place[0] in now and place not in there)
         ],
     )
+
+
+def _note_made(host: Host, entry: JournalEntry) -> None:
+    made = [] if entry.proof is None else [one for one in entry.proof.made if one.compute is None]
+    note_made(host, entry.before, entry.after, [(one.gpu, one.profile, one.start) for one in made])
 
 
 def _is_done(host: Host, entry: JournalEntry) -> bool:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from gpushare.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.process import known, named, signal_known, wait_gone
 from gpushare.mps.control import control_command
 from gpushare.mps.daemons import FoundDaemon, find_daemons
-from gpushare.plan import Plan, Step, carry_out
+from gpushare.plan import Loss, Plan, Step, carry_out
 
 if TYPE_CHECKING:
     from gpushare.host.activity import Activity
@@ -272,9 +272,11 @@ def find_client(host: Host, gpus: Sequence[Gpu], pid: int) -> Client:
                 raise _serves(found, pid)
     if not host.processes.alive(pid):
         raise NotFound(f"there is no process {pid}", "see the clients: gpushare mps status", code="no_process")
+    on_gpu = any(process.pid == pid for gpu in gpus for process in gpu.processes or ())
+    plain = f"outside MPS a plain kill does no harm to neighbours: kill {pid}; " if on_gpu else ""
     raise NotFound(
-        f"process {pid} is not a client of any visible MPS daemon",
-        f"outside MPS a plain kill does no harm to neighbours: kill {pid}; see the clients: gpushare mps status",
+        f"process {pid} is not a client of any visible MPS daemon" + ("" if on_gpu else ", and not on a GPU"),
+        f"{plain}see the clients: gpushare mps status",
         code="not_a_client",
     )
 
@@ -303,7 +305,11 @@ class Kill:
         if server is not None:
             command = control_command(client.daemon.pipe_directory or "", f"get_server_status {server}")
             steps += (Step(what="read the state of the MPS server", command=command, do=self._read_status),)
-        self.plan = Plan(title=f"end MPS client {pid}", steps=steps)
+        info = host.processes.describe(pid)
+        lost = Loss(action="ends", what=f"another user's MPS client {named(host.processes, [pid])}")
+        # Whoever names a process of his own means it.
+        own = info is not None and info.uid == host.uid
+        self.plan = Plan(title=f"end MPS client {pid}", steps=steps, consent=() if own else (lost,))
 
     def run(self) -> Killed:
         """Carry out the plan.

@@ -11,16 +11,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpushare.errors import BadUsage, GpuLost, GpushareError, InUse, NotFound, OperationFailed, TimedOut
+from gpushare.errors import (
+    BadUsage,
+    GpuLost,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    OperationFailed,
+    TimedOut,
+    or_none,
+)
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
-from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.process import known, named, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.model import ComputeMode
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord
-from gpushare.plan import Plan, Step, carry_out
+from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.selection import Device, select_for_change
 from gpushare.units import counted
 
@@ -37,25 +47,19 @@ _PROBE_SECONDS: Final = 2.0
 
 
 def daemons_to_stop(
-    host: Host, gpus: Sequence[Gpu], gpu: str | None, pipe_directory: str | None, *, foreign: bool
+    host: Host, gpus: Sequence[Gpu], gpu: str | None, pipe_directory: str | None
 ) -> list[tuple[FoundDaemon, Device | None]]:
     """Return the daemons on a GPU, or of a pipe directory, each with the GPU whose compute mode is to be restored.
-
-    ``foreign`` allows a daemon that gpushare did not start.
 
     Raises:
         NotFound: there is none.
         InUse: several processes name the directory.
-        BadUsage: a daemon of others without ``foreign``, or both a GPU and a directory are given.
+        BadUsage: both a GPU and a directory are given.
     """
     if pipe_directory is not None and gpu is not None:
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
     found = find_daemons(host, gpus, deep=False)
-    chosen = (
-        _on_gpu(found, gpu, gpus)
-        if pipe_directory is None
-        else [_at_pipe(host, found, pipe_directory, foreign=foreign)]
-    )
+    chosen = _on_gpu(found, gpu, gpus) if pipe_directory is None else [_at_pipe(host, found, pipe_directory)]
     whole = {one.uuid: Device(gpu=one) for one in gpus if one.uuid is not None}
     return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
 
@@ -105,17 +109,11 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDa
     return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
-def _at_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str, *, foreign: bool) -> FoundDaemon:
+def _at_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     wanted = os.path.abspath(pipe_directory)
     item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
     if item is None:
         raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
-    if not item.daemon.ours and not foreign:
-        raise BadUsage(
-            f"the MPS daemon {item.daemon.pid} (user {item.daemon.user or 'unknown'}) was not started by gpushare",
-            f"stop it anyway: {item.stop_command}",
-            code="foreign_daemon",
-        )
     return item
 
 
@@ -168,11 +166,49 @@ class Stop:
         on_wait: Callable[[list[int], float], None] | None = None,
     ) -> None:
         self._host, self._found, self._device = host, found, device
-        self._seconds, self._force, self._on_wait = drain_seconds, force, on_wait
+        self.drain_seconds, self._force, self._on_wait = drain_seconds, force, on_wait
         # Signals to its process, no commands: another process may listen at its directory by the time of the next one.
         self._by_signals = False
         self._pid, self._waited, self._forced = found.daemon.pid, 0.0, False
         self._restored: ComputeMode | None = None
+        # The clients that the user agreed to lose; None: all.
+        self._agreed: frozenset[int] | None = None
+
+    def losses(self) -> tuple[Loss, ...]:
+        """Return what the stop takes that is not ours or in use; a client that comes later makes it fail."""
+        found, daemon = self._found, self._found.daemon
+        # What may not be stopped is refused without a question.
+        try:
+            _may_stop(self._host, found)
+        except NoPermission:
+            return ()
+        if daemon.pid is None:
+            return ()
+        user = daemon.user or "unknown user"
+        owner = found.uid if found.record is None else found.record.uid
+        why = [] if daemon.ours else [f"not started by gpushare, of {user}"]
+        why += [f"started by {user}"] if daemon.ours and owner not in {None, self._host.uid} else []
+        if self._force:
+            clients = self._clients_now()
+            self._agreed = None if clients is None else frozenset(clients)
+            home = found.home
+            leases = [] if home is None else or_none(home.live_leases)
+            used = sorted({*(clients or ()), *(leases or ())})
+            why += [] if clients is not None else ["it does not tell whether it has clients"]
+            why += [f"{counted(len(used), 'program')} on it: {named(self._host.processes, used)}"] if used else []
+        what = f"the MPS daemon {daemon.pid}{self._where()}"
+        return (Loss(action="stops", what=what, why=tuple(why)),) if why else ()
+
+    def _clients_now(self) -> list[int] | None:
+        """Return the clients at this moment; None: unknown."""
+        try:
+            if not _may_tell(self._host, self._found, force=True):
+                return _shown_clients(self._host, self._found)
+            control = self._found.control(self._host)
+            control.answers(timeout=_PROBE_SECONDS)
+            return clients_of(control)
+        except GpushareError:
+            return None
 
     @property
     def command(self) -> str | None:
@@ -198,7 +234,7 @@ class Stop:
         ask = control_command(daemon.pipe_directory or "", "ps") if self._found.trusted else "nvidia-smi"
         return [
             Step(
-                what=f"wait up to {self._seconds:g} s for the clients of the MPS daemon{self._where()}",
+                what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._where()}",
                 command=ask,
                 do=self._wait,
             )
@@ -259,7 +295,7 @@ class Stop:
     def _wait(self) -> None:
         if not (self._by_signals and self._force):
             started = time.monotonic()
-            self._without_clients(self._seconds)
+            self._without_clients(self.drain_seconds)
             self._waited = time.monotonic() - started
 
     def _without_clients(self, seconds: float) -> list[int]:
@@ -312,6 +348,15 @@ class Stop:
             return
         # Clients may have come while we waited for the lock.
         left, control = self._without_clients(0.0), found.control(host)
+        new = [] if self._agreed is None else [pid for pid in left if pid not in self._agreed]
+        if new:
+            raise InUse(
+                f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: {named(host.processes, new)}; "
+                "it was not stopped",
+                f"run it again, and it asks for these too: {found.stop_command} --force",
+                gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
+                code="clients_left",
+            )
         ended = end_daemon(host, control, self._pid, started_at=started_at, seconds=1.0, force=self._force)
         self._forced = bool(left) or ended
 

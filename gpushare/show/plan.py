@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from gpushare.plan import Step
+from gpushare.plan import Loss, Plan, Step, taken
 from gpushare.show.result import Column, Result, Table
 
 
-def plan_result(command: str, steps: Sequence[Step], *, dry_run: bool, notes: Sequence[str] = ()) -> Result:
-    """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}]}``.
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON: its steps, and what it takes."""
+    return {
+        "steps": [{"what": one.what, "command": one.command, "undo": one.undo} for one in plan.steps],
+        "consent": [{"action": one.action, "what": one.what, "why": list(one.why)} for one in plan.consent],
+    }
 
-    People read the commands in a dry run; of what was done they read what it was, and the undo as a note.
+
+def plan_result(
+    command: str, steps: Sequence[Step], *, dry_run: bool, notes: Sequence[str] = (), consent: Sequence[Loss] = ()
+) -> Result:
+    """Return the result of planning: ``{"dry_run": bool, "steps": [{"what", "command", "undo"}], "consent": [...]}``.
+
+    People read the commands in a dry run; of what was done they read what it was, and the undo as a note. ``consent``
+    is what the steps take: a dry run says that it would be asked for.
     """
+    if dry_run and consent:
+        notes = [*notes, f"it would be asked first (-y: not), as this {taken(consent)}"]
     rows = tuple(
         {"number": number, "what": step.what, "command": step.command, "undo": step.undo}
         for number, step in enumerate(steps, 1)
@@ -26,7 +40,7 @@ def plan_result(command: str, steps: Sequence[Step], *, dry_run: bool, notes: Se
     count = "1 step" if len(rows) == 1 else f"{len(rows)} steps"
     return Result(
         command=command,
-        data={"dry_run": dry_run, "steps": [{key: row[key] for key in ("what", "command", "undo")} for row in rows]},
+        data={"dry_run": dry_run, **plan_data(Plan(title=command, steps=tuple(steps), consent=tuple(consent)))},
         tables=(
             Table(
                 name="steps",

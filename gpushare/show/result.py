@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from typing import Any, Final
 
-from gpushare.errors import ExitCode, GpushareError
+from gpushare.errors import ExitCode, GpushareError, NeedsConsent
 from gpushare.values import dataclass
 
 SCHEMA: Final = 1
@@ -125,7 +125,8 @@ class Result:
 
 def failure(command: str, error: GpushareError) -> Result:
     """Return the result of a command that ended in an error."""
-    return Result(command=command, errors=(error,), exit_code=error.exit_code)
+    data = error.data if isinstance(error, NeedsConsent) else None
+    return Result(command=command, data=data, errors=(error,), exit_code=error.exit_code, all_failed=True)
 
 
 def jsonable(value: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.cli import main
 from gpushare.measure.observe import Clock
-from tests.cli.drive import H200, Answer, Started, World, clear_up, same, start_real
+from tests.cli.drive import H200, Answer, Started, World, as_script, clear_up, same, start_real
 from tests.measure.windows import wait_for_numbers
 
 Cli = Callable[..., Answer]
@@ -65,12 +65,13 @@ def world() -> World:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Return a function that runs a command in this process."""
+    """Return a function that runs a command in this process, with ``-y`` where it may ask unless ``asks``."""
 
-    def run(*words: str, host: str | None = H200, output: str | None = None) -> Answer:
+    def run(*words: str, host: str | None = H200, output: str | None = None, asks: bool = False) -> Answer:
         capsys.readouterr()
         # A common option counts once: words that name the host are not given another.
         host = None if "--host" in words else host
+        words = words if asks else as_script(words)
         code = main([*(["--host", host] if host else []), *words, *(["-o", output] if output else [])])
         out, err = capsys.readouterr()
         return Answer(code, out, err)
@@ -86,22 +87,25 @@ def refused(cli: Cli) -> Callable[..., str]:
     and nothing of the host changed. Returns both lines.
     """
 
-    def check(*words: str, code: str, exit_code: int, host: str = H200) -> str:
+    def check(*words: str, code: str, exit_code: int, host: str = H200, asks: bool = False) -> str:
         before = same(host)
-        answer = cli(*words, host=host)
+        answer = cli(*words, host=host, asks=asks)
         assert answer.code == exit_code, answer
         assert answer.out == ""
         assert len(answer.lines("error")) == 1, answer
         assert len(answer.lines("hint")) == 1, answer
         assert "Traceback" not in answer.err
-        document = cli("-o", "json", *words, host=host)
+        document = cli("-o", "json", *words, host=host, asks=asks)
         assert document.code == exit_code
         assert document.json["status"] == "error"
-        assert document.json["data"] is None
+        # The plan, where only consent is missing.
+        assert (document.json["data"] is None) is (code != "needs_consent")
         (error,) = document.json["errors"]
         assert error["code"] == code
         assert list(error) == ["code", "message", "hint", "gpu"]
-        assert (error["message"] in answer.err, error["hint"] in answer.err) == (True, True)
+        # The line that would do it repeats the options.
+        same_hint = code == "needs_consent" or error["hint"] in answer.err
+        assert (error["message"] in answer.err, same_hint) == (True, True)
         if before[0] is not None:
             assert same(host) == before
         return answer.err

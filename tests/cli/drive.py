@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,27 @@ from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProces
 ROOT = Path(__file__).parents[2]
 H200 = "sim:h200"
 CRASHED = 137
+# The commands that may ask.
+ASKING = (
+    ("apply",),
+    *(("mig", verb) for verb in ("apply", "destroy", "disable", "enable", "name", "revoke")),
+    ("mps", "kill"),
+    ("mps", "stop"),
+    ("sim", "reset"),
+)
 # (profile, start, ((slices, start), ...)), by place.
 Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
+
+
+def as_script(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a command with ``-y`` where it may ask, as a script gives it."""
+    at = 0
+    while words[at : at + 1] and words[at] in {"--host", "-o"}:
+        at += 2
+    verb = next((verb for verb in ASKING if tuple(words[at : at + len(verb)]) == verb), None)
+    if verb is None or {"-y", "--yes", "-n", "--dry-run", "-h", "--help"} & set(words):
+        return tuple(words)
+    return (*words[:at], *verb, "-y", *words[at + len(verb) :])
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,11 @@ class World:
         return self.directory / "run" / "mig" / "journal.json"
 
     def run(self, *words: str) -> Answer:
-        """Run a command in this process, and return its document."""
+        """Run a command in this process as a script would, with ``-y`` where it may ask, and return its document."""
+        return self.asked(*as_script(words))
+
+    def asked(self, *words: str) -> Answer:
+        """Run a command in this process as it is, without a terminal, and return its document."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(["--host", self.spec, "-o", "json", *words])

@@ -15,7 +15,7 @@ from gpushare.cli import root
 from gpushare.cli.help import COMMON, EXAMPLES, GROUPS
 from gpushare.model import TimeSlice
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, environment
+from tests.cli.drive import ASKING, Started, World, environment
 
 
 def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -64,7 +64,9 @@ def test_help_of_every_command(cli: Cli, words: tuple[str, ...]) -> None:
     assert [option in answer.out for option in common] == [not words] * len(common)
     assert ("\nCommon options: --host -o -q -v --debug (gpushare --help)\n" in answer.out) == bool(words)
     changes = "-n, --dry-run" in answer.out
-    assert changes == ("-y, --yes" in answer.out) == (words in CHANGING)
+    assert changes == (words in CHANGING)
+    # It is accepted by every command that changes something, and shown where something can be asked.
+    assert ("-y, --yes" in answer.out) == (words in {*ASKING, ("advise",)})
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

@@ -43,6 +43,7 @@ def test_the_data_of_a_plan_is_pinned():
     assert result.data == {
         "dry_run": True,
         "steps": [{"what": step.what, "command": step.command, "undo": step.undo} for step in STEPS],
+        "consent": [],
     }
     assert result.notes == ("needs root",)
 

@@ -132,7 +132,7 @@ def test_slurm_and_mig_parted_and_systemd(cli: Cli) -> None:
     same = cli("mig", "export", "--name", "day", host=H100S).ok()
     assert yaml.safe_load(parted.out) == yaml.safe_load(same.out)
     units = cli("export", "systemd", "--program", "/opt/bin/gpushare", host=H100S).ok().out
-    assert "ExecStart=/opt/bin/gpushare apply -f /var/lib/gpushare/applied.yaml\n" in units
+    assert "ExecStart=/opt/bin/gpushare apply -f /var/lib/gpushare/applied.yaml --yes\n" in units
     assert "gpushare-mps-ready 30.0 8192M 8G -\n" in units
 
 

@@ -71,7 +71,7 @@ def test_units_need_only_the_devices_in_which_a_daemon_runs(cli: Cli, tmp_path: 
     path = tmp_path / "plain.yaml"
     path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb}]}, {match: {index: 1}, mps: {}}]\n")
     units = cli("export", "systemd", "-f", str(path), "--at-boot", "/etc/gpushare.yaml", host=SPEC).ok().out
-    assert "ExecStart=/usr/bin/gpushare apply -f /etc/gpushare.yaml\n" in units
+    assert "ExecStart=/usr/bin/gpushare apply -f /etc/gpushare.yaml --yes\n" in units
     assert units.count("# file: gpushare-mps-gpu-") == 1
 
 

@@ -116,8 +116,8 @@ def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> No
 @pytest.mark.usefixtures("daemon")
 def test_another_users_client_is_asked_for(refused: Callable[..., str], cli: Cli, world: World) -> None:
     pid = world.client(sm_percent=0, user="nobody")
-    said = refused("mps", "kill", str(pid), code="not_confirmed", exit_code=2)
-    assert f"Process {pid} belongs to nobody" in said
+    said = refused("mps", "kill", str(pid), asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends another user's MPS client {pid} (python3, user nobody: python3)" in said
     cli("mps", "kill", str(pid), "--yes").ok()
     assert world.pids() == []
 
@@ -128,7 +128,7 @@ def test_own_client_of_a_user_is_not_asked_for(cli: Cli, world: World, monkeypat
     pid = world.client(sm_percent=0)
     # Whose programs these are says the user id, not what a login shell left in the environment.
     monkeypatch.setenv("LOGNAME", "somebody")
-    cli("mps", "kill", str(pid)).ok()
+    cli("mps", "kill", str(pid), asks=True).ok()
 
 
 def test_another_users_client_may_not_be_ended(refused: Callable[..., str], world: World, idle: int) -> None:
@@ -155,7 +155,7 @@ def test_the_question_on_a_terminal(world: World, typed: str, gone: bool) -> Non
     while b"[y/N]" not in said:
         said += os.read(ours, 1000)
     os.write(ours, typed.encode())
-    assert process.wait(timeout=120) == (0 if gone else 2)
+    assert process.wait(timeout=120) == (0 if gone else 19)
     os.close(ours)
     assert (pid not in world.pids()) == gone
 

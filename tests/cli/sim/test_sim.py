@@ -76,7 +76,7 @@ def test_reset(cli: Cli, world: World) -> None:
 def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> None:
     cli("status").ok()
     cli("status", host=TWO).ok()
-    refused("sim", "reset", "--all", code="not_confirmed", exit_code=2)
+    refused("sim", "reset", "--all", asks=True, code="needs_consent", exit_code=19)
     assert len(cli("sim", "list", host=None, output="json").ok().data["hosts"]) == 2
     cli("sim", "reset", "--all", "--yes", host=None).ok()
     assert cli("sim", "list", host=None, output="json").ok().data["hosts"] == []

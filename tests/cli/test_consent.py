@@ -1,0 +1,221 @@
+"""What is named, granted, busy or not ours goes only with consent; what is idle and ours goes without a question."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.drive import World, environment
+
+A100 = "sim:a100-80gb"
+TWO = "sim:2xa100-80gb"
+
+
+@pytest.fixture
+def host() -> World:
+    """Return a host with MIG on, and two idle instances that gpushare has made."""
+    world = World.new(A100)
+    world.asked("mig", "enable").ok()
+    world.asked("mig", "create", "3g.40gb:4", "2g.20gb:2").ok()
+    return world
+
+
+def typed(
+    world: World, words: list[str], answer: str, meanwhile: Callable[[], object] = lambda: None
+) -> tuple[int, str]:
+    """Run a command on a terminal, answer each question, and return its exit code and what it wrote there."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpushare", "--host", world.spec, *words],
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        env=environment(),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said, asked = b"", 0
+    while True:
+        try:
+            said += os.read(ours, 1000)
+        except OSError:
+            break
+        if said.count(b"[y/N]") > asked:
+            asked += 1
+            meanwhile()
+            os.write(ours, answer.encode())
+    os.close(ours)
+    return process.wait(timeout=120), said.decode()
+
+
+def wants(world: World, *words: str) -> list[dict[str, object]]:
+    """Check that a command without a terminal is refused and changes nothing, and return what it would take."""
+    before = world.look(), world.names(), world.pids()
+    answer = world.asked(*words)
+    assert (answer.code, answer.error["code"]) == (19, "needs_consent"), answer
+    assert answer.error["hint"].startswith("to do it: gpushare ")
+    assert " -y " in answer.error["hint"]
+    assert answer.data["dry_run"] is False
+    assert answer.data["steps"]
+    assert (world.look(), world.names(), world.pids()) == before
+    # A dry run never asks, and says the same.
+    assert world.asked(*words, "-n").ok().data["consent"] == answer.data["consent"]
+    found = answer.data["consent"]
+    world.asked(*words, "-y").ok()
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("apply", "7g.80gb"), ("destroy", "all"), ("destroy", "0/2"), ("disable", "--destroy"), ("apply", "1g.10gb")],
+)
+def test_idle_instances_of_ours_go_without_a_question(host: World, words: tuple[str, ...]) -> None:
+    host.asked("mig", *words).ok()
+
+
+@pytest.mark.parametrize(
+    "words", [("apply", "7g.80gb"), ("destroy", "all"), ("destroy", "train"), ("disable", "--destroy")]
+)
+def test_a_named_and_granted_instance_is_asked_for(host: World, words: tuple[str, ...]) -> None:
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    host.asked("mig", "grant", "train", "daemon").ok()
+    (lost,) = wants(host, "mig", *words)
+    assert lost == {
+        "action": "destroys",
+        "what": "3g.40gb:4 on GPU 0",
+        "why": ["named 'train'", "granted to daemon"],
+    }
+
+
+def test_what_gpushare_did_not_make_is_asked_for() -> None:
+    world = World.new(A100)
+    world.mig("3g.40gb", "2g.20gb")
+    assert [lost["why"] for lost in wants(world, "mig", "apply", "7g.80gb")] == [["not made by gpushare"]] * 2
+    # Now it is ours.
+    world.asked("mig", "apply", "1g.10gb").ok()
+
+
+def test_a_busy_instance_is_asked_for_even_with_evict(host: World) -> None:
+    pid = host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
+    (lost,) = wants(host, "mig", "destroy", "0/2", "--evict", "all")
+    assert lost["why"] == [f"in use by {pid} (python3, user root: python3)"]
+    assert pid not in host.pids()
+
+
+def test_the_undo_of_a_named_creation_asks_nothing(host: World) -> None:
+    undo = host.asked("mig", "create", "1g.10gb", "--name", "new").ok().data["undo"]
+    assert undo.endswith(" -y")
+    host.asked(*undo.split()[1:]).ok()
+    assert "new" not in host.names()
+
+
+def test_a_grant_is_asked_for(host: World) -> None:
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    host.asked("mig", "grant", "train", "daemon").ok()
+    (lost,) = wants(host, "mig", "revoke", "train")
+    assert lost["why"] == ["every local user may then use 'train'"]
+    host.asked("mig", "grant", "train", "daemon").ok()
+    assert wants(host, "mig", "name", "--forget", "train")[0]["why"] == ["granted to daemon"]
+
+
+def test_a_name_alone_is_forgotten_without_a_question(host: World) -> None:
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    host.asked("mig", "name", "--forget", "train").ok()
+
+
+@pytest.mark.parametrize("how", ["--force", "--drain=0.1"])
+def test_a_daemon_with_clients_is_asked_for(how: str) -> None:
+    world = World.new("sim:h200")
+    world.asked("mps", "start").ok()
+    pid = world.client()
+    (lost,) = wants(world, "mps", "stop", how)
+    assert lost["why"] == [f"1 program on it: {pid} (python3, user root: python3)"]
+
+
+def test_an_idle_daemon_of_ours_is_stopped_without_a_question() -> None:
+    world = World.new("sim:h200")
+    world.asked("mps", "start").ok()
+    world.asked("mps", "stop", "--force").ok()
+
+
+def test_a_daemon_that_gpushare_did_not_start_is_asked_for(tmp_path: Path) -> None:
+    world = World.new("sim:h200")
+    world.foreign_daemon(tmp_path)
+    (lost,) = wants(world, "mps", "stop", "--pipe-directory", str(tmp_path / "p"))
+    assert lost["why"] == ["not started by gpushare, of root"]
+
+
+def test_a_file_that_takes_names_grants_and_instances_asks(host: World, tmp_path: Path) -> None:
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    host.asked("mig", "grant", "train", "daemon").ok()
+    file = tmp_path / "gpushare.yaml"
+    file.write_text("version: 1\ngpus:\n- match: {index: 0}\n  mig:\n  - 3g.40gb:4\n")
+    (lost,) = wants(host, "apply", "-f", str(file))
+    assert lost == {
+        "action": "forgets",
+        "what": "the name 'train' of 3g.40gb:4 on GPU 0",
+        "why": ["granted to daemon"],
+    }
+    # What a file has made is ours.
+    file.write_text("version: 1\ngpus:\n- match: {index: 0}\n  timeslice: default\n")
+    host.asked("apply", "-f", str(file)).ok()
+
+
+def test_an_answer_decides_on_a_terminal(host: World) -> None:
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    before = host.look()
+    code, said = typed(host, ["mig", "destroy", "all"], "\n")
+    assert code == 19
+    assert "This destroys 3g.40gb:4 on GPU 0 (named 'train'). Continue? [y/N]" in said
+    assert "not confirmed; nothing was changed" in said
+    assert host.look() == before
+    assert typed(host, ["mig", "destroy", "all"], "y\n")[0] == 0
+    assert host.look() != before
+
+
+def test_what_comes_after_the_answer_is_asked_for_too(host: World) -> None:
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    code, said = typed(host, ["mig", "destroy", "all"], "y\n", lambda: host.asked("mig", "name", "late", "2g.20gb:2"))
+    assert code == 0
+    assert said.count("[y/N]") == 2
+    assert "This destroys 2g.20gb:2 on GPU 0 (named 'late'). Continue? [y/N]" in said
+
+
+def test_a_client_that_comes_after_the_answer_is_not_ended() -> None:
+    world = World.new("sim:h200")
+    world.asked("mps", "start").ok()
+    world.client()
+    code, said = typed(world, ["mps", "stop", "--force"], "y\n", world.client)
+    assert code == 19
+    assert "new client" in said
+    assert len(world.attached()) == 2
+
+
+@pytest.mark.parametrize(
+    "verb", ["mig create", "mig grant", "mig recover", "mps start", "mps set", "timeslice set", "run"]
+)
+def test_yes_is_accepted_and_not_shown_where_nothing_is_asked(verb: str) -> None:
+    world = World("sim:h200")
+    assert "--yes" not in world_help(world, verb)
+
+
+@pytest.mark.parametrize("verb", ["apply", "mig apply", "mig destroy", "mig revoke", "mps stop", "mps kill"])
+def test_yes_is_shown_where_something_is_asked(verb: str) -> None:
+    assert "--yes" in world_help(World("sim:h200"), verb)
+
+
+def world_help(world: World, verb: str) -> str:
+    """Return the help of a command."""
+    return subprocess.run(
+        [sys.executable, "-m", "gpushare", *verb.split(), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(),
+    ).stdout
